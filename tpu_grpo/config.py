@@ -1,0 +1,455 @@
+"""RunConfig: every setting of a run once, typed, documented and validated; unknown keys are refused.
+
+    config = load_config("configs/demo_cpu.yaml", ["run.seed=1", "optimizer.learning_rate=3e-4"])
+
+Imports nothing heavy, so that ``--help`` and a typing error cost nothing.
+"""
+
+import difflib
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from tpu_grpo.errors import ConfigError
+
+BUILTIN = "builtin:"
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class Section(BaseModel):
+    """A part of the config: frozen, strict about its keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class RunSection(Section):
+    """Which run this is."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Names the run; letters, digits, dot, dash and underscore."""
+    dir: Path | None = None
+    """Where the run leaves its files; runs/<name> when unset."""
+    seed: int = Field(0, ge=0, lt=2**32)
+    """Decides sampling, shuffling and built-in model teaching."""
+    max_steps: PositiveInt = 100
+    """Steps of the whole run, resumed parts included; a step is one rollout with its updates."""
+
+
+class ModelSection(Section):
+    """The policy."""
+
+    path: str = "builtin:addition"
+    """A Hugging Face checkpoint directory, or builtin:addition (a small model taught on first use, then cached)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the trainer's parameters and both sides' computation; logits and log-probabilities are float32 throughout."""
+    attention: Literal["auto", "dot"] = "auto"
+    """The trainer's attention; auto takes dot."""
+    remat: Literal["none", "block", "decoder"] = "none"
+    """What the backward pass recomputes instead of storing: nothing, attention, or whole layers."""
+
+
+class DataSection(Section):
+    """Where prompts come from and how they are written."""
+
+    path: str = "builtin:addition"
+    """A .jsonl file, or builtin:addition (two-digit sums, endless)."""
+    prompt_template: str = "{question}"
+    """Python format string over the record's columns that gives the user's message."""
+    system_prompt: str = ""
+    """A system message before it; none when empty."""
+    chat_template: bool = True
+    """Render the messages through the tokenizer's chat template; otherwise the user's message alone is the prompt."""
+    prompts_per_step: PositiveInt = 8
+    """P: prompts of one step; each is sampled algorithm.group_size times."""
+    max_prompt_tokens: PositiveInt = 512
+    """Longest prompt in tokens; the trainer pads prompts to it."""
+    too_long: Literal["error", "drop"] = "error"
+    """What to do with a longer prompt; dropped ones are counted and reported."""
+    shuffle: bool = True
+    """Shuffle every epoch, by run.seed."""
+
+
+class RolloutSection(Section):
+    """Sampling, and the engine that does it."""
+
+    attention: Literal["auto", "flash", "gather", "native"] = "auto"
+    """flash: sglang-jax's Pallas kernel, TPU only; gather: ours, any device; native: the library's reference, page size
+    1, for comparison; auto: flash on TPU, gather elsewhere."""
+    temperature: float = Field(1.0, ge=0.0, le=100.0)
+    """0 is greedy, which gives every sample of a group the same tokens."""
+    top_k: int = Field(0, ge=0)
+    """Keep the k likeliest tokens; 0 keeps all."""
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    """Keep the smallest set of likeliest tokens with at least this mass; 1 keeps all."""
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    """Drop tokens less likely than this fraction of the likeliest; 0 keeps all."""
+    max_new_tokens: PositiveInt = 256
+    """Longest completion in tokens, stop token included."""
+    max_running_requests: PositiveInt = 64
+    """Rows that decode at once, per engine."""
+    kv_tokens: PositiveInt | None = None
+    """Size of an engine's KV cache in tokens; enough for max_running_requests full-length rows when unset."""
+    page_size: PositiveInt = 1
+    """Tokens per page of the KV cache."""
+    prefill_tokens: PositiveInt = 2048
+    """Most prompt tokens processed at once; longer prompts are prefilled in chunks of this size."""
+    prefix_cache: bool = True
+    """Keep computed prefixes, so that a group's prompt is prefilled once."""
+    batch_paddings: tuple[PositiveInt, ...] | None = None
+    """Decode batch sizes to compile; powers of 2 from 8 up to max_running_requests when unset."""
+
+
+class RewardSpec(Section):
+    """One reward of the list."""
+
+    name: str
+    """A shipped name (exact_answer, gsm8k, format) or path.py:function."""
+    weight: float = 1.0
+    """Factor of this reward in the sum."""
+    options: dict[str, Any] = {}
+    """Keyword arguments passed to the reward at every call."""
+
+
+class AlgorithmSection(Section):
+    """GRPO (Shao et al. 2024, arXiv 2402.03300) and its variants."""
+
+    group_size: int = 8
+    """G: completions sampled per prompt; their mean reward is the baseline."""
+    beta: float = Field(0.0, ge=0.0)
+    """Weight of the KL penalty against the initial policy; 0 keeps no reference model."""
+    iterations: PositiveInt = 1
+    """Updates on the same rollout."""
+    old_policy: Literal["rollout", "trainer"] = "rollout"
+    """Whose log-probabilities the ratio is taken against: the engine's, or the trainer's recomputed before the update
+    and corrected towards the engine by truncated importance weights."""
+    importance_cap: float = Field(2.0, gt=0.0)
+    """Truncation of those weights (old_policy=trainer only)."""
+    clip_low: float = Field(0.2, gt=0.0, lt=1.0)
+    """The ratio is clipped below at 1 - clip_low."""
+    clip_high: float | None = Field(None, gt=0.0)
+    """The ratio is clipped above at 1 + clip_high; clip_low when unset."""
+    advantage: Literal["grpo", "rloo", "drgrpo"] = "grpo"
+    """grpo divides by the group's standard deviation; rloo leaves the row out of its baseline; drgrpo only centres."""
+    loss_aggregation: Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale"] = (
+        "sequence-mean-token-mean"
+    )
+    """How token losses become one number; token means are taken per micro-batch."""
+    kl_estimator: Literal["low_var_kl", "kl", "mse_kl"] = "low_var_kl"
+    """low_var_kl is the paper's (k3)."""
+    micro_batch_prompts: PositiveInt | None = None
+    """Prompts (groups) per forward and backward pass; gradients accumulate over them. All at once when unset."""
+
+    @field_validator("group_size")
+    @classmethod
+    def _group_has_baseline(cls, value: int) -> int:
+        if value < 2:
+            raise ValueError(f"must be >= 2, got {value}; a group of one has no baseline")
+        return value
+
+
+class OptimizerSection(Section):
+    """AdamW with a warm-up, a schedule and gradient clipping."""
+
+    learning_rate: float = Field(1e-6, ge=0.0)
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: stay, or fall to zero at the last update."""
+    warmup_steps: int = Field(0, ge=0)
+    """Updates over which the rate rises linearly from 0."""
+    b1: float = Field(0.9, ge=0.0, lt=1.0)
+    """AdamW's decay of the first moment."""
+    b2: float = Field(0.95, ge=0.0, lt=1.0)
+    """AdamW's decay of the second moment."""
+    weight_decay: float = Field(0.0, ge=0.0)
+    """Decoupled weight decay."""
+    max_grad_norm: float = Field(1.0, gt=0.0)
+    """Gradients are scaled down to this global norm."""
+
+
+class TrainerMeshSection(Section):
+    """Shape of the trainer's mesh."""
+
+    fsdp: PositiveInt | None = None
+    """Devices that parameters and batch rows are split over; all that tp leaves when unset."""
+    tp: PositiveInt = 1
+    """Devices that heads and hidden units are split over."""
+
+
+class SamplerMeshSection(Section):
+    """Shape of the sampler's mesh."""
+
+    tensor: PositiveInt = 1
+    """Devices that one engine's heads and hidden units are split over."""
+
+
+class MeshesSection(Section):
+    """How devices are used."""
+
+    layout: Literal["shared"] = "shared"
+    """shared: trainer and sampler both use the devices, in turn."""
+    trainer: TrainerMeshSection = TrainerMeshSection()
+    sampler: SamplerMeshSection = SamplerMeshSection()
+
+
+class HostsSection(Section):
+    """Processes of the run."""
+
+    coordinator: str | None = None
+    """host:port of process 0, for several processes off a TPU slice."""
+    count: PositiveInt = 1
+    """Number of processes."""
+    index: int = Field(0, ge=0)
+    """Which of them this is."""
+
+    @model_validator(mode="after")
+    def _single(self) -> "HostsSection":
+        if self.coordinator is not None or self.count != 1 or self.index != 0:
+            raise ValueError("one process only: leave coordinator unset, count=1, index=0")
+        return self
+
+
+class CheckpointSection(Section):
+    """Saving and continuing a run."""
+
+    every: int = Field(0, ge=0)
+    """Save after every this many steps, and at the end; 0 saves at the end only."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept."""
+    resume: Literal["auto", "never", "require"] = "auto"
+    """auto: continue from the newest checkpoint in run.dir if there is one; never: start anew (files of an earlier run
+    are moved aside, not deleted); require: fail without a checkpoint."""
+
+
+class EvaluationSection(Section):
+    """Accuracy on prompts that are not trained on."""
+
+    path: str | None = None
+    """A .jsonl file like data.path; the built-in task brings its own held-out problems; none when unset."""
+    every: int = Field(0, ge=0)
+    """Evaluate after every this many steps; 0 only before the first and after the last."""
+    prompts: PositiveInt = 256
+    """Prompts per evaluation, each answered once greedily and once sampled at rollout.temperature."""
+
+
+class LoggingSection(Section):
+    """What is shown and where."""
+
+    samples_every: int = Field(10, ge=0)
+    """Show a table of samples every this many steps; 0 never."""
+    wandb: Literal["off", "offline", "online"] = "off"
+    """Also log to Weights & Biases; online without an API key falls to offline, and says so."""
+    wandb_project: str = "tpu_grpo"
+    """Its project there."""
+
+
+class RunConfig(Section):
+    """A whole run."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    rollout: RolloutSection = RolloutSection()
+    rewards: tuple[RewardSpec, ...] = (RewardSpec(name="exact_answer"),)
+    """The rewards, summed with their weights."""
+    algorithm: AlgorithmSection = AlgorithmSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    meshes: MeshesSection = MeshesSection()
+    hosts: HostsSection = HostsSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    logging: LoggingSection = LoggingSection()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "RunConfig":
+        for rule in (_micro_batches_divide, _rewards_named_once, _cache_fits, _native_pages, _groups_vary):
+            rule(self)
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        """Where the run leaves its files."""
+        return self.run.dir or Path("runs") / self.run.name
+
+    @property
+    def batch_rows(self) -> int:
+        """B: completions per step."""
+        return self.data.prompts_per_step * self.algorithm.group_size
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest sequence: prompt and completion."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    def to_yaml(self) -> str:
+        """The resolved config, every setting written out."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=120)
+
+
+# --- rules between sections ------------------------------------------------------------------------------------------
+
+
+def _micro_batches_divide(config: RunConfig) -> None:
+    prompts, micro = config.data.prompts_per_step, config.algorithm.micro_batch_prompts
+    if micro is not None and prompts % micro:
+        divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
+        raise ValueError(
+            f"algorithm.micro_batch_prompts must divide data.prompts_per_step={prompts}, got {micro}; "
+            f"use one of {divisors}"
+        )
+
+
+def _rewards_named_once(config: RunConfig) -> None:
+    names = [r.name for r in config.rewards]
+    if not names:
+        raise ValueError("rewards must name at least one reward, got none; add e.g. {name: exact_answer}")
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise ValueError(f"rewards must be distinct, got {twice} twice; give one entry a larger weight instead")
+
+
+def _cache_fits(config: RunConfig) -> None:
+    rollout, page = config.rollout, config.rollout.page_size
+    needed = -(-config.context_tokens // page) * page + page
+    if rollout.kv_tokens is not None and rollout.kv_tokens < needed:
+        raise ValueError(
+            f"rollout.kv_tokens must hold one whole request: >= {needed} tokens (data.max_prompt_tokens="
+            f"{config.data.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens}, whole pages of "
+            f"{page}, and one spare), got {rollout.kv_tokens}; raise it or shorten prompts or completions"
+        )
+
+
+def _native_pages(config: RunConfig) -> None:
+    if config.rollout.attention == "native" and config.rollout.page_size != 1:
+        raise ValueError(
+            f"rollout.page_size must be 1 with rollout.attention=native, got {config.rollout.page_size}; the library's "
+            "native attention is wrong for larger pages: use gather (or flash on TPU)"
+        )
+
+
+def _groups_vary(config: RunConfig) -> None:
+    if config.rollout.temperature == 0.0:
+        raise ValueError(
+            "rollout.temperature must be > 0 for training, got 0.0; greedy completions of a group are all the same, so "
+            "every advantage is zero. Try 1.0"
+        )
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file and apply ``section.key=value`` overrides in order.
+
+    Raises:
+        ConfigError: for an unreadable file, an unknown key (with the nearest known one) or a wrong value.
+    """
+    tree: dict[str, Any] = _read_yaml(Path(path)) if path is not None else {}
+    for text in overrides:
+        _apply_override(tree, text)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> RunConfig:
+    """Validate a nested mapping of settings."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+
+
+def settings() -> Iterator[tuple[str, str, str, str]]:
+    """Every setting as (name, type, default, meaning), in the order of the sections."""
+    yield from _settings_of(RunConfig, "")
+
+
+def _settings_of(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str, str]]:
+    for name, info in section.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from _settings_of(kind, f"{prefix}{name}.")
+        elif name == "rewards":
+            yield "rewards", "list", str([r.name for r in info.default]), info.description or ""
+            yield from _settings_of(RewardSpec, "rewards[i].")
+        else:
+            default = "required" if info.is_required() else _yaml_scalar(info.get_default())
+            yield prefix + name, _type_name(kind), default, " ".join((info.description or "").split())
+
+
+def _type_name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " | ".join(map(str, get_args(kind)))
+    if get_origin(kind) in (Union, types.UnionType):
+        return " | ".join("unset" if a is type(None) else _type_name(a) for a in get_args(kind))
+    if get_origin(kind) is Annotated:
+        return _type_name(get_args(kind)[0])
+    if get_origin(kind) is tuple:
+        return f"list of {_type_name(get_args(kind)[0])}"
+    return getattr(kind, "__name__", str(kind)).lower() if not get_origin(kind) else "mapping"
+
+
+def _yaml_scalar(value: Any) -> str:
+    if value is None:
+        return "unset"
+    return yaml.safe_dump(value, default_flow_style=True).split("\n")[0]
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        shipped = sorted(str(p) for p in Path("configs").glob("*.yaml"))
+        raise ConfigError(f"config file not found: {path}; shipped configs: {shipped or 'none here'}") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"config file {path} is not readable YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config file {path} must hold sections (run:, model:, ...), got a {type(tree).__name__}")
+    return tree
+
+
+def _apply_override(tree: dict[str, Any], text: str) -> None:
+    name, equals, raw = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"an override must read section.key=value, got {text!r}; example: run.seed=1")
+    try:
+        value = yaml.safe_load(raw) if raw else ""
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: the value {raw!r} is not YAML ({error}); quote it") from None
+    if isinstance(value, str):
+        value = _number(value)
+    node = tree
+    *sections, key = name.split(".")
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"{name}: {section} is not a section; write lists whole, e.g. rewards='[{{name: gsm8k}}]'")
+    node[key] = value
+
+
+def _number(text: str) -> Any:
+    """YAML 1.1 reads 1e-4 as text; people mean the number."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    value = error["input"]
+    if error["type"] == "extra_forbidden":
+        known = [name for name, *_ in settings()]
+        section = where.rpartition(".")[0]
+        siblings = [n for n in known if n.rpartition(".")[0] == section] or sorted({n.split(".")[0] for n in known})
+        near = difflib.get_close_matches(where, known + sorted({n.split(".")[0] for n in known}), n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(siblings)}"
+        return f"{where} is not a setting (got {value!r}); {hint}"
+    if error["type"] == "value_error":
+        message = str(error["ctx"]["error"])
+        return f"{where} {message}" if where else message
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return f"{where}: {message}, got {value!r}; `--help` lists every setting with its type and default"

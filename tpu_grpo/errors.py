@@ -1,0 +1,57 @@
+"""Every error this package raises on purpose: one root, each also the standard type a caller would catch.
+
+A message gives the rule that was broken, the value found and the remedy; scripts print it without a traceback and
+exit with ``exit_code``.
+"""
+
+
+class TpuGrpoError(Exception):
+    """Root of the package's errors."""
+
+    exit_code = 1
+
+
+class ConfigError(TpuGrpoError, ValueError):
+    """A setting, or a combination of settings, that cannot work."""
+
+    exit_code = 2
+
+
+class CheckpointError(TpuGrpoError, ValueError):
+    """A model or run checkpoint that is missing, broken, or not what the run needs."""
+
+    exit_code = 2
+
+
+class DataError(TpuGrpoError, ValueError):
+    """Data that is missing or malformed; names the file and line where there is one."""
+
+    exit_code = 2
+
+
+class RewardError(TpuGrpoError, RuntimeError):
+    """A reward that cannot be loaded, raised, or returned something that is not one number per completion."""
+
+    exit_code = 2
+
+
+class RequestError(TpuGrpoError, ValueError):
+    """A generation request the engine can never serve: empty, too long, or larger than its cache."""
+
+    exit_code = 2
+
+
+class WeightsError(TpuGrpoError, ValueError):
+    """Parameters of the trainer and of the sampler that do not correspond."""
+
+    exit_code = 2
+
+
+class NonFiniteError(TpuGrpoError, ArithmeticError):
+    """A loss, gradient or log-probability that is not finite."""
+
+
+class LockstepError(TpuGrpoError, RuntimeError):
+    """Hosts that disagree, or a host that was lost."""
+
+    exit_code = 3

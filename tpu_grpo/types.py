@@ -1,0 +1,140 @@
+"""The records that pass between the stages, one per stage, frozen.
+
+Array suffixes used throughout the package: P prompts of a step, G completions per prompt, B = P*G rows, T tokens,
+V vocabulary. Row ``p * G + g`` is completion ``g`` of prompt ``p``.
+
+    PromptBatch -> (rollout) -> Rollout -> (rewards) -> Scores -> (learner) -> UpdateResult -> (weights) -> SyncResult
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Float
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as the model sees it, with the columns of its record for the rewards."""
+
+    text: str
+    """The rendered prompt: template and chat template applied."""
+    token_ids: tuple[int, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """The P prompts of one step."""
+
+    step: int
+    prompts: tuple[Prompt, ...]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn: temperature first, then top-k, then top-p, then min-p.
+
+    Filters at their neutral values (``top_k=0``, ``top_p=1``, ``min_p=0``) do nothing. ``temperature=0`` is greedy.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    ignore_stop: bool = False
+    """Go on past stop tokens, up to ``max_new_tokens``: for benchmarks."""
+
+
+@dataclass(frozen=True)
+class SampleKey:
+    """What, with the position in the sequence and the logits, decides a token; nothing else does."""
+
+    seed: int
+    step: int
+    prompt: int
+    sample: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to generate. Requests of one group (the same prompt) share its prefill."""
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    key: SampleKey
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine sampled for one request."""
+
+    token_ids: np.ndarray
+    """int32 [T], including the stop token that ended it."""
+    logprobs: Float[np.ndarray, " T"]
+    """float32: log-probability of each token under the full distribution at the temperature (at 1 when greedy)."""
+    finish_reason: FinishReason
+    cached_tokens: int
+    """Prompt tokens whose keys and values were found in the prefix cache."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """B completions of a PromptBatch, row ``p * G + g``, with what sampling them cost."""
+
+    batch: PromptBatch
+    group_size: int
+    completions: tuple[Completion, ...]
+    texts: tuple[str, ...]
+    seconds: float
+
+    @property
+    def row_prompts(self) -> tuple[Prompt, ...]:
+        """The prompt of every row, length B."""
+        return tuple(p for p in self.batch.prompts for _ in range(self.group_size))
+
+    @property
+    def total_tokens(self) -> int:
+        """Sampled tokens over all rows."""
+        return sum(len(c.token_ids) for c in self.completions)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of a Rollout's B rows."""
+
+    total: Float[np.ndarray, " B"]
+    """float64: the weighted sum over the rewards that apply to the row."""
+    by_name: Mapping[str, Float[np.ndarray, " B"]]
+    """float64 per reward before weighting; NaN where a reward does not apply."""
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """A Rollout with its Scores: what the learner learns from."""
+
+    rollout: Rollout
+    scores: Scores
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one step of the learner did."""
+
+    metrics: Mapping[str, float]
+    """``update/*`` and ``agreement/*`` of the contract."""
+    advantages: Float[np.ndarray, " B"]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SyncResult:
+    """What moving the parameters to the sampler cost."""
+
+    seconds: float
+    bytes_moved: int
