@@ -1,0 +1,250 @@
+"""An in-process rollout engine: the seam between this package and sglang-jax's internals.
+
+    engine = Engine.build(checkpoint_dir, mesh, options)
+    engine.install_weights(weights)          # name -> array, as engine.weight_specs says; forgets cached prefixes
+    completions = engine.generate(requests)  # in the order of the requests
+
+Everything happens on the calling thread. Requests of one group (equal prompts) are found by their token ids: the first
+one prefills the prompt, the others wait for it and reuse it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array
+from sgl_jax.srt.server_args import ServerArgs
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.errors import ConfigError, RequestError
+from tpu_grpo.rollout import repairs
+from tpu_grpo.rollout.runner import Runner
+from tpu_grpo.rollout.scheduler import Running, SteppedScheduler, StepSeconds
+from tpu_grpo.rollout.shapes import Shapes, choose_shapes
+from tpu_grpo.types import Completion, Request
+
+AttentionName = Literal["flash", "gather", "native"]
+LIBRARY_MARGIN_TOKENS = 8
+"""sglang-jax refuses prompts within six tokens of its context length."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What an engine is built for; all sizes are fixed for its life."""
+
+    context_tokens: int
+    """Longest prompt and completion together."""
+    stop_token_ids: frozenset[int]
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    attention: AttentionName = "gather"
+    max_running_requests: int = 64
+    kv_tokens: int | None = None
+    """Size of the KV cache; enough for ``max_running_requests`` rows of ``context_tokens`` when None."""
+    page_size: int = 1
+    prefill_tokens: int = 2048
+    prefix_cache: bool = True
+    batch_paddings: tuple[int, ...] | None = None
+
+    @classmethod
+    def from_config(cls, config: RunConfig, stop_token_ids: Sequence[int]) -> "EngineOptions":
+        """The options of a run."""
+        rollout = config.rollout
+        return cls(
+            context_tokens=config.context_tokens,
+            stop_token_ids=frozenset(stop_token_ids),
+            dtype=config.model.dtype,
+            attention=choose_attention(rollout.attention),
+            max_running_requests=min(rollout.max_running_requests, config.batch_rows),
+            kv_tokens=rollout.kv_tokens,
+            page_size=rollout.page_size,
+            prefill_tokens=rollout.prefill_tokens,
+            prefix_cache=rollout.prefix_cache,
+            batch_paddings=rollout.batch_paddings,
+        )
+
+    @property
+    def shapes(self) -> Shapes:
+        """The padded shapes this engine compiles."""
+        return choose_shapes(
+            context_tokens=self.context_tokens,
+            page_size=self.page_size,
+            max_running_requests=self.max_running_requests,
+            prefill_tokens=self.prefill_tokens,
+            batch_paddings=self.batch_paddings,
+            by_length=self.attention == "gather",
+        )
+
+    @property
+    def cache_tokens(self) -> int:
+        """Size of the KV cache in tokens, whole pages."""
+        if self.kv_tokens is not None:
+            return self.kv_tokens // self.page_size * self.page_size
+        per_row = self.whole_pages(self.context_tokens) + self.page_size
+        return self.max_running_requests * per_row + self.page_size
+
+    def whole_pages(self, tokens: int) -> int:
+        """``tokens`` rounded up to whole pages."""
+        return -(-tokens // self.page_size) * self.page_size
+
+
+def choose_attention(name: Literal["auto", "flash", "gather", "native"]) -> AttentionName:
+    """Resolve ``auto`` and refuse what this machine cannot run.
+
+    Raises:
+        ConfigError: for flash without a TPU.
+    """
+    on_tpu = jax.default_backend() == "tpu"
+    if name == "auto":
+        return "flash" if on_tpu else "gather"
+    if name == "flash" and not on_tpu:
+        raise ConfigError(
+            f"rollout.attention=flash needs a TPU, this process runs on {jax.default_backend()}; "
+            "use gather (any device) or auto"
+        )
+    return name
+
+
+class Engine:
+    """One sglang-jax scheduler and model on one mesh with axes ("data", "tensor", "expert")."""
+
+    def __init__(self, scheduler: SteppedScheduler, options: EngineOptions):
+        self._scheduler = scheduler
+        self.options = options
+
+    @classmethod
+    def build(cls, checkpoint: Path, mesh: Mesh, options: EngineOptions) -> "Engine":
+        """Build the model and its cache; weights come by ``install_weights``.
+
+        Args:
+            checkpoint: directory whose config.json says which model; no weight is read.
+            mesh: from ``engine_mesh``.
+            options: fixed sizes and settings.
+        """
+        repairs.require_repaired_version()
+        repairs.count_instead_of_clock()
+        runner_class = type("EngineRunner", (Runner,), {"attention": options.attention, "shapes": options.shapes})
+        scheduler = SteppedScheduler(_server_args(checkpoint, mesh, options), mesh, runner_class)
+        return cls(scheduler, options)
+
+    @property
+    def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Name -> shape, dtype and sharding of every parameter."""
+        return self._scheduler.runner.weight_specs
+
+    @property
+    def seconds(self) -> StepSeconds:
+        """Where the time of all steps so far went."""
+        return self._scheduler.seconds
+
+    def install_weights(self, weights: Mapping[str, Array]) -> None:
+        """Sample with these parameters from now on; prefixes computed by the old ones are forgotten.
+
+        Raises:
+            WeightsError: if names, shapes or types are not those of ``weight_specs``.
+        """
+        self._scheduler.runner.install_weights(weights)
+        self._scheduler.forget_prefixes()
+
+    def compile_all(self) -> int:
+        """Compile every shape now; returns the number of programs."""
+        return self._scheduler.runner.compile_all()
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample a completion for every request.
+
+        Returns:
+            Completions in the order of ``requests``.
+
+        Raises:
+            RequestError: for a request the engine can never serve, before any is started.
+        """
+        for index, request in enumerate(requests):
+            self._check(index, request)
+        rows: list[Running | None] = [None] * len(requests)
+        followers: dict[int, list[int]] = {}
+        for leader, members in _groups(requests, share=self.options.prefix_cache):
+            rows[leader] = self._submit(requests[leader])
+            if members:
+                followers[leader] = members
+        while followers or not all(row is not None and row.req.finished() for row in rows):
+            for leader in [i for i in followers if (row := rows[i]) is not None and row.prefilled]:
+                for member in followers.pop(leader):
+                    rows[member] = self._submit(requests[member])
+            self._scheduler.step()
+        self._scheduler.step()  # hands back the slots of the last rows
+        self._scheduler.running.clear()
+        return [row.completion() for row in rows if row is not None]
+
+    def forget_prefixes(self) -> None:
+        """Drop every cached key and value."""
+        self._scheduler.forget_prefixes()
+
+    def _submit(self, request: Request) -> Running:
+        return self._scheduler.submit(request, self.options.stop_token_ids)
+
+    def _check(self, index: int, request: Request) -> None:
+        options, prompt, new = self.options, len(request.token_ids), request.sampling.max_new_tokens
+        if prompt == 0:
+            raise RequestError(f"request {index}: the prompt must not be empty")
+        if new < 1:
+            raise RequestError(f"request {index}: max_new_tokens must be >= 1, got {new}")
+        if prompt + new > options.context_tokens:
+            raise RequestError(
+                f"request {index}: {prompt} prompt tokens and max_new_tokens={new} exceed the engine's context of "
+                f"{options.context_tokens}; shorten the prompt or raise data.max_prompt_tokens"
+            )
+        needed = options.whole_pages(prompt + new) + options.page_size
+        if needed > options.cache_tokens:
+            raise RequestError(
+                f"request {index}: {prompt} prompt tokens and max_new_tokens={new} need {needed} cache tokens, the "
+                f"cache has {options.cache_tokens}; raise rollout.kv_tokens"
+            )
+        vocabulary = self._scheduler.model_config.vocab_size
+        if not all(0 <= token < vocabulary for token in request.token_ids):
+            raise RequestError(f"request {index}: token ids must be in [0, {vocabulary}), got {request.token_ids}")
+
+
+def engine_mesh(devices: Sequence[jax.Device]) -> Mesh:
+    """A mesh for one engine that splits heads and hidden units over ``devices``."""
+    return Mesh(np.asarray(devices).reshape(1, len(devices), 1), ("data", "tensor", "expert"))
+
+
+def _groups(requests: Sequence[Request], *, share: bool) -> list[tuple[int, list[int]]]:
+    """(leader, followers) index lists, leaders in order; every request leads itself when nothing is shared."""
+    if not share:
+        return [(index, []) for index in range(len(requests))]
+    members: dict[tuple[int, ...], list[int]] = {}
+    for index, request in enumerate(requests):
+        members.setdefault(request.token_ids, []).append(index)
+    return [(first, rest) for first, *rest in members.values()]
+
+
+def _server_args(checkpoint: Path, mesh: Mesh, options: EngineOptions) -> ServerArgs:
+    shapes = options.shapes
+    return ServerArgs(
+        model_path=str(checkpoint),
+        device=jax.default_backend(),
+        dtype=options.dtype,
+        tp_size=mesh.size,
+        nnodes=1,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        disable_overlap_schedule=True,
+        disable_jax_precompile=True,
+        disable_radix_cache=not options.prefix_cache,
+        schedule_policy="fcfs",
+        random_seed=0,
+        context_length=options.context_tokens + LIBRARY_MARGIN_TOKENS,
+        page_size=options.page_size,
+        max_total_tokens=options.cache_tokens,
+        max_running_requests=options.max_running_requests,
+        max_prefill_tokens=shapes.prefill[-1],
+        chunked_prefill_size=shapes.prefill[-1],
+        mem_fraction_static=0.5,
+        attention_backend="native",
+        log_level="warning",
+    )

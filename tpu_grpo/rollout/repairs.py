@@ -1,0 +1,176 @@
+"""Everything changed in sglang-jax 0.0.2, in one place, each with its reason.
+
+Nothing here runs at import. A repair is a context manager around the one call that needs it, or a function that fixes
+an object after it was built; only the clock of the prefix tree stays replaced, because the tree reads it at every step.
+Each repair has a test that fails once the library no longer needs it.
+"""
+
+import copy
+import importlib
+import itertools
+import os
+import random
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from tpu_grpo.errors import ConfigError
+
+REPAIRED_VERSION = "0.0.2"
+
+
+def require_repaired_version() -> None:
+    """Refuse another sglang-jax: these repairs reach into its internals.
+
+    Raises:
+        ConfigError: naming both versions.
+    """
+    found = version("sglang-jax")
+    if found != REPAIRED_VERSION:
+        raise ConfigError(
+            f"sglang-jax must be {REPAIRED_VERSION}, found {found}: the repairs in tpu_grpo/rollout/repairs.py were "
+            f"made for that version; install it, or review each repair"
+        )
+
+
+@contextmanager
+def in_process(mesh: Mesh, runner_class: type) -> Iterator[None]:
+    """Build a Scheduler with our mesh and runner, and without sockets, watchdog thread or reseeded global generators.
+
+    Reason: ``Scheduler.__init__`` opens zmq sockets, makes a mesh of all devices, starts a thread that kills the
+    process when a step takes long, and seeds ``random`` and ``numpy.random``; ``ModelWorker`` names its runner class.
+    The environment variable SGLANG_CI_SMALL_KV_SIZE would change the cache's size on one host only.
+    """
+    from sgl_jax.srt.managers import scheduler, tp_worker
+
+    silent_thread = types.SimpleNamespace(start=lambda: None)
+    threading = types.SimpleNamespace(Thread=lambda **_: silent_thread, Event=scheduler.threading.Event)
+    states = random.getstate(), np.random.get_state()
+    environment = {k: v for k, v in os.environ.items() if k != "SGLANG_CI_SMALL_KV_SIZE"}
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        mock.patch.object(scheduler.zmq, "Context", lambda *_: None),
+        mock.patch.object(scheduler, "get_zmq_socket", lambda *_, **__: None),
+        mock.patch.object(scheduler, "create_device_mesh", lambda **_: mesh),
+        mock.patch.object(scheduler, "threading", threading),
+        mock.patch.object(tp_worker, "ModelRunner", runner_class),
+    ):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def import_native_attention() -> type:
+    """The library's NativeAttention class.
+
+    Reason: its module registers a pytree that flax >= 0.12 has registered already (every ``nnx.Module``), so importing
+    it raises ValueError.
+    """
+    with mock.patch.object(jax.tree_util, "register_pytree_node_class", lambda cls: cls):
+        module = importlib.import_module("sgl_jax.srt.layers.attention.native_backend")
+    return module.NativeAttention
+
+
+def abstract_model(model_class: type, hf_config: Any, dtype: jnp.dtype, mesh: Mesh) -> nnx.Module:
+    """The model with ``jax.ShapeDtypeStruct`` parameters; nothing is allocated.
+
+    Reason: its ``nnx.with_partitioning`` parameters demand an ambient mesh under flax's eager sharding.
+    """
+    with nnx.use_eager_sharding(False), mesh:
+        return nnx.eval_shape(lambda: model_class(hf_config, dtype, nnx.Rngs(0), mesh))
+
+
+def lm_head_in_model_dtype(model: Any, dtype: jnp.dtype) -> None:
+    """Give an untied output head the model's type.
+
+    Reason: ``ParallelLMHead`` is built without a dtype and is always bfloat16: log-probabilities off by 3e-3 in a
+    float32 model.
+    """
+    head = getattr(model, "lm_head", None)
+    if head is not None:
+        head.dtype = dtype
+        value = head.embedding.value
+        head.embedding.value = jax.ShapeDtypeStruct(value.shape, dtype)
+
+
+def rope_in_float32(model: nnx.Module) -> None:
+    """Compute rotary angles in float32 whatever the model's type.
+
+    Reason: ``RotaryEmbedding`` rounds its inverse frequencies to the model's type; in bfloat16 the angle at position
+    1000 is off by up to 2 radians. Sines and cosines are still rounded to the queries' type when they are applied, as
+    the published model does.
+    """
+    from sgl_jax.srt.layers.embeddings import RotaryEmbedding
+
+    for _, node in nnx.iter_modules(model):
+        for value in vars(node).values():
+            if isinstance(value, RotaryEmbedding):
+                value.dtype = jnp.float32
+
+
+def own_hf_config(model_config: Any) -> None:
+    """Give a ModelConfig its own copy of the Hugging Face config.
+
+    Reason: ``configure_for_tensor_parallel`` writes the replicated number of key-value heads into it, and loading is
+    cached: the next engine of the process would read the changed number.
+    """
+    from sgl_jax.srt.hf_transformers_utils import get_hf_text_config
+
+    model_config.hf_config = copy.deepcopy(model_config.hf_config)
+    model_config.hf_text_config = get_hf_text_config(model_config.hf_config)
+
+
+def count_instead_of_clock() -> None:
+    """Let the prefix tree order its nodes by a counter.
+
+    Reason: it evicts by ``time.monotonic()``, so hosts, or two runs of one program, could evict different prefixes.
+    Idempotent.
+    """
+    from sgl_jax.srt.mem_cache import radix_cache
+
+    if not isinstance(radix_cache.time, types.SimpleNamespace):
+        ticks = itertools.count()
+        radix_cache.time = types.SimpleNamespace(monotonic=lambda: next(ticks))
+
+
+class NoSamplingInfo:
+    """Stands in for the library's ``SamplingBatchInfo``: our sampler's columns live in the runner's table.
+
+    Reason: building, filtering and merging it (with three penalty objects) at every change of the batch is a good part
+    of a small step, and nothing here reads it.
+    """
+
+    penalizer_orchestrator = types.SimpleNamespace(is_required=False)
+    sampling_info_done = None
+
+    @classmethod
+    def from_schedule_batch(cls, *_: Any) -> "NoSamplingInfo":
+        """The library's constructor."""
+        return cls()
+
+    def filter_batch(self, *_: Any) -> None:
+        """Nothing to filter."""
+
+    def merge_batch(self, *_: Any) -> None:
+        """Nothing to merge."""
+
+
+@contextmanager
+def without_sampling_info() -> Iterator[None]:
+    """Schedule a step with NoSamplingInfo."""
+    from sgl_jax.srt.managers import schedule_batch
+
+    with mock.patch.object(schedule_batch, "SamplingBatchInfo", NoSamplingInfo):
+        yield

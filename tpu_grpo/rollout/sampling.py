@@ -1,0 +1,73 @@
+"""The sampler: one program for all settings, and tokens that depend on nothing but their key, position and logits.
+
+Suffixes: B rows, V vocabulary.
+
+Order of the filters: temperature, top-k, top-p, min-p. The log-probability is that of the *full* distribution at the
+temperature, before any filter, in float32: the quantity the trainer computes for the same token. Drawing uses the
+Gumbel-max trick (argmax of log-probabilities plus Gumbel noise is a sample of the distribution), with noise keyed by
+(seed, step, prompt, sample, position) through threefry: batch, mesh, host and cache do not enter.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+
+class SamplingColumns(NamedTuple):
+    """Per-row settings and keys, as arrays, so that no setting is compiled in."""
+
+    temperature: Float[Array, " B"]
+    """0 is greedy."""
+    top_k: Int[Array, " B"]
+    """0 keeps all."""
+    top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
+    key: UInt32[Array, "B 4"]
+    """(seed, step, prompt, sample)."""
+    position: Int[Array, " B"]
+    """Index in the sequence that the sampled token will have."""
+
+
+def sample_tokens(
+    logits_BV: Float[Array, "B V"], columns: SamplingColumns
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """Draw one token per row.
+
+    Returns:
+        Token ids (int32) and their float32 log-probabilities under the full distribution at the temperature (at
+        temperature 1 for greedy rows).
+    """
+    greedy_B = columns.temperature == 0.0
+    scaled_BV = logits_BV.astype(jnp.float32) / jnp.where(greedy_B, 1.0, columns.temperature)[:, None]
+    filters_on = jnp.any((columns.top_k > 0) | (columns.top_p < 1.0) | (columns.min_p > 0.0))
+    kept_BV = jax.lax.cond(filters_on, filter_logits, lambda scaled, _: scaled, scaled_BV, columns)
+    noise_BV = jax.vmap(_gumbel, in_axes=(0, 0, None))(columns.key, columns.position, scaled_BV.shape[-1])
+    drawn_B = jnp.argmax(kept_BV + noise_BV, axis=-1)
+    token_B = jnp.where(greedy_B, jnp.argmax(scaled_BV, axis=-1), drawn_B).astype(jnp.int32)
+    chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
+    return token_B, chosen_B - jax.nn.logsumexp(scaled_BV, axis=-1)
+
+
+def filter_logits(scaled_BV: Float[Array, "B V"], columns: SamplingColumns) -> Float[Array, "B V"]:
+    """Set logits that top-k, then top-p, then min-p drop to -inf; ties at a threshold are kept."""
+    vocabulary = scaled_BV.shape[-1]
+    sorted_BV = -jnp.sort(-scaled_BV, axis=-1)
+    k_B = jnp.where(columns.top_k > 0, jnp.minimum(columns.top_k, vocabulary), vocabulary)
+    kth_B1 = jnp.take_along_axis(sorted_BV, k_B[:, None] - 1, axis=-1)
+    in_top_k_BV = jnp.where(sorted_BV >= kth_B1, sorted_BV, -jnp.inf)
+    probs_BV = jax.nn.softmax(in_top_k_BV, axis=-1)
+    mass_before_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
+    in_top_p_BV = (mass_before_BV < columns.top_p[:, None]) | (columns.top_p >= 1.0)[:, None]
+    p_threshold_B1 = jnp.min(jnp.where(in_top_p_BV, in_top_k_BV, jnp.inf), axis=-1, keepdims=True)
+    min_p_threshold_B1 = sorted_BV[:, :1] + jnp.log(columns.min_p)[:, None]
+    threshold_B1 = jnp.maximum(jnp.maximum(kth_B1, p_threshold_B1), min_p_threshold_B1)
+    return jnp.where(scaled_BV >= threshold_B1, scaled_BV, -jnp.inf)
+
+
+def _gumbel(key: UInt32[Array, " 4"], position: Int[Array, ""], vocabulary: int) -> Float[Array, " V"]:
+    random_key = jax.random.key(key[0])
+    for part in (key[1], key[2], key[3], position):
+        random_key = jax.random.fold_in(random_key, part)
+    return jax.random.gumbel(random_key, (vocabulary,), jnp.float32)

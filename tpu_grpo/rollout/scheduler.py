@@ -1,0 +1,183 @@
+"""sglang-jax's scheduler, stepped on the calling thread: continuous batching, paged cache, prefix tree.
+
+A decision depends on the requests submitted and on nothing else: no clock, free memory, thread or socket takes part.
+"""
+
+import time
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from sgl_jax.srt.managers.io_struct import TokenizedGenerateReqInput
+from sgl_jax.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
+from sgl_jax.srt.managers.scheduler import GenerationBatchResult, Scheduler
+from sgl_jax.srt.sampling.sampling_params import SamplingParams as LibrarySamplingParams
+from sgl_jax.srt.server_args import PortArgs, ServerArgs
+
+from tpu_grpo.errors import RequestError
+from tpu_grpo.rollout import repairs
+from tpu_grpo.rollout.runner import Runner
+from tpu_grpo.types import Completion, Request
+
+
+@dataclass
+class StepSeconds:
+    """Where the time of the steps goes, summed; ``steps`` counts them."""
+
+    schedule: float = 0.0
+    launch: float = 0.0
+    wait: float = 0.0
+    collect: float = 0.0
+    steps: int = 0
+
+
+@dataclass(eq=False)
+class Running:
+    """A request inside the scheduler, with what was sampled so far."""
+
+    request: Request
+    req: Req
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether its prompt is computed and can be shared."""
+        return bool(self.req.output_ids)
+
+    def completion(self) -> Completion:
+        """The finished completion."""
+        return Completion(
+            token_ids=np.asarray(self.req.output_ids, np.int32),
+            logprobs=np.asarray(self.logprobs, np.float32),
+            finish_reason="length" if isinstance(self.req.finished_reason, FINISH_LENGTH) else "stop",
+            cached_tokens=self.req.cached_tokens,
+        )
+
+
+class SteppedScheduler(Scheduler):
+    """The library's Scheduler with ``submit``, ``step`` and ``forget_prefixes`` in place of its event loop."""
+
+    def __init__(self, server_args: ServerArgs, mesh: Mesh, runner_class: type[Runner]):
+        no_ports: Any = SimpleNamespace(**dict.fromkeys(PortArgs.__dataclass_fields__))
+        with repairs.in_process(mesh, runner_class):
+            super().__init__(server_args, no_ports)
+        self.running: dict[str, Running] = {}
+        self.seconds = StepSeconds()
+
+    @property
+    def runner(self) -> Runner:
+        """Our model runner inside the library's worker."""
+        return self.tp_worker.model_runner
+
+    def submit(self, request: Request, stop_token_ids: frozenset[int]) -> Running:
+        """Queue a request; the first submitted is the first served."""
+        params = LibrarySamplingParams(
+            max_new_tokens=request.sampling.max_new_tokens,
+            stop_token_ids=list(stop_token_ids),
+            ignore_eos=request.sampling.ignore_stop,
+        )
+        params.normalize(None)
+        rid = str(len(self.running))
+        self.handle_generate_request(
+            TokenizedGenerateReqInput(
+                rid=rid,
+                text="",
+                input_ids=list(request.token_ids),
+                sampling_params=params,
+                return_logprob=False,
+                logprob_start_len=-1,
+                top_logprobs_num=0,
+                token_ids_logprob=None,
+                stream=False,
+            )
+        )
+        running = Running(request, self.waiting_queue[-1])
+        self.running[rid] = running
+        return running
+
+    def step(self) -> None:
+        """Schedule one batch, run it and take in its tokens.
+
+        Raises:
+            RequestError: if requests wait but none can ever run.
+        """
+        start = time.perf_counter()
+        with repairs.without_sampling_info():
+            batch = self.get_next_batch_to_run()
+        self.cur_batch = batch
+        self.seconds.schedule += time.perf_counter() - start
+        if batch:
+            self.process_batch_result(batch, self.run_batch(batch))
+        else:
+            self._rest()
+        self.last_batch = batch
+
+    def run_batch(self, batch: ScheduleBatch) -> GenerationBatchResult:
+        """Run the model and the sampler on a scheduled batch."""
+        start = time.perf_counter()
+        self.forward_ct += 1
+        if batch.forward_mode.is_extend():
+            for req in batch.reqs:
+                self.runner.admit(req.req_pool_idx, self.running[req.rid].request)
+        tokens_device, logprobs_device = self.runner.launch(batch)
+        launched = time.perf_counter()
+        tokens, self._logprobs = jax.device_get((tokens_device, logprobs_device))
+        self.seconds.launch += launched - start
+        self.seconds.wait += time.perf_counter() - launched
+        self.seconds.steps += 1
+        tokens = tokens[: len(batch.reqs)]
+        batch.output_ids = tokens
+        return GenerationBatchResult(None, tokens.tolist(), [], [], 0, 0)
+
+    def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult, launch_done: Any = None) -> None:
+        """Append the sampled tokens to their requests, and their log-probabilities beside them."""
+        del launch_done
+        start = time.perf_counter()
+        reqs = list(batch.reqs)
+        super().process_batch_result(batch, result)
+        for row, req in enumerate(reqs):
+            running = self.running[req.rid]
+            if len(req.output_ids) > len(running.logprobs):  # an unfinished chunk of a prompt samples nothing
+                running.logprobs.append(float(self._logprobs[row]))
+        self.seconds.collect += time.perf_counter() - start
+
+    def stream_output(self, *_: Any, **__: Any) -> None:
+        """Nobody listens: completions are read from the requests."""
+
+    def log_prefill_stats(self, *_: Any) -> None:
+        """Not logged: the pipeline reports tokens per second."""
+
+    def log_decode_stats(self, *_: Any, **__: Any) -> None:
+        """Not logged: the pipeline reports tokens per second."""
+
+    def forget_prefixes(self) -> None:
+        """Drop every cached key and value; only between generations.
+
+        Cached prefixes belong to the weights that computed them, so every weight sync is followed by this.
+        """
+        assert not self.waiting_queue and self.running_batch.is_empty(), "requests are still running"
+        self.tree_cache.reset()
+        self.req_to_token_pool.clear()
+        self.token_to_kv_pool_allocator.clear()
+        self.cur_batch = self.last_batch = None
+        self.running = {}
+
+    def _rest(self) -> None:
+        """Between batches: check for leaked slots, as the library does, and for requests that nothing can help."""
+        if self.waiting_queue:
+            req = self.waiting_queue[0]
+            raise RequestError(
+                f"request {req.rid} ({len(req.origin_input_ids)} prompt tokens, up to "
+                f"{req.sampling_params.max_new_tokens} new) cannot be scheduled although nothing else runs: "
+                f"{self._available_tokens()} of {self.max_total_num_tokens} cache tokens are free; raise "
+                "rollout.kv_tokens"
+            )
+        self.check_memory()
+        self.new_token_ratio = self.init_new_token_ratio
+
+    def _available_tokens(self) -> int:
+        return self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
+
