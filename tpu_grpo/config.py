@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from tpu_grpo.errors import ConfigError
 
 BUILTIN = "builtin:"
+CACHE_MARGIN_TOKENS = 2
+"""sglang-jax cuts a completion short when the cache has fewer tokens than this beside it."""
 PositiveInt = Annotated[int, Field(ge=1)]
 
 
@@ -29,11 +31,11 @@ class Section(BaseModel):
 class RunSection(Section):
     """Which run this is."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Names the run; letters, digits, dot, dash and underscore."""
     dir: Path | None = None
     """Where the run leaves its files; runs/<name> when unset."""
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: int = Field(default=0, ge=0, lt=2**32)
     """Decides sampling, shuffling and built-in model teaching."""
     max_steps: PositiveInt = 100
     """Steps of the whole run, resumed parts included; a step is one rollout with its updates."""
@@ -79,13 +81,13 @@ class RolloutSection(Section):
     attention: Literal["auto", "flash", "gather", "native"] = "auto"
     """flash: sglang-jax's Pallas kernel, TPU only; gather: ours, any device; native: the library's reference, page size
     1, for comparison; auto: flash on TPU, gather elsewhere."""
-    temperature: float = Field(1.0, ge=0.0, le=100.0)
+    temperature: float = Field(default=1.0, ge=0.0, le=100.0)
     """0 is greedy, which gives every sample of a group the same tokens."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(default=0, ge=0)
     """Keep the k likeliest tokens; 0 keeps all."""
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     """Keep the smallest set of likeliest tokens with at least this mass; 1 keeps all."""
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     """Drop tokens less likely than this fraction of the likeliest; 0 keeps all."""
     max_new_tokens: PositiveInt = 256
     """Longest completion in tokens, stop token included."""
@@ -119,18 +121,18 @@ class AlgorithmSection(Section):
 
     group_size: int = 8
     """G: completions sampled per prompt; their mean reward is the baseline."""
-    beta: float = Field(0.0, ge=0.0)
+    beta: float = Field(default=0.0, ge=0.0)
     """Weight of the KL penalty against the initial policy; 0 keeps no reference model."""
     iterations: PositiveInt = 1
     """Updates on the same rollout."""
     old_policy: Literal["rollout", "trainer"] = "rollout"
     """Whose log-probabilities the ratio is taken against: the engine's, or the trainer's recomputed before the update
     and corrected towards the engine by truncated importance weights."""
-    importance_cap: float = Field(2.0, gt=0.0)
+    importance_cap: float = Field(default=2.0, gt=0.0)
     """Truncation of those weights (old_policy=trainer only)."""
-    clip_low: float = Field(0.2, gt=0.0, lt=1.0)
+    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
     """The ratio is clipped below at 1 - clip_low."""
-    clip_high: float | None = Field(None, gt=0.0)
+    clip_high: float | None = Field(default=None, gt=0.0)
     """The ratio is clipped above at 1 + clip_high; clip_low when unset."""
     advantage: Literal["grpo", "rloo", "drgrpo"] = "grpo"
     """grpo divides by the group's standard deviation; rloo leaves the row out of its baseline; drgrpo only centres."""
@@ -154,19 +156,19 @@ class AlgorithmSection(Section):
 class OptimizerSection(Section):
     """AdamW with a warm-up, a schedule and gradient clipping."""
 
-    learning_rate: float = Field(1e-6, ge=0.0)
+    learning_rate: float = Field(default=1e-6, ge=0.0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: stay, or fall to zero at the last update."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Updates over which the rate rises linearly from 0."""
-    b1: float = Field(0.9, ge=0.0, lt=1.0)
+    b1: float = Field(default=0.9, ge=0.0, lt=1.0)
     """AdamW's decay of the first moment."""
-    b2: float = Field(0.95, ge=0.0, lt=1.0)
+    b2: float = Field(default=0.95, ge=0.0, lt=1.0)
     """AdamW's decay of the second moment."""
-    weight_decay: float = Field(0.0, ge=0.0)
+    weight_decay: float = Field(default=0.0, ge=0.0)
     """Decoupled weight decay."""
-    max_grad_norm: float = Field(1.0, gt=0.0)
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Gradients are scaled down to this global norm."""
 
 
@@ -182,8 +184,8 @@ class TrainerMeshSection(Section):
 class SamplerMeshSection(Section):
     """Shape of the sampler's mesh."""
 
-    tensor: PositiveInt = 1
-    """Devices that one engine's heads and hidden units are split over."""
+    tensor: PositiveInt | None = None
+    """Devices that one engine's heads and hidden units are split over; all when unset."""
 
 
 class MeshesSection(Section):
@@ -202,7 +204,7 @@ class HostsSection(Section):
     """host:port of process 0, for several processes off a TPU slice."""
     count: PositiveInt = 1
     """Number of processes."""
-    index: int = Field(0, ge=0)
+    index: int = Field(default=0, ge=0)
     """Which of them this is."""
 
     @model_validator(mode="after")
@@ -215,7 +217,7 @@ class HostsSection(Section):
 class CheckpointSection(Section):
     """Saving and continuing a run."""
 
-    every: int = Field(0, ge=0)
+    every: int = Field(default=0, ge=0)
     """Save after every this many steps, and at the end; 0 saves at the end only."""
     keep: PositiveInt = 2
     """Newest checkpoints kept."""
@@ -229,7 +231,7 @@ class EvaluationSection(Section):
 
     path: str | None = None
     """A .jsonl file like data.path; the built-in task brings its own held-out problems; none when unset."""
-    every: int = Field(0, ge=0)
+    every: int = Field(default=0, ge=0)
     """Evaluate after every this many steps; 0 only before the first and after the last."""
     prompts: PositiveInt = 256
     """Prompts per evaluation, each answered once greedily and once sampled at rollout.temperature."""
@@ -238,7 +240,7 @@ class EvaluationSection(Section):
 class LoggingSection(Section):
     """What is shown and where."""
 
-    samples_every: int = Field(10, ge=0)
+    samples_every: int = Field(default=10, ge=0)
     """Show a table of samples every this many steps; 0 never."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Also log to Weights & Biases; online without an API key falls to offline, and says so."""
@@ -312,12 +314,12 @@ def _rewards_named_once(config: RunConfig) -> None:
 
 def _cache_fits(config: RunConfig) -> None:
     rollout, page = config.rollout, config.rollout.page_size
-    needed = -(-config.context_tokens // page) * page + page
+    needed = -(-(config.context_tokens + CACHE_MARGIN_TOKENS) // page) * page
     if rollout.kv_tokens is not None and rollout.kv_tokens < needed:
         raise ValueError(
             f"rollout.kv_tokens must hold one whole request: >= {needed} tokens (data.max_prompt_tokens="
-            f"{config.data.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens}, whole pages of "
-            f"{page}, and one spare), got {rollout.kv_tokens}; raise it or shorten prompts or completions"
+            f"{config.data.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens}, {CACHE_MARGIN_TOKENS} spare, whole "
+            f"pages of {page}), got {rollout.kv_tokens}; raise it or shorten prompts or completions"
         )
 
 
@@ -426,7 +428,9 @@ def _apply_override(tree: dict[str, Any], text: str) -> None:
     for section in sections:
         node = node.setdefault(section, {})
         if not isinstance(node, dict):
-            raise ConfigError(f"{name}: {section} is not a section; write lists whole, e.g. rewards='[{{name: gsm8k}}]'")
+            raise ConfigError(
+                f"{name}: {section} is not a section; write lists whole, e.g. rewards='[{{name: gsm8k}}]'"
+            )
     node[key] = value
 
 

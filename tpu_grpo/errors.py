@@ -55,3 +55,9 @@ class LockstepError(TpuGrpoError, RuntimeError):
     """Hosts that disagree, or a host that was lost."""
 
     exit_code = 3
+
+
+class Interrupted(TpuGrpoError):
+    """The run was asked to stop, and saved a checkpoint first."""
+
+    exit_code = 4

@@ -1,10 +1,10 @@
 """Rollouts by in-process sglang-jax engines: the only room that imports sgl_jax.
 
-    engine.py            what the pipeline sees: build, generate, install weights, forget prefixes
-    shapes.py            the few padded shapes a run compiles
-    scheduler.py         sglang-jax's scheduler, stepped on the calling thread
-    runner.py            one compiled program per shape: model, attention, sampler
-    sampling.py          our sampler
-    gather_attention.py  paged attention for any device
-    repairs.py           everything changed in sglang-jax 0.0.2, each with its reason
+engine.py            what the pipeline sees: build, generate, install weights, forget prefixes
+shapes.py            the few padded shapes a run compiles
+scheduler.py         sglang-jax's scheduler, stepped on the calling thread
+runner.py            one compiled program per shape: model, attention, sampler
+sampling.py          our sampler
+gather_attention.py  paged attention for any device
+repairs.py           everything changed in sglang-jax 0.0.2, each with its reason
 """

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 from sgl_jax.srt.server_args import ServerArgs
 
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import CACHE_MARGIN_TOKENS, RunConfig
 from tpu_grpo.errors import ConfigError, RequestError
 from tpu_grpo.rollout import repairs
 from tpu_grpo.rollout.runner import Runner
@@ -28,7 +28,7 @@ from tpu_grpo.rollout.shapes import Shapes, choose_shapes
 from tpu_grpo.types import Completion, Request
 
 AttentionName = Literal["flash", "gather", "native"]
-LIBRARY_MARGIN_TOKENS = 8
+CONTEXT_MARGIN_TOKENS = 8
 """sglang-jax refuses prompts within six tokens of its context length."""
 
 
@@ -75,7 +75,6 @@ class EngineOptions:
             max_running_requests=self.max_running_requests,
             prefill_tokens=self.prefill_tokens,
             batch_paddings=self.batch_paddings,
-            by_length=self.attention == "gather",
         )
 
     @property
@@ -83,12 +82,11 @@ class EngineOptions:
         """Size of the KV cache in tokens, whole pages."""
         if self.kv_tokens is not None:
             return self.kv_tokens // self.page_size * self.page_size
-        per_row = self.whole_pages(self.context_tokens) + self.page_size
-        return self.max_running_requests * per_row + self.page_size
+        return self.max_running_requests * self.tokens_of_request(self.context_tokens)
 
-    def whole_pages(self, tokens: int) -> int:
-        """``tokens`` rounded up to whole pages."""
-        return -(-tokens // self.page_size) * self.page_size
+    def tokens_of_request(self, tokens: int) -> int:
+        """Cache tokens that a request of ``tokens`` needs: whole pages, with the library's margin."""
+        return -(-(tokens + CACHE_MARGIN_TOKENS) // self.page_size) * self.page_size
 
 
 def choose_attention(name: Literal["auto", "flash", "gather", "native"]) -> AttentionName:
@@ -197,7 +195,7 @@ class Engine:
                 f"request {index}: {prompt} prompt tokens and max_new_tokens={new} exceed the engine's context of "
                 f"{options.context_tokens}; shorten the prompt or raise data.max_prompt_tokens"
             )
-        needed = options.whole_pages(prompt + new) + options.page_size
+        needed = options.tokens_of_request(prompt + new)
         if needed > options.cache_tokens:
             raise RequestError(
                 f"request {index}: {prompt} prompt tokens and max_new_tokens={new} need {needed} cache tokens, the "
@@ -238,7 +236,7 @@ def _server_args(checkpoint: Path, mesh: Mesh, options: EngineOptions) -> Server
         disable_radix_cache=not options.prefix_cache,
         schedule_policy="fcfs",
         random_seed=0,
-        context_length=options.context_tokens + LIBRARY_MARGIN_TOKENS,
+        context_length=options.context_tokens + CONTEXT_MARGIN_TOKENS,
         page_size=options.page_size,
         max_total_tokens=options.cache_tokens,
         max_running_requests=options.max_running_requests,

@@ -1,14 +1,15 @@
 """Paged attention for any device, behind sglang-jax's backend interface: each row gathers its own pages.
 
 The library's native attention scores every query against every row's cache (rows x rows x length) and is wrong for
-pages above one token. This one costs rows x length, for any page size, with the same numbers: products in the compute
-type, softmax in float32.
-
-Suffixes: B rows, L padded length in tokens, N pages (L / page size), T new tokens of all rows, Q queries of a block,
-K key-value heads, G query heads per key-value head, D head width, S tokens of the cache.
+pages above one token. This one costs rows x length, for any page size, with the same numbers. A row's cache is read in
+chunks of CHUNK_TOKENS with a running softmax (Milakov and Gimelshein 2018, arXiv 1805.02867), as many as the longest
+row needs at that moment: one program serves every length.
 
 Queries of a prefill are cut into blocks of QUERY_BLOCK tokens of one row, so that rows of very different lengths (a
 whole prompt beside rows that found theirs in the cache) cost what they are long.
+
+Suffixes: B rows, N pages of a row, T new tokens of all rows, R rows or blocks that attend together, Q queries of each,
+K key-value heads, G query heads per key-value head, D head width, C tokens of a chunk.
 """
 
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardM
 
 QUERY_BLOCK = 16
 BLOCKS_AT_ONCE = 8
+CHUNK_TOKENS = 32
+DECODE_GROUPS = 2
+"""Decode rows attend in this many independent groups, which a CPU computes side by side."""
+MASKED = -1e30
 
 
 class GatherMetadata(NamedTuple):
@@ -33,6 +38,8 @@ class GatherMetadata(NamedTuple):
     block_row: Int[Array, " blocks"]
     block_start: Int[Array, " blocks"]
     """First query of the block, counted from the row's first new token."""
+    block_length: Int[Array, " blocks"]
+    """New tokens of the block's row; 0 for padding blocks."""
     block_token: Int[Array, "blocks Q"]
     """Index among the T new tokens of each query of the block."""
     token_slot: Int[Array, " T"]
@@ -42,9 +49,10 @@ class GatherMetadata(NamedTuple):
 def block_metadata(
     pages_BN: Int[np.ndarray, "B N"], extend_lens_B: Int[np.ndarray, " B"], total_tokens: int
 ) -> GatherMetadata:
-    """Cut each row's new tokens into blocks of QUERY_BLOCK; padded to ``total_tokens / QUERY_BLOCK + B`` blocks."""
-    blocks = -(-total_tokens // QUERY_BLOCK) + len(extend_lens_B)
-    row, start = np.zeros(blocks, np.int32), np.zeros(blocks, np.int32)
+    """Cut each row's new tokens into blocks of QUERY_BLOCK: ``total_tokens / QUERY_BLOCK + B`` at most."""
+    most = -(-total_tokens // QUERY_BLOCK) + len(extend_lens_B)
+    blocks = -(-most // BLOCKS_AT_ONCE) * BLOCKS_AT_ONCE
+    row, start, length = (np.zeros(blocks, np.int32) for _ in range(3))
     token = np.zeros((blocks, QUERY_BLOCK), np.int32)
     slot = np.zeros(total_tokens, np.int32)
     per_row = -(-extend_lens_B // QUERY_BLOCK)
@@ -52,6 +60,7 @@ def block_metadata(
     row[:used] = np.repeat(np.arange(len(extend_lens_B)), per_row)
     first_block = np.cumsum(per_row) - per_row
     start[:used] = (np.arange(used) - first_block[row[:used]]) * QUERY_BLOCK
+    length[:used] = extend_lens_B[row[:used]]
     first_token = np.cumsum(extend_lens_B) - extend_lens_B
     token[:used] = np.minimum(
         first_token[row[:used], None] + start[:used, None] + np.arange(QUERY_BLOCK), total_tokens - 1
@@ -59,13 +68,13 @@ def block_metadata(
     token_row = np.repeat(np.arange(len(extend_lens_B)), extend_lens_B)
     offset = np.arange(len(token_row)) - first_token[token_row]
     slot[: len(token_row)] = first_block[token_row] * QUERY_BLOCK + offset
-    return GatherMetadata(pages_BN, row, start, token, slot)
+    return GatherMetadata(pages_BN, row, start, length, token, slot)
 
 
 def decode_metadata(pages_BN: Int[np.ndarray, "B N"]) -> GatherMetadata:
     """Metadata of a decode step: one query per row, no blocks."""
     none = np.zeros(0, np.int32)
-    return GatherMetadata(pages_BN, none, none, np.zeros((0, QUERY_BLOCK), np.int32), none)
+    return GatherMetadata(pages_BN, none, none, none, np.zeros((0, QUERY_BLOCK), np.int32), none)
 
 
 @dataclass(frozen=True)
@@ -105,13 +114,10 @@ def decode_attention(
     scale: float,
 ) -> Float[Array, "B K G D"]:
     """One query per row against the row's first ``seq_lens`` cached tokens."""
-    rows = paged[pages_BN]
-    rows = rows.reshape(rows.shape[0], -1, *rows.shape[3:])  # B L K 2 D
-    keys, values = rows[..., 0, :], rows[..., 1, :]
-    scores = jnp.einsum("bkgd,blkd->bkgl", q, keys, preferred_element_type=jnp.float32) * scale
-    visible_BL = jnp.arange(rows.shape[1]) < seq_lens_B[:, None]
-    weights = _softmax(scores, visible_BL[:, None, None, :]).astype(q.dtype)
-    return jnp.einsum("bkgl,blkd->bkgd", weights, values)
+    groups = DECODE_GROUPS if q.shape[0] % DECODE_GROUPS == 0 else 1
+    parts = (jnp.split(array, groups) for array in (q[:, None], pages_BN, seq_lens_B[:, None]))
+    out = [paged_attention(*part, paged, scale) for part in zip(*parts, strict=True)]
+    return jnp.concatenate(out)[:, 0]
 
 
 def prefill_attention(
@@ -123,20 +129,62 @@ def prefill_attention(
 ) -> Float[Array, "T K G D"]:
     """Causal attention of new tokens to their row's cached prefix and to each other."""
 
-    def attend_block(block: tuple[Array, Array, Array]) -> Array:
-        row, start, token = block
-        cached = paged[metadata.pages_BN[row]]
-        cached = cached.reshape(-1, *cached.shape[2:])  # L K 2 D
-        scores = jnp.einsum("qkgd,lkd->kgql", q[token], cached[..., 0, :], preferred_element_type=jnp.float32) * scale
-        position_Q = prefix_lens_B[row] + start + jnp.arange(QUERY_BLOCK)
-        visible_QL = jnp.arange(cached.shape[0]) <= position_Q[:, None]
-        weights = _softmax(scores, visible_QL).astype(q.dtype)
-        return jnp.einsum("kgql,lkd->qkgd", weights, cached[..., 1, :])
+    def attend(blocks: tuple[Array, Array, Array, Array]) -> Array:
+        row, start, token, length = blocks
+        offset_RQ = jnp.arange(QUERY_BLOCK) + start[:, None]
+        visible_RQ = jnp.where(offset_RQ < length[:, None], prefix_lens_B[row][:, None] + offset_RQ + 1, 0)
+        return paged_attention(q[token], metadata.pages_BN[row], visible_RQ, paged, scale)
 
-    blocks = (metadata.block_row, metadata.block_start, metadata.block_token)
-    out = jax.lax.map(attend_block, blocks, batch_size=BLOCKS_AT_ONCE)
-    return out.reshape(-1, *out.shape[2:])[metadata.token_slot]
+    blocks = (metadata.block_row, metadata.block_start, metadata.block_token, metadata.block_length)
+    grouped = jax.tree.map(lambda a: a.reshape(-1, BLOCKS_AT_ONCE, *a.shape[1:]), blocks)
+    out = jax.lax.map(attend, grouped)
+    return out.reshape(-1, *q.shape[1:])[metadata.token_slot]
 
 
-def _softmax(scores: Array, visible: Array) -> Array:
-    return jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
+def paged_attention(
+    q: Float[Array, "R Q K G D"],
+    pages_RN: Int[Array, "R N"],
+    visible_RQ: Int[Array, "R Q"],
+    paged: Float[Array, "pages page K 2 D"],
+    scale: float,
+) -> Float[Array, "R Q K G D"]:
+    """Attention of each query to the first ``visible`` tokens of its row's pages; softmax in float32.
+
+    Queries that see nothing (padding) return zeros.
+    """
+    page_size = paged.shape[1]
+    pages_per_chunk = max(1, CHUNK_TOKENS // page_size)
+    chunk = pages_per_chunk * page_size
+    pages_RN = jnp.pad(pages_RN, ((0, 0), (0, -pages_RN.shape[1] % pages_per_chunk)))
+
+    def attend_chunk(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        peak, mass, out = carry
+        pages = jax.lax.dynamic_slice_in_dim(pages_RN, index * pages_per_chunk, pages_per_chunk, axis=1)
+        cached = paged[pages].reshape(len(pages), chunk, *paged.shape[2:])  # R C K 2 D
+        seen = index * chunk + jnp.arange(chunk) < visible_RQ[..., None]
+        scores = jnp.where(seen[:, :, None, None], _scores(q, cached[..., 0, :]) * scale, MASKED)
+        new_peak = jnp.maximum(peak, scores.max(-1))
+        shrink, weights = jnp.exp(peak - new_peak), jnp.exp(scores - new_peak[..., None])
+        out = out * shrink[..., None] + _mix(weights, cached[..., 1, :])
+        return new_peak, mass * shrink + weights.sum(-1), out
+
+    rows = q.shape[:-1]
+    start = jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros(q.shape, jnp.float32)
+    chunks = -(-jnp.max(visible_RQ) // chunk)
+    _, mass, out = jax.lax.fori_loop(0, chunks, attend_chunk, start)
+    seen_any = (visible_RQ > 0)[..., None, None, None]
+    return jnp.where(seen_any, out / jnp.where(mass > 0, mass, 1.0)[..., None], 0.0).astype(q.dtype)
+
+
+def _scores(q: Float[Array, "R Q K G D"], keys: Float[Array, "R C K D"]) -> Float[Array, "R Q K G C"]:
+    if q.shape[1] == 1:  # as sums of products: a CPU runs many tiny matrix products one after the other
+        products = q[:, 0, None].astype(jnp.float32) * keys[:, :, :, None].astype(jnp.float32)  # R C K G D
+        return jnp.moveaxis(products.sum(-1), 1, -1)[:, None]
+    return jnp.einsum("rqkgd,rckd->rqkgc", q, keys, preferred_element_type=jnp.float32)
+
+
+def _mix(weights: Float[Array, "R Q K G C"], values: Float[Array, "R C K D"]) -> Float[Array, "R Q K G D"]:
+    if weights.shape[1] == 1:
+        by_token = jnp.moveaxis(weights[:, 0], -1, 1)[..., None]  # R C K G 1
+        return (by_token * values[:, :, :, None].astype(jnp.float32)).sum(1)[:, None]
+    return jnp.einsum("rqkgc,rckd->rqkgd", weights, values, preferred_element_type=jnp.float32)

@@ -12,7 +12,6 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding
@@ -164,9 +163,9 @@ class Runner(ModelRunner):
         """The jitted step: (weights, cache, inputs, mode) -> (tokens, log-probabilities, cache). Donates the cache."""
         replicated = NamedSharding(self.mesh, P())
         cache = [self.token_to_kv_pool.kv_sharding] * self.token_to_kv_pool.layer_num
-        return partial(jax.jit, static_argnames="mode", donate_argnames="cache", out_shardings=(replicated, replicated, cache))(
-            self._step
-        )
+        return partial(
+            jax.jit, static_argnames="mode", donate_argnames="cache", out_shardings=(replicated, replicated, cache)
+        )(self._step)
 
     def _step(self, weights: list[Array], cache: list[Array], inputs: StepInputs, *, mode: ForwardMode) -> Any:
         state = jax.tree.unflatten(jax.tree.structure(self._abstract), weights)
@@ -197,8 +196,9 @@ class Runner(ModelRunner):
     def _backend_with(self, metadata: Any) -> Any:
         if self.attention == "gather":
             return GatherAttention(self.page_size, metadata)
-        backend = copy.copy(self.attn_backend)
-        backend.forward_metadata = metadata
+        backend = self._get_attention_backend()  # made anew: flax lets nobody change a module inside a trace
+        if self.attention == "flash":
+            backend.forward_metadata = metadata
         return backend
 
     # --- inputs of a step --------------------------------------------------------------------------------------------
@@ -236,15 +236,19 @@ class Runner(ModelRunner):
 
     def _inputs(self, batch: ScheduleBatch, *, mode: ForwardMode, **columns: Int[np.ndarray, " n"]) -> StepInputs:
         seq_lens = columns["seq_lens"]
-        length = pad_to(self.shapes.length, int(seq_lens.max()))
-        slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices, :length]
-        cache_loc = _concatenated_slots(slots, seq_lens, self.page_size, len(seq_lens) * self.shapes.length[-1])
+        slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices, : self.shapes.context]
+        cache_loc = self._cache_loc(slots, seq_lens)
         return StepInputs(
             **columns,
-            cache_loc=cache_loc if self.attention != "gather" else np.zeros(0, np.int32),
+            cache_loc=cache_loc,
             attention=self._attention_metadata(mode, columns, slots, cache_loc),
             sampling=self._sampling_columns(batch.req_pool_indices, seq_lens),
         )
+
+    def _cache_loc(self, slots: Int[np.ndarray, "b L"], seq_lens: Int[np.ndarray, " B"]) -> Int[np.ndarray, " S"]:
+        if self.attention == "gather":  # reads pages instead
+            return np.zeros(0, np.int32)
+        return _concatenated_slots(slots, seq_lens, self.page_size, len(seq_lens) * self.shapes.context)
 
     def _attention_metadata(self, mode: ForwardMode, columns: Mapping[str, Any], slots: Any, cache_loc: Any) -> Any:
         if self.attention == "gather":
@@ -265,16 +269,13 @@ class Runner(ModelRunner):
 
     def compile_all(self) -> int:
         """Run every shape once on padding, so that nothing compiles later. Returns how many programs there are."""
-        empty = np.zeros(0, np.int32)
-        count = 0
-        for length in self.shapes.length:
-            for mode, sizes in ((ForwardMode.DECODE, self.shapes.batch), (ForwardMode.EXTEND, self.shapes.prefill)):
-                for size in sizes:
-                    self.run(mode, self._padding_inputs(mode, size, length, empty))
-                    count += 1
-        return count
+        sizes = [(ForwardMode.DECODE, rows) for rows in self.shapes.batch]
+        sizes += [(ForwardMode.EXTEND, tokens) for tokens in self.shapes.prefill]
+        for mode, size in sizes:
+            self.run(mode, self._padding_inputs(mode, size))
+        return len(sizes)
 
-    def _padding_inputs(self, mode: ForwardMode, size: int, length: int, empty: Int[np.ndarray, " 0"]) -> StepInputs:
+    def _padding_inputs(self, mode: ForwardMode, size: int) -> StepInputs:
         rows = size if mode == ForwardMode.DECODE else self.shapes.max_rows
         columns = {
             "input_ids": np.zeros(size, np.int32),
@@ -284,13 +285,13 @@ class Runner(ModelRunner):
             "prefix_lens": np.zeros(rows, np.int32),
             "extend_lens": np.zeros(rows, np.int32),
         }
-        cache_loc = np.zeros(rows * self.shapes.length[-1], np.int32)
-        slots = np.zeros((0, length), np.int32)
+        slots = np.zeros((0, self.shapes.context), np.int32)
+        cache_loc = self._cache_loc(slots, columns["seq_lens"])
         return StepInputs(
             **columns,
-            cache_loc=cache_loc if self.attention != "gather" else empty,
+            cache_loc=cache_loc,
             attention=self._attention_metadata(mode, columns, slots, cache_loc),
-            sampling=self._sampling_columns(empty, columns["seq_lens"]),
+            sampling=self._sampling_columns(np.zeros(0, np.int32), columns["seq_lens"]),
         )
 
 
@@ -305,9 +306,7 @@ class _NoBackend:
 
 def _logits_metadata(inputs: StepInputs, mode: ForwardMode) -> LogitsMetadata:
     extend_lens = inputs.extend_lens if mode == ForwardMode.EXTEND else None
-    return LogitsMetadata(
-        forward_mode=mode, capture_hidden_mode=CaptureHiddenMode.NULL, extend_seq_lens=extend_lens
-    )
+    return LogitsMetadata(forward_mode=mode, capture_hidden_mode=CaptureHiddenMode.NULL, extend_seq_lens=extend_lens)
 
 
 def _padded(values: Sequence[int] | np.ndarray, size: int, fill: int = 0) -> np.ndarray:

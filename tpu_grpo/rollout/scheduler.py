@@ -132,7 +132,9 @@ class SteppedScheduler(Scheduler):
         batch.output_ids = tokens
         return GenerationBatchResult(None, tokens.tolist(), [], [], 0, 0)
 
-    def process_batch_result(self, batch: ScheduleBatch, result: GenerationBatchResult, launch_done: Any = None) -> None:
+    def process_batch_result(
+        self, batch: ScheduleBatch, result: GenerationBatchResult, launch_done: Any = None
+    ) -> None:
         """Append the sampled tokens to their requests, and their log-probabilities beside them."""
         del launch_done
         start = time.perf_counter()
@@ -166,8 +168,11 @@ class SteppedScheduler(Scheduler):
         self.running = {}
 
     def _rest(self) -> None:
-        """Between batches: check for leaked slots, as the library does, and for requests that nothing can help."""
-        if self.waiting_queue:
+        """Between batches: check for leaked slots, as the library does, and for requests that nothing can help.
+
+        One empty step with requests waiting is normal: the library notices that its batch has emptied by taking it.
+        """
+        if self.waiting_queue and self.last_batch is None:
             req = self.waiting_queue[0]
             raise RequestError(
                 f"request {req.rid} ({len(req.origin_input_ids)} prompt tokens, up to "
@@ -180,4 +185,3 @@ class SteppedScheduler(Scheduler):
 
     def _available_tokens(self) -> int:
         return self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
-

@@ -1,7 +1,7 @@
 """The few padded shapes a run compiles: chosen once from the config, never from what arrives.
 
-A decode program has one batch size and one length; a prefill program has one number of tokens and one length. Every
-combination is compiled when the engine is built, and nothing after that.
+A decode program has one batch size, a prefill program one number of tokens; both take rows of any length up to the
+context. All are compiled when the engine is built, and nothing after that.
 """
 
 from bisect import bisect_left
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 SMALLEST_BATCH = 8
-SMALLEST_LENGTH = 128
 SMALLEST_PREFILL = 64
 
 
@@ -19,10 +18,10 @@ class Shapes:
 
     batch: tuple[int, ...]
     """Rows of a decode step; the last is the most rows that run at once."""
-    length: tuple[int, ...]
-    """Tokens of the longest row, whole pages; the last is the context length."""
     prefill: tuple[int, ...]
     """New tokens of a prefill step over all rows; the last is the chunk size."""
+    context: int
+    """Tokens of the longest row, whole pages."""
 
     @property
     def max_rows(self) -> int:
@@ -37,17 +36,14 @@ def choose_shapes(
     max_running_requests: int,
     prefill_tokens: int,
     batch_paddings: Sequence[int] | None = None,
-    by_length: bool = True,
 ) -> Shapes:
-    """The ladders for these limits; ``by_length=False`` when attention's cost does not follow the padded length."""
-    context = -(-context_tokens // page_size) * page_size
-    smallest_length = -(-SMALLEST_LENGTH // page_size) * page_size
+    """The ladders for these limits; given ``batch_paddings`` replace the powers of two."""
     batch = tuple(sorted({b for b in batch_paddings or () if b < max_running_requests} | {max_running_requests}))
     prefill_tokens = max(prefill_tokens, max_running_requests)
     return Shapes(
         batch=batch if batch_paddings else ladder(SMALLEST_BATCH, max_running_requests, 2),
-        length=ladder(smallest_length, context, 2) if by_length else (context,),
         prefill=ladder(max(SMALLEST_PREFILL, max_running_requests), prefill_tokens, 4),
+        context=-(-context_tokens // page_size) * page_size,
     )
 
 

@@ -1,0 +1,12 @@
+"""Train: python scripts/run.py [CONFIG.yaml] [section.key=value ...]
+
+Without a config it runs configs/demo_cpu.yaml. --help lists every setting, --print-config shows the resolved config,
+--dry-run checks everything that can be checked without generating a token.
+"""
+
+import sys
+
+from tpu_grpo.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

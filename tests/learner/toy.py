@@ -1,0 +1,177 @@
+"""A tiny policy and rollouts made up for it, with the engine's log-probabilities from an independent forward pass."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from tunix.models.qwen3 import model as qwen3
+
+from tpu_grpo.config import RunConfig, parse_config
+from tpu_grpo.learner import Learner, SampledTexts
+from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
+
+PAD, EOS, VOCAB = 0, 2, 64
+PROMPT_TOKENS, NEW_TOKENS = 6, 5
+
+
+class Tokenizer:
+    """A character per token, from 3 on."""
+
+    letters = "abcdefghijklmnopqrstuvwxyz"
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [3 + self.letters.index(letter) for letter in text]
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        return "".join(self.letters[(i - 3) % 26] for i in ids)
+
+    def bos_id(self) -> int:
+        return 1
+
+    def eos_id(self) -> int:
+        return EOS
+
+    def pad_id(self) -> int:
+        return PAD
+
+
+class RecordingEngine:
+    """Answers with made-up completions and remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.installed: list[nnx.State] = []
+        self.answers: list[SampledTexts] = []
+
+    def generate_texts(self, prompts: Sequence[str], config: Any) -> SampledTexts:
+        self.calls.append("generate")
+        rng = np.random.default_rng(len(self.calls))
+        ids = tuple(tuple(Tokenizer().encode(p)) for p in prompts)
+        completions = tuple(
+            Completion(np.array([5, 6, 7, EOS][: n + 1], np.int32), np.full(n + 1, -2.5, np.float32), "stop", 0)
+            for n in rng.integers(1, 4, len(prompts))
+        )
+        self.answers.append(SampledTexts(ids, completions, tuple("x" * len(c.token_ids) for c in completions)))
+        return self.answers[-1]
+
+    def install(self, params: nnx.State) -> None:
+        self.calls.append("install")
+        self.installed.append(params)
+
+
+def make_mesh(fsdp: int = 2, tp: int = 1) -> Mesh:
+    return Mesh(np.array(jax.devices()[: fsdp * tp]).reshape(fsdp, tp), ("fsdp", "tp"))
+
+
+def make_model(mesh: Mesh, seed: int = 0, scale: float = 0.3) -> qwen3.Qwen3:
+    """Two layers, width 64, all matrices random: Tunix leaves the MLP at zero."""
+    sizes = {"num_layers": 2, "vocab_size": VOCAB, "embed_dim": 64, "hidden_dim": 96, "num_heads": 4, "head_dim": 16}
+    config = qwen3.ModelConfig(**sizes, num_kv_heads=2, rope_theta=1_000_000, norm_eps=1e-6, use_tied_embedding=True)
+
+    @nnx.jit
+    def create() -> qwen3.Qwen3:
+        model = qwen3.Qwen3(config, rngs=nnx.Rngs(seed))
+        state = nnx.state(model)
+        leaves, treedef = jax.tree.flatten(state)
+        keys = jax.random.split(jax.random.key(seed), len(leaves))
+        drawn = [
+            scale * jax.random.normal(k, x.shape, x.dtype) if x.ndim > 1 else x
+            for k, x in zip(keys, leaves, strict=True)
+        ]
+        state = jax.tree.unflatten(treedef, drawn)
+        nnx.update(model, jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
+        return model
+
+    with mesh:
+        return create()
+
+
+def make_config(directory: Path, tree: dict[str, Any] | None = None) -> RunConfig:
+    base: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(directory), "max_steps": 20},
+        "data": {"prompts_per_step": 4, "max_prompt_tokens": PROMPT_TOKENS},
+        "rollout": {"max_new_tokens": NEW_TOKENS},
+        "algorithm": {"group_size": 2},
+        "optimizer": {"learning_rate": 1e-3},
+    }
+    for section, values in (tree or {}).items():
+        base[section] = {**base.get(section, {}), **values}
+    return parse_config(base)
+
+
+def make_learner(config: RunConfig, mesh: Mesh | None = None, seed: int = 0, **replaced: Any) -> Learner:
+    mesh = mesh or make_mesh()
+    arguments: dict[str, Any] = {
+        "model": make_model(mesh, seed),
+        "reference": make_model(mesh, seed + 100) if config.algorithm.beta else None,
+        "mesh": mesh,
+        "tokenizer": Tokenizer(),
+        "pad_id": PAD,
+        "eos_id": EOS,
+        "engine": RecordingEngine(),
+    }
+    return Learner(config, **{**arguments, **replaced})
+
+
+@nnx.jit
+def _logits(model: qwen3.Qwen3, ids: jax.Array) -> jax.Array:
+    rows, length = ids.shape
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
+    return model(ids, jnp.broadcast_to(jnp.arange(length), ids.shape), None, mask)[0]
+
+
+def model_logps(
+    model: qwen3.Qwen3, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
+) -> list[np.ndarray]:
+    """float64 log-probability of every completion token: rows start at position 0, and the softmax is NumPy's."""
+    ids = np.zeros((len(prompts), PROMPT_TOKENS + NEW_TOKENS), np.int32)
+    for line, prompt, completion in zip(ids, prompts, completions, strict=True):
+        line[: len(prompt) + len(completion)] = [*prompt, *completion]
+    scores = np.asarray(_logits(model, ids), np.float64) / temperature
+    peak = scores.max(axis=-1, keepdims=True)
+    normal = scores - peak - np.log(np.exp(scores - peak).sum(axis=-1, keepdims=True))
+    return [
+        line[len(p) - 1 + np.arange(len(c)), list(c)] for line, p, c in zip(normal, prompts, completions, strict=True)
+    ]
+
+
+def make_scored(model: qwen3.Qwen3, config: RunConfig, step: int = 1, seed: int = 0) -> ScoredRollout:
+    """Uneven random rows with log-probabilities of ``model`` and random rewards."""
+    rng = np.random.default_rng([seed, step])
+    group, width = config.algorithm.group_size, config.rollout.max_new_tokens
+    prompts = tuple(
+        Prompt("", tuple(map(int, rng.integers(3, VOCAB, rng.integers(1, config.data.max_prompt_tokens + 1)))))
+        for _ in range(config.data.prompts_per_step)
+    )
+    ids = [rng.integers(3, VOCAB, rng.integers(1, width + 1)).astype(np.int32) for _ in range(config.batch_rows)]
+    row_prompts = [p.token_ids for p in prompts for _ in range(group)]
+    logps = model_logps(model, row_prompts, [i.tolist() for i in ids], config.rollout.temperature)
+    completions = [Completion(i, line.astype(np.float32), "length", 0) for i, line in zip(ids, logps, strict=True)]
+    rollout = Rollout(PromptBatch(step, prompts), group, tuple(completions), ("",) * len(completions), 0.0)
+    total = rng.normal(size=len(completions))
+    return ScoredRollout(rollout, Scores(total, {"made_up": total}, 0.0))
+
+
+def with_completion(scored: ScoredRollout, row: int, **changes: Any) -> ScoredRollout:
+    completions = list(scored.rollout.completions)
+    completions[row] = replace(completions[row], **changes)
+    return replace(scored, rollout=replace(scored.rollout, completions=tuple(completions)))
+
+
+def with_noise(scored: ScoredRollout, scale: float, seed: int = 0) -> ScoredRollout:
+    """The same rollout from an engine whose log-probabilities are off by a normal of this scale."""
+    rng = np.random.default_rng(seed)
+    for row, completion in enumerate(scored.rollout.completions):
+        noise = rng.normal(scale=scale, size=len(completion.logprobs)).astype(np.float32)
+        scored = with_completion(scored, row, logprobs=completion.logprobs + noise)
+    return scored
+
+
+def flat_params(learner: Learner) -> dict[str, np.ndarray]:
+    return {".".join(map(str, k)): np.asarray(v[...]) for k, v in nnx.to_flat_state(learner.params())}

@@ -1,0 +1,233 @@
+"""The cache of built-in models, the files of one, and (slowly) what it has learned."""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+from transformers import Qwen3Config
+from tunix.models.qwen3.model import Qwen3
+from tunix.models.qwen3.params import create_model_from_safe_tensors
+
+from tpu_grpo.errors import CheckpointError, ConfigError
+from tpu_grpo.models import builtin
+from tpu_grpo.models.builtin import builtin_checkpoint
+from tpu_grpo.models.builtin_files import hugging_face_tensors
+from tpu_grpo.models.builtin_teaching import Recipe, teach
+from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer, stop_token_ids
+from tpu_grpo.tasks import addition
+
+TINY = Recipe(layers=2, width=32, mlp_width=48, heads=4, kv_heads=2, head_dim=8, steps=2, batch=8, warmup_steps=1)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(builtin.CACHE_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def lessons(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The seed of every teaching that happens."""
+    seeds: list[int] = []
+
+    def counted(*args: object, seed: int, **kwargs: object) -> nnx.State:
+        seeds.append(seed)
+        return teach(*args, seed=seed, **kwargs)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(builtin, "teach", counted)
+    return seeds
+
+
+def tiny(seed: int = 0, recipe: Recipe = TINY) -> Path:
+    return builtin_checkpoint("addition", seed, progress=False, recipe=recipe)
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
+
+
+def test_second_call_teaches_nothing(cache: Path, lessons: list[int]) -> None:
+    first = tiny()
+    assert first.parent == cache
+    assert tiny() == first
+    assert lessons == [0]
+    assert [p.name for p in cache.iterdir() if not p.name.startswith(".")] == [first.name]
+
+
+def test_seed_and_recipe_name_the_entry(cache: Path, lessons: list[int]) -> None:
+    entries = {tiny(0), tiny(1), tiny(0, replace(TINY, learning_rate=1e-3))}
+    assert len(entries) == 3
+    assert lessons == [0, 1, 0]
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+
+
+def _shorten(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("damage", [_remove, _shorten])
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "teaching.json"])
+def test_damaged_entry_is_remade(cache: Path, lessons: list[int], damage: Callable[[Path], None], name: str) -> None:
+    entry = tiny()
+    whole = (entry / "model.safetensors").read_bytes()
+    damage(entry / name)
+    assert tiny() == entry
+    assert lessons == [0, 0]
+    assert (entry / "model.safetensors").read_bytes() == whole
+    assert tiny() == entry
+    assert lessons == [0, 0]
+
+
+def test_interrupted_teaching_leaves_no_entry(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(builtin, "write_checkpoint", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            tiny()
+    assert [p for p in cache.iterdir() if p.is_dir()] == []
+    assert (tiny() / "model.safetensors").is_file()
+
+
+def test_unknown_name_and_unwritable_cache_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"got builtin:chess; known: builtin:addition"):
+        builtin_checkpoint("chess", 0, progress=False)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(builtin.CACHE_VARIABLE, str(tmp_path / "file"))
+    with pytest.raises(CheckpointError, match="set TPU_GRPO_CACHE to a directory that is"):
+        tiny()
+
+
+def test_bar_is_shown_only_on_request(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    tiny(0)
+    assert capfd.readouterr().err == ""
+    builtin_checkpoint("addition", 1, progress=True, recipe=TINY)
+    shown = capfd.readouterr()
+    assert "teaching addition" in shown.err
+    assert "2/2" in shown.err
+    assert shown.out == ""
+
+
+# --- the files -------------------------------------------------------------------------------------------------------
+
+
+def test_weights_are_decided_by_the_seed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = (tiny(0) / "model.safetensors").read_bytes()
+    other = (tiny(1) / "model.safetensors").read_bytes()
+    monkeypatch.setenv(builtin.CACHE_VARIABLE, str(tmp_path / "elsewhere"))
+    assert (tiny(0) / "model.safetensors").read_bytes() == first
+    assert other != first
+
+
+def test_tensors_have_hugging_faces_names_and_shapes(cache: Path) -> None:
+    tensors = load_file(tiny() / "model.safetensors")
+    expected = {"model.embed_tokens.weight": (264, 32), "model.norm.weight": (32,)}
+    for layer in ("model.layers.0.", "model.layers.1."):
+        expected |= {
+            layer + "input_layernorm.weight": (32,),
+            layer + "self_attn.q_proj.weight": (32, 32),
+            layer + "self_attn.k_proj.weight": (16, 32),
+            layer + "self_attn.v_proj.weight": (16, 32),
+            layer + "self_attn.q_norm.weight": (8,),
+            layer + "self_attn.k_norm.weight": (8,),
+            layer + "self_attn.o_proj.weight": (32, 32),
+            layer + "post_attention_layernorm.weight": (32,),
+            layer + "mlp.gate_proj.weight": (48, 32),
+            layer + "mlp.up_proj.weight": (48, 32),
+            layer + "mlp.down_proj.weight": (32, 48),
+        }
+    assert {name: t.shape for name, t in tensors.items()} == expected
+    assert {t.dtype for t in tensors.values()} == {np.dtype(np.float32)}
+
+
+def test_tunixs_own_loader_reads_back_what_was_taught(cache: Path) -> None:
+    recipe = replace(TINY, head_dim=16)  # heads * head_dim is not the width: a wrong transpose cannot fit
+    taught = teach(recipe, build_byte_tokenizer(), seed=3)
+    loaded = nnx.state(_load(tiny(3, recipe), recipe))
+    taught_leaves, loaded_leaves = dict(nnx.to_flat_state(taught)), dict(nnx.to_flat_state(loaded))
+    assert taught_leaves.keys() == loaded_leaves.keys()
+    for path, leaf in taught_leaves.items():
+        np.testing.assert_array_equal(np.asarray(loaded_leaves[path][...]), np.asarray(leaf[...]), str(path))
+    tensors = hugging_face_tensors(taught, recipe.layers)
+    q_DNH = np.asarray(taught_leaves["layers", 1, "attn", "q_proj", "w"][...])
+    assert tensors["model.layers.1.self_attn.q_proj.weight"][2 * 16 + 5, 7] == q_DNH[7, 2, 5]
+    o_NHD = np.asarray(taught_leaves["layers", 1, "attn", "o_proj", "w"][...])
+    assert tensors["model.layers.1.self_attn.o_proj.weight"][7, 2 * 16 + 5] == o_NHD[2, 5, 7]
+
+
+def test_transformers_and_the_tokenizer_loader_accept_the_directory(cache: Path) -> None:
+    entry = tiny()
+    config, tokenizer = Qwen3Config.from_pretrained(entry), load_tokenizer(entry)
+    assert (config.num_hidden_layers, config.head_dim, config.vocab_size) == (2, 8, len(tokenizer))
+    assert (config.architectures, config.tie_word_embeddings) == (["Qwen3ForCausalLM"], True)
+    assert (config.rope_theta, config.max_position_embeddings) == (1_000_000, 4096)
+    assert stop_token_ids(tokenizer, entry) == (config.pad_token_id, config.eos_token_id) == (256, 257)
+
+
+def test_record_says_how_it_was_taught(cache: Path) -> None:
+    record = json.loads((tiny(7) / "teaching.json").read_text())
+    assert (record["task"], record["seed"], record["recipe"]["steps"]) == ("addition", 7, 2)
+    assert set(record["files"]) == {p.name for p in tiny(7).iterdir()} - {"teaching.json"}
+
+
+# --- what it has learned ---------------------------------------------------------------------------------------------
+
+
+def _load(entry: Path, recipe: Recipe) -> Qwen3:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
+    return create_model_from_safe_tensors(str(entry), recipe.model_config(264), mesh, jnp.dtype(jnp.float32))
+
+
+def _complete(model: Qwen3, prompts_BT: np.ndarray, temperature: float, rng: np.random.Generator) -> np.ndarray:
+    """Four tokens after every prompt, without a cache: the most likely ones at temperature 0, else drawn."""
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def last_logits(tokens_BT: jax.Array, last: jax.Array) -> jax.Array:
+        rows, length = tokens_BT.shape
+        positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
+        causal = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
+        return nnx.merge(graph, state)(tokens_BT, positions, None, causal)[0][:, last]
+
+    start = prompts_BT.shape[1]
+    tokens_BT = np.pad(prompts_BT, ((0, 0), (0, 4)))
+    for t in range(start, start + 4):
+        logits = np.asarray(last_logits(jnp.asarray(tokens_BT), jnp.asarray(t - 1)))
+        tokens_BT[:, t] = np.argmax(logits + temperature * rng.gumbel(size=logits.shape), axis=-1)
+    return tokens_BT[:, start:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_taught_model_adds_and_usually_forgets_to_carry() -> None:
+    """In the user's cache: the demo wants the same model."""
+    entry = builtin_checkpoint("addition", 0, progress=False)
+    model, tokenizer = _load(entry, Recipe()), load_tokenizer(entry)
+    pairs = addition.operands("heldout")
+    chats = [[{"role": "user", "content": f"{a}+{b}="}] for a, b in pairs]
+    prompts = np.array(tokenizer.apply_chat_template(chats, add_generation_prompt=True))
+
+    def answers(temperature: float) -> list[str]:
+        rows = _complete(model, prompts, temperature, np.random.default_rng(0))
+        return [tokenizer.decode(row).partition("<|im_end|>")[0] for row in rows]
+
+    def share(given: list[str], wanted: list[str]) -> float:
+        return float(np.mean([g == w for g, w in zip(given, wanted, strict=True)]))
+
+    right = [str(a + b) for a, b in pairs]
+    forgetful = [str(addition.without_carry(a, b)) if addition.needs_carry(a, b) else "" for a, b in pairs]
+    greedy = answers(0.0)
+    assert share(greedy, right) + share(greedy, forgetful) >= 0.97
+    assert share(greedy, forgetful) > 0.5
+    assert 0.35 <= share(answers(1.0), right) <= 0.55

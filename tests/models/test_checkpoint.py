@@ -1,0 +1,237 @@
+"""Reading and verifying checkpoints: what is accepted, and every refusal with its message."""
+
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.models.random_checkpoint import edit_config, edit_tensors, qwen3_shapes, write_random_qwen3
+from tpu_grpo.errors import CheckpointError, ConfigError
+from tpu_grpo.models import check_mesh, read_checkpoint
+
+QWEN3_0P6B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "initializer_range": 0.02,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return write_random_qwen3(tmp_path / "model")
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        read_checkpoint(directory)
+    return str(caught.value)
+
+
+def write_sparse(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """A bfloat16 safetensors file whose data is a hole in the file: right length, no bytes on disk."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path, 8 + len(text) + end)
+
+
+# --- accepted --------------------------------------------------------------------------------------------------------
+
+
+def test_qwen3_0p6b_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_0P6B))
+    write_sparse(tmp_path / "model.safetensors", qwen3_shapes(QWEN3_0P6B))
+    started = time.monotonic()
+    checkpoint = read_checkpoint(tmp_path)
+    assert time.monotonic() - started < 5
+    assert checkpoint.parameter_count == 151936 * 1024 + 28 * 15_730_944 + 1024
+    assert checkpoint.hf_config == QWEN3_0P6B
+    check_mesh(checkpoint, fsdp=16, tp=8)
+
+
+def test_reading_needs_no_jax(directory: Path) -> None:
+    code = (
+        "import sys, pathlib; from tpu_grpo.models import checkpoint;"
+        "checkpoint.check_mesh(checkpoint.read_checkpoint(pathlib.Path(sys.argv[1])), 2, 2);"
+        "assert not {'jax', 'tunix', 'flax'} & set(sys.modules), sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code, str(directory)], check=True)
+
+
+def test_optional_settings_take_hugging_face_defaults(tmp_path: Path) -> None:
+    directory = write_random_qwen3(tmp_path, head_dim=128, tied=False)
+    edit_config(directory, head_dim=..., tie_word_embeddings=..., rope_scaling=..., layer_types=["full_attention"] * 2)
+    config = read_checkpoint(directory).config
+    assert (config.head_dim, config.tie_word_embeddings) == (128, False)
+
+
+# --- meshes ----------------------------------------------------------------------------------------------------------
+
+
+def test_mesh_sizes_must_divide(directory: Path) -> None:
+    checkpoint = read_checkpoint(directory)
+    check_mesh(checkpoint, fsdp=64, tp=2)
+    with pytest.raises(ConfigError, match=r"meshes\.trainer\.tp must divide num_key_value_heads=2 .* got 4; .*: 1, 2$"):
+        check_mesh(checkpoint, fsdp=1, tp=4)
+    with pytest.raises(ConfigError, match=r"fsdp must divide hidden_size=64 .* got 3; .*: 1, 2, 4, 8, 16, 32, 64$"):
+        check_mesh(checkpoint, fsdp=3, tp=1)
+
+
+# --- refused: config.json --------------------------------------------------------------------------------------------
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    assert f"model.path must be a checkpoint directory on this machine, got {tmp_path / 'x'}" in refusal(tmp_path / "x")
+
+
+def test_missing_config(directory: Path) -> None:
+    (directory / "config.json").unlink()
+    assert f"{directory / 'config.json'} is missing; " in refusal(directory)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("{", "is not readable JSON: Expecting"), ("[]", "object, got a list")])
+def test_broken_config(directory: Path, text: str, expected: str) -> None:
+    (directory / "config.json").write_text(text)
+    assert expected in refusal(directory)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"model_type": "mamba"}, "model_type must be one of the supported families (qwen3), got 'mamba'; "),
+        ({"model_type": ...}, "model_type must be one of the supported families (qwen3), got None; "),
+        (
+            {"architectures": ["Qwen3ForSequenceClassification"]},
+            "architectures must be ['Qwen3ForCausalLM'] for model_type qwen3, got ['Qwen3ForSequenceClassification']; ",
+        ),
+        ({"hidden_size": ..., "rope_theta": ...}, "must give hidden_size, rope_theta, which it lacks; "),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a whole number >= 1, got 0; "),
+        ({"vocab_size": 300.0}, "vocab_size must be a whole number >= 1, got 300.0; "),
+        ({"head_dim": None}, "head_dim must be a whole number >= 1, got None; "),
+        ({"rope_theta": "1e6"}, "rope_theta must be a number > 0, got '1e6'; "),
+        ({"rms_norm_eps": True}, "rms_norm_eps must be a number > 0, got True; "),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, got 1; "),
+        ({"num_key_value_heads": 3}, "num_key_value_heads must divide num_attention_heads=4, got 3; "),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling must be null, got {'rope_type': 'yarn', 'factor': 4.0}; ",
+        ),
+        ({"rope_parameters": {"rope_theta": 1e6}}, "rope_parameters must be null, got {'rope_theta': 1000000.0}; "),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5; "),
+        ({"attention_bias": True}, "attention_bias must be false, 0 or null, got True; "),
+        ({"use_sliding_window": True}, "use_sliding_window must be false, 0 or null, got True; "),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types must be full_attention in every layer, got ['full_attention', 'sliding_attention']; ",
+        ),
+        ({"attention_dropout": 0.1}, "attention_dropout must be false, 0 or null, got 0.1; "),
+        ({"quantization_config": {"bits": 8}}, "quantization_config must be false, 0 or null, got {'bits': 8}; "),
+        ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'; "),
+    ],
+)
+def test_refused_settings(directory: Path, settings: dict[str, Any], expected: str) -> None:
+    edit_config(directory, **settings)
+    assert re.search(f"{directory}/config.json:? {re.escape(expected)}\\S", refusal(directory)), refusal(directory)
+
+
+# --- refused: tensors ------------------------------------------------------------------------------------------------
+
+
+def test_tensors_that_do_not_follow_from_the_config(directory: Path) -> None:
+    edit_tensors(
+        directory,
+        **{
+            "model.norm.weight": None,
+            "model.layers.0.self_attn.q_proj.bias": np.zeros(64, np.float32),
+            "model.layers.1.mlp.up_proj.weight": np.zeros((64, 128), np.float32),
+        },
+    )
+    message = refusal(directory)
+    assert "1 missing: model.norm.weight; 1 unexpected: model.layers.0.self_attn.q_proj.bias; " in message
+    assert "1 of another shape: model.layers.1.mlp.up_proj.weight (expected [128, 64], got [64, 128]); " in message
+
+
+def test_long_lists_are_counted(directory: Path) -> None:
+    edit_config(directory, num_hidden_layers=4)
+    assert re.search(r"22 missing: (model\.layers\.2\.\S+, ){9}model\.layers\.2\.\S+ and 12 more; ", refusal(directory))
+
+
+def test_untied_checkpoint_needs_its_head(directory: Path) -> None:
+    edit_config(directory, tie_word_embeddings=False)
+    assert "1 missing: lm_head.weight; " in refusal(directory)
+
+
+@pytest.mark.parametrize("length", [-100, 20, 4, 0])
+def test_truncated_file(tmp_path: Path, length: int) -> None:
+    directory = write_random_qwen3(tmp_path, shards=2)
+    file = directory / "model-00002-of-00002.safetensors"
+    file.write_bytes(file.read_bytes()[:length])
+    assert f"{file} ({file.stat().st_size} bytes) is not a whole safetensors file: " in refusal(directory)
+
+
+def test_missing_shard(tmp_path: Path) -> None:
+    directory = write_random_qwen3(tmp_path, shards=3)
+    (directory / "model-00002-of-00003.safetensors").unlink()
+    assert f"{directory} lacks model-00002-of-00003.safetensors, named in model.safe" in refusal(directory)
+
+
+@pytest.mark.parametrize(("text", "expected"), [("{}", "must hold a weight_map"), ("{", "is not readable JSON")])
+def test_broken_index(tmp_path: Path, text: str, expected: str) -> None:
+    directory = write_random_qwen3(tmp_path, shards=2)
+    (directory / "model.safetensors.index.json").write_text(text)
+    assert f"model.safetensors.index.json {expected}" in refusal(directory)
+
+
+def test_no_safetensors(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    assert f"{directory} must hold *.safetensors files, got pytorch_model.bin; " in refusal(directory)
+
+
+def test_a_tensor_in_two_files(directory: Path) -> None:
+    (directory / "old.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    message = refusal(directory)
+    assert "old.safetensors and model.safetensors both hold model.embed_tokens.weight, " in message
+    assert "move the one that does not belong elsewhere" in message
+
+
+def test_dtypes_that_tunix_would_misread(directory: Path) -> None:
+    edit_tensors(directory, **{"model.norm.weight": np.ones(64, np.float16)})
+    assert "must hold tensors of one dtype of BF16, F16, F32, F64, got F16, F32; " in refusal(directory)
+    edit_tensors(directory, **dict.fromkeys(qwen3_shapes(json.loads((directory / "config.json").read_text()))))
+    assert "got no tensor; " in refusal(directory)
+    edit_tensors(directory, **{"model.norm.weight": np.ones(64, np.int8)})
+    assert "got I8; " in refusal(directory)

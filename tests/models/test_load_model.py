@@ -1,0 +1,122 @@
+"""The loaded model: its numbers against an independent implementation, and where they lie."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file
+
+from tests.models.forward import compiled_logprobs, logprobs, trainer_mesh
+from tests.models.random_checkpoint import edit_tensors, write_random_qwen3
+from tests.models.reference_qwen3 import reference_logprobs
+from tpu_grpo.errors import CheckpointError, ConfigError
+from tpu_grpo.models import load_model, read_checkpoint
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "tied": {},
+    "untied, theta 5e5": {"tied": False, "rope_theta": 5e5},
+    "two files, wide heads, theta 5e6": {"shards": 2, "head_dim": 32, "rope_theta": 5e6},
+    "one key head per query head": {"tied": False, "kv_heads": 4, "layers": 1},
+}
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return write_random_qwen3(tmp_path / "model")
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=["1 device", "2 x 2 devices"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logprobs_equal_the_reference(
+    tmp_path: Path, tokens_BT: np.ndarray, variant: str, sizes: tuple[int, int]
+) -> None:
+    directory = write_random_qwen3(tmp_path, **VARIANTS[variant])
+    model = load_model(read_checkpoint(directory), trainer_mesh(*sizes), dtype=jnp.float32, remat="none")
+    np.testing.assert_allclose(
+        compiled_logprobs(model, tokens_BT), reference_logprobs(directory, tokens_BT), atol=3e-5, rtol=0
+    )
+
+
+def test_parameters_are_split_over_the_mesh(directory: Path) -> None:
+    mesh = trainer_mesh(2, 2)
+    model = load_model(read_checkpoint(directory), mesh, dtype=jnp.float32, remat="none")
+    leaves: dict[str, jax.Array] = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model)))
+    }
+    assert all(isinstance(leaf.sharding, NamedSharding) and leaf.sharding.mesh == mesh for leaf in leaves.values())
+    gate = leaves["layers.0.mlp.gate_proj.kernel"]
+    assert gate.sharding == NamedSharding(mesh, PartitionSpec("fsdp", "tp"))
+    stored = load_file(directory / "model.safetensors")["model.layers.0.mlp.gate_proj.weight"]
+    shards = {shard.device.id: np.asarray(shard.data) for shard in gate.addressable_shards}
+    np.testing.assert_array_equal(shards[mesh.devices[1, 0].id], stored.T[32:, :64])
+
+
+def test_bfloat16_is_stored_and_computed(directory: Path, tokens_BT: np.ndarray) -> None:
+    model: Any = load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=jnp.bfloat16, remat="none")
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(jnp.bfloat16)}
+    assert model.config.dtype == jnp.bfloat16
+    error = np.abs(compiled_logprobs(model, tokens_BT) - reference_logprobs(directory, tokens_BT))
+    assert 1e-4 < error.mean() < 0.02  # 8 bits of mantissa
+
+
+def test_bfloat16_files_load_exactly_as_float32(tmp_path: Path, tokens_BT: np.ndarray) -> None:
+    directory = write_random_qwen3(tmp_path, dtype=ml_dtypes.bfloat16, shards=2)
+    model = load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=jnp.float32, remat="none")
+    np.testing.assert_allclose(
+        compiled_logprobs(model, tokens_BT), reference_logprobs(directory, tokens_BT), atol=3e-5, rtol=0
+    )
+
+
+def test_remat_changes_neither_loss_nor_gradients(tmp_path: Path, tokens_BT: np.ndarray) -> None:
+    directory = write_random_qwen3(tmp_path, layers=1)
+
+    def loss(model: nnx.Module) -> jax.Array:
+        return -jnp.take_along_axis(logprobs(model, tokens_BT)[:, :-1], tokens_BT[:, 1:, None], -1).mean()
+
+    results = {}
+    for remat in ("none", "block", "decoder"):
+        model = load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=jnp.float32, remat=remat)
+        results[remat] = nnx.jit(nnx.value_and_grad(loss))(model)
+    value, gradients = results.pop("none")
+    assert all(np.isfinite(g).all() and np.abs(g).max() > 0 for g in jax.tree.leaves(gradients))
+    for other_value, other_gradients in results.values():
+        np.testing.assert_allclose(other_value, value, rtol=1e-6)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), gradients, other_gradients)
+
+
+def test_a_tied_checkpoint_may_still_hold_its_head(directory: Path, tokens_BT: np.ndarray) -> None:
+    expected = reference_logprobs(directory, tokens_BT)
+    edit_tensors(directory, **{"lm_head.weight": np.full((300, 64), 7, np.float32)})
+    model = load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=jnp.float32, remat="none")
+    np.testing.assert_allclose(compiled_logprobs(model, tokens_BT), expected, atol=3e-5)
+
+
+def test_a_parameter_left_without_a_value_is_an_error(directory: Path) -> None:
+    checkpoint = read_checkpoint(directory)
+
+    def load(directory: Path, model_config: Any, mesh: Mesh, dtype: Any) -> nnx.Module:
+        model: Any = checkpoint.family.load(directory, model_config, mesh, dtype)
+        model.final_norm.w.value = jax.ShapeDtypeStruct((64,), dtype)
+        return model
+
+    broken = dataclasses.replace(checkpoint, family=dataclasses.replace(checkpoint.family, load=load))
+    with pytest.raises(CheckpointError, match=r"left 1 parameters .* without a value: \['final_norm'\]\['w'\]"):
+        load_model(broken, trainer_mesh(1, 1), dtype=jnp.float32, remat="none")
+
+
+def test_load_refuses_meshes_and_dtypes_that_do_not_fit(directory: Path) -> None:
+    checkpoint = read_checkpoint(directory)
+    with pytest.raises(ConfigError, match=r"tp must divide num_key_value_heads=2 .* got 4"):
+        load_model(checkpoint, trainer_mesh(1, 4), dtype=jnp.float32, remat="none")
+    with pytest.raises(ConfigError, match="must have axes fsdp and tp, got \\('tensor',\\)"):
+        load_model(checkpoint, Mesh(np.array(jax.devices()), ("tensor",)), dtype=jnp.float32, remat="none")
+    with pytest.raises(ConfigError, match=r"model\.dtype must be float32 or bfloat16, got float16"):
+        load_model(checkpoint, trainer_mesh(1, 1), dtype=jnp.float16, remat="none")

@@ -1,0 +1,129 @@
+"""The byte tokenizer, loading from a directory, and stop tokens."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from tpu_grpo.errors import CheckpointError
+from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer, stop_token_ids
+
+TOKENIZER = build_byte_tokenizer()
+PAD, END, SYSTEM, USER, ASSISTANT = range(256, 261)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    TOKENIZER.save_pretrained(tmp_path, save_jinja_files=False)
+    return tmp_path
+
+
+def edit(path: Path, **changes: object) -> None:
+    """Set keys of a JSON file; None removes one."""
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+def test_every_byte_is_its_own_token() -> None:
+    assert TOKENIZER.encode("A\n é") == [65, 10, 32, 195, 169]
+    assert len(TOKENIZER) == 264
+    assert (TOKENIZER.pad_token_id, TOKENIZER.eos_token_id) == (PAD, END)
+
+
+@given(st.text())
+def test_any_text_round_trips(text: str) -> None:
+    ids = TOKENIZER(text, split_special_tokens=True).input_ids
+    assert ids == list(text.encode())
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == text
+
+
+def test_spelled_markers_are_markers_unless_split() -> None:
+    text = "a<|im_end|>b"
+    assert TOKENIZER.encode(text) == [97, END, 98]
+    assert TOKENIZER.decode(TOKENIZER.encode(text), skip_special_tokens=True) == "ab"
+    assert TOKENIZER(text, split_special_tokens=True).input_ids == list(text.encode())
+
+
+def test_prompt_is_eight_tokens() -> None:
+    messages = [{"role": "user", "content": "47+38="}]
+    text = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text == "<|im_start|>user47+38=<|im_start|>assistant"
+    assert TOKENIZER.encode(str(text)) == [USER, *b"47+38=", ASSISTANT]
+
+
+def test_whole_conversation() -> None:
+    messages = [
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+2="},
+    ]
+    ids = TOKENIZER.apply_chat_template(messages)
+    assert ids == [SYSTEM, *b"Add.", USER, *b"1+1=", ASSISTANT, *b"2", END, USER, *b"2+2="]
+
+
+def test_unknown_role_is_refused() -> None:
+    with pytest.raises(Exception, match="roles are system, user and assistant, got tool"):
+        TOKENIZER.apply_chat_template([{"role": "tool", "content": "x"}])
+
+
+def test_saved_tokenizer_loads_the_same(directory: Path) -> None:
+    loaded, plain = load_tokenizer(directory), AutoTokenizer.from_pretrained(directory)
+    assert isinstance(plain, PreTrainedTokenizerFast)
+    assert "chat_template" in json.loads((directory / "tokenizer_config.json").read_text())
+    for tokenizer in (loaded, plain):
+        assert tokenizer.get_vocab() == TOKENIZER.get_vocab()
+        assert tokenizer.chat_template == TOKENIZER.chat_template
+        assert tokenizer.decode(tokenizer.encode("b 's , é!<|im_end|>"), skip_special_tokens=True) == "b 's , é!"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_missing_and_broken_files_are_named(directory: Path, name: str) -> None:
+    (directory / name).write_text('{"half": ')
+    with pytest.raises(CheckpointError, match=f"{name} is not readable JSON"):
+        load_tokenizer(directory)
+    (directory / name).write_text("[]")
+    with pytest.raises(CheckpointError, match=f"{name} must hold a JSON object"):
+        load_tokenizer(directory)
+    (directory / name).unlink()
+    with pytest.raises(CheckpointError, match=f"must hold {name}, not found in"):
+        load_tokenizer(directory)
+
+
+def test_json_that_is_no_tokenizer_is_refused(directory: Path) -> None:
+    (directory / "tokenizer.json").write_text('{"model": {"type": "Unheard"}}')
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_tokenizer(directory)
+
+
+def test_padding_that_is_the_end_is_refused(directory: Path) -> None:
+    edit(directory / "tokenizer_config.json", pad_token="<|im_end|>")
+    edit(directory / "special_tokens_map.json", pad_token="<|im_end|>")
+    with pytest.raises(CheckpointError, match=r"got the end token '<\|im_end\|>'.*for example one of \['<pad>'"):
+        load_tokenizer(directory)
+
+
+@pytest.mark.parametrize(("key", "rule"), [("pad_token", "padding token.*got none"), ("eos_token", "an end token")])
+def test_missing_padding_or_end_is_refused(directory: Path, key: str, rule: str) -> None:
+    edit(directory / "tokenizer_config.json", **{key: None})
+    edit(directory / "special_tokens_map.json", **{key: None})
+    with pytest.raises(CheckpointError, match=rule):
+        load_tokenizer(directory)
+
+
+def test_stop_tokens_are_gathered_from_every_place(directory: Path) -> None:
+    assert stop_token_ids(TOKENIZER, directory) == (PAD, END)
+    (directory / "config.json").write_text('{"eos_token_id": 7}')
+    (directory / "generation_config.json").write_text(f'{{"eos_token_id": [9, {END}]}}')
+    assert stop_token_ids(TOKENIZER, directory) == (7, 9, PAD, END)
+    (directory / "config.json").write_text('{"eos_token_id": null}')
+    assert stop_token_ids(TOKENIZER, directory) == (9, PAD, END)
+
+
+def test_stop_tokens_that_are_no_ids_are_refused(directory: Path) -> None:
+    (directory / "config.json").write_text('{"eos_token_id": ["</s>"]}')
+    with pytest.raises(CheckpointError, match=r"config\.json must be a token id.*'</s>'"):
+        stop_token_ids(TOKENIZER, directory)

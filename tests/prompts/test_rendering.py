@@ -1,0 +1,132 @@
+"""Prompt texts and ids written out by hand, and every way a template or a record can be wrong."""
+
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tpu_grpo.config import DataSection
+from tpu_grpo.errors import ConfigError, DataError
+from tpu_grpo.prompts import PromptRenderer
+from tpu_grpo.prompts.rendering import render_records
+
+RECORD = {"question": "2+3=", "answer": 5}
+
+
+def render(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any] = RECORD, **settings: Any):
+    return PromptRenderer(DataSection(**settings), tokenizer).render(record, "record 0")
+
+
+def test_chat_template_with_a_system_message(tokenizer: PreTrainedTokenizerFast):
+    prompt = render(tokenizer, system_prompt="Add.", prompt_template="Q {question} ({answer:02d})")
+    assert prompt.text == "<s>system:Add.</s><s>user:Q 2+3= (05)</s><s>assistant:"
+    assert prompt.columns == RECORD
+    assert [i for i in prompt.token_ids if i >= 256] == [257, 258, 257, 258, 257]  # no special token is added twice
+    assert len(prompt.token_ids) == 5 + len("system:Add.user:Q 2+3= (05)assistant:")
+
+
+def test_without_a_system_prompt_there_is_no_system_message(tokenizer: PreTrainedTokenizerFast):
+    assert render(tokenizer).text == "<s>user:2+3=</s><s>assistant:"
+
+
+def test_plain_prompts_are_the_users_message(tokenizer: PreTrainedTokenizerFast):
+    prompt = render(tokenizer, chat_template=False, prompt_template="{question}{{}}")
+    assert prompt.text == "2+3={}"
+    assert tokenizer.decode(list(prompt.token_ids)) == "2+3={}"
+    assert len(prompt.token_ids) == 6
+
+
+def test_plain_prompts_get_the_tokenizers_own_special_tokens(tokenizer: PreTrainedTokenizerFast):
+    from tokenizers.processors import TemplateProcessing
+
+    backend = tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 257)])  # pyright: ignore
+    assert render(tokenizer, chat_template=False).token_ids[0] == 257
+    assert render(tokenizer).token_ids[:2] != (257, 257)
+
+
+def test_fields_may_reach_into_a_column(tokenizer: PreTrainedTokenizerFast):
+    record = {"q": {"text": "hi"}, "l": ["a", "b"]}
+    assert render(tokenizer, record, chat_template=False, prompt_template="{q[text]} {l[1]}").text == "hi b"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{qestion}", "uses the column 'qestion', which record 0 lacks; available: question, answer"),
+        ("{question", "must be a Python format string, got '{question'"),
+        (r"\boxed{} {question}", "must name its columns.*literal braces as {{ and }}"),
+        ("{0}", "must name its columns"),
+        ("{question:d}", "must suit the columns, on record 0 it fails with ValueError: Unknown format code 'd'"),
+        ("{question[a]}", "fails with TypeError"),
+        ("{question.nope}", "fails with AttributeError"),
+        ("{answer:{width}}", "fails with KeyError: 'width'"),
+    ],
+)
+def test_a_template_that_does_not_fit(tokenizer: PreTrainedTokenizerFast, template: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        render(tokenizer, prompt_template=template)
+
+
+def test_settings_the_tokenizer_cannot_follow(tokenizer: PreTrainedTokenizerFast):
+    with pytest.raises(
+        ConfigError, match=r"data\.system_prompt needs data\.chat_template=true, got 'Add\.' with false"
+    ):
+        render(tokenizer, chat_template=False, system_prompt="Add.")
+    tokenizer.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
+    with pytest.raises(ConfigError, match=r"accept the roles \['system', 'user'\], it says: no system; empty"):
+        render(tokenizer, system_prompt="Add.")
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"this one has none; set data\.chat_template=false"):
+        render(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("question", "message"),
+    [
+        ("", "a prompt must not be empty, got '' from record 0"),
+        (" \n", r"a prompt must not be empty, got ' \\n' from record 0"),
+        (None, "the column 'question' of data.prompt_template must have a value, got null in record 0"),
+        ("a<pad>b", "must not hold the pad token, got '<pad>' .id 256. in the prompt of record 0"),
+    ],
+)
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_record_that_gives_no_prompt(tokenizer: PreTrainedTokenizerFast, question: str, message: str, chat: bool):
+    with pytest.raises(DataError, match=message):
+        render(tokenizer, {"question": question}, chat_template=chat)
+
+
+# Plain prompts of the byte tokenizer have as many tokens as bytes.
+LENGTHS = [{"question": "x" * n} for n in (3, 5, 4, 9, 1)]
+
+
+def rendered(tokenizer: PreTrainedTokenizerFast, limit: int | None = None, **settings: Any):
+    data = DataSection(chat_template=False, **settings)
+    return render_records(PromptRenderer(data, tokenizer), LENGTHS, data, "x.jsonl", limit=limit)
+
+
+def test_too_long_prompts_are_an_error_that_names_the_first_and_the_longest(tokenizer: PreTrainedTokenizerFast):
+    message = (
+        r"at most data\.max_prompt_tokens=4 tokens, got 5 in record 1 of x\.jsonl \(from 0; 2 of 5 are too long, the "
+        r"longest 9\); raise data\.max_prompt_tokens to 9 or set data\.too_long=drop"
+    )
+    with pytest.raises(DataError, match=message):
+        rendered(tokenizer, max_prompt_tokens=4)
+
+
+def test_too_long_prompts_are_dropped_and_counted(tokenizer: PreTrainedTokenizerFast):
+    result = rendered(tokenizer, max_prompt_tokens=4, too_long="drop")
+    assert [p.text for p in result.prompts] == ["xxx", "xxxx", "x"]
+    assert result.dropped == 2
+
+
+def test_dropping_all_is_an_error(tokenizer: PreTrainedTokenizerFast):
+    data = DataSection(chat_template=False, max_prompt_tokens=2, too_long="drop")
+    with pytest.raises(DataError, match=r"4 of 4 are too long, the longest 9\); raise data\.max_prompt_tokens to 9$"):
+        render_records(PromptRenderer(data, tokenizer), LENGTHS[:4], data, "x.jsonl")
+
+
+def test_the_limit_counts_prompts_that_fit(tokenizer: PreTrainedTokenizerFast):
+    result = rendered(tokenizer, limit=2, max_prompt_tokens=4, too_long="drop")
+    assert [p.text for p in result.prompts] == ["xxx", "xxxx"]
+    assert [p.text for p in rendered(tokenizer, limit=9).prompts] == [r["question"] for r in LENGTHS]

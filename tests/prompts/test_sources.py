@@ -1,0 +1,68 @@
+"""Records from files and from the built-in task, and what is said about files that cannot be read."""
+
+from pathlib import Path
+
+import pytest
+
+from tpu_grpo.errors import DataError
+from tpu_grpo.prompts import read_records
+from tpu_grpo.tasks import addition
+
+
+def test_one_record_per_line(tmp_path: Path):
+    path = tmp_path / "data.jsonl"
+    path.write_bytes('\ufeff{"q": "a\u2028b", "n": 1}\r\n{"n": null, "q": "é"}\n\n'.encode())
+    assert read_records(str(path)) == [{"q": "a\u2028b", "n": 1}, {"n": None, "q": "é"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r"data\.jsonl must hold at least one record, got none"),
+        ("\n\n", r"data\.jsonl must hold at least one record, got none"),
+        ('{"q": 1}\n{"q": 1\n', r"data\.jsonl:2 must be a JSON object, got Expecting ',' delimiter at column"),
+        ('{"q": 1}\n\n{"q": 1}\n', r"data\.jsonl:2 must be a JSON object, got an empty line"),
+        ('{"q": 1}\n[1]\n', r"data\.jsonl:2 must be a JSON object with a key per column, got a list"),
+        ("{}\n", r"data\.jsonl:1 must be a JSON object with a key per column, got an empty one"),
+        (
+            '{"q": 1, "a": 2}\n{"q": 1, "a": 2}\n{"q": 1, "b": 2}\n',
+            r"data\.jsonl:3 must have the keys of line 1, \['q', 'a'\], but lacks \['a'\] and adds \['b'\]; write null",
+        ),
+        ('{"q": 1, "a": 2}\n{"q": 1}\n', r"data\.jsonl:2 .* but lacks \['a'\]; write null"),
+    ],
+)
+def test_a_line_that_does_not_fit_is_named(tmp_path: Path, text: str, message: str):
+    path = tmp_path / "data.jsonl"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message):
+        read_records(str(path))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path):
+    with pytest.raises(DataError, match=r"data file not found: .*missing\.jsonl .*correct the path"):
+        read_records(str(tmp_path / "missing.jsonl"))
+    with pytest.raises(DataError, match=r"must be a \.jsonl file or builtin:addition, got .*data\.parquet"):
+        read_records(str(tmp_path / "data.parquet"))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"q": "\xe9"}\n')
+    with pytest.raises(DataError, match=r"latin\.jsonl must be readable UTF-8 text, got UnicodeDecodeError"):
+        read_records(str(tmp_path / "latin.jsonl"))
+    (tmp_path / "folder.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"folder\.jsonl must be readable UTF-8 text, got IsADirectoryError"):
+        read_records(str(tmp_path / "folder.jsonl"))
+    with pytest.raises(DataError, match="the only built-in data is builtin:addition, got 'builtin:sums'"):
+        read_records("builtin:sums")
+
+
+def test_builtin_training_problems_come_as_the_task_has_them():
+    records = read_records("builtin:addition")
+    assert records == addition.problems("train")
+    assert records[0].keys() == {"question", "answer"}
+
+
+def test_builtin_heldout_problems_are_mixed_so_that_the_first_few_are_like_the_rest():
+    records = read_records("builtin:addition", "heldout")
+    assert records == read_records("builtin:addition", "heldout")
+    assert sorted(map(str, records)) == sorted(map(str, addition.problems("heldout")))
+    pairs = [tuple(map(int, r["question"].rstrip("=").split("+"))) for r in records]
+    carries = [addition.needs_carry(a, b) for a, b in pairs]
+    assert abs(sum(carries[:256]) / 256 - sum(carries) / len(carries)) < 0.05

@@ -1,0 +1,38 @@
+"""Rollouts from texts, and reward files of the test's own."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout
+
+MakeFile = Callable[..., str]
+"""(source, name="my_rewards.py") -> path."""
+
+
+def make_rollout(
+    prompts: Sequence[str], texts: Sequence[str], columns: Sequence[Mapping[str, Any]] | None = None
+) -> Rollout:
+    """P prompts with their columns and P*G completion texts; only the texts matter to rewards."""
+    records = columns if columns is not None else [{}] * len(prompts)
+    batch = PromptBatch(
+        step=0,
+        prompts=tuple(Prompt(text=t, token_ids=(1,), columns=c) for t, c in zip(prompts, records, strict=True)),
+    )
+    one = Completion(np.array([1], np.int32), np.array([0.0], np.float32), finish_reason="stop", cached_tokens=0)
+    return Rollout(batch, len(texts) // len(prompts), (one,) * len(texts), tuple(texts), seconds=0.0)
+
+
+@pytest.fixture
+def reward_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeFile:
+    """Write a reward file into the working directory, which is the test's own; returns its relative path."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(source: str, name: str = "my_rewards.py") -> str:
+        (tmp_path / name).write_text(source)
+        return name
+
+    return write

@@ -1,0 +1,236 @@
+"""Finding rewards and fitting them to the data: what works, and what is said where it does not."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.rewards.conftest import MakeFile
+from tpu_grpo.config import RewardSpec
+from tpu_grpo.errors import RewardError
+from tpu_grpo.rewards import SHIPPED, LoadedReward, load_reward, open_rewards
+from tpu_grpo.rewards.protocol import Reward
+
+COLUMNS = ("question", "answer")
+TABLE = {"prompts": ["p"], "completions": ["c"], "question": ["q"], "answer": ["a"]}
+RETURNS_ITS_ARGUMENTS = "def f({}):\n    return sorted(locals().items())\n"
+
+
+def load(name: str, columns: tuple[str, ...] = COLUMNS, **options: Any) -> LoadedReward:
+    return load_reward(RewardSpec(name=name, options=options), columns)
+
+
+# --- what a function is called with ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("signature", "options", "expected"),
+    [
+        ("prompts, completions, answer", {}, {"prompts": ["p"], "completions": ["c"], "answer": ["a"]}),
+        ("completions", {}, {"completions": ["c"]}),
+        ("completions, limit=3", {}, {"completions": ["c"], "limit": 3}),
+        ("completions, limit=3", {"limit": 5}, {"completions": ["c"], "limit": 5}),
+        ("completions, *, limit", {"limit": 5}, {"completions": ["c"], "limit": 5}),
+        ("completions, answer", {"answer": "fixed"}, {"completions": ["c"], "answer": "fixed"}),
+        ("completions, answer=None", {}, {"completions": ["c"], "answer": ["a"]}),
+    ],
+)
+def test_a_function_gets_what_it_declares(reward_file: MakeFile, signature: str, options: dict, expected: dict):
+    path = reward_file(RETURNS_ITS_ARGUMENTS.format(signature))
+    assert load(f"{path}:f", **options)(TABLE) == sorted(expected.items())
+
+
+def test_a_function_with_kwargs_gets_everything(reward_file: MakeFile):
+    path = reward_file("def f(prompts, **rest):\n    return rest\n")
+    expected = {"completions": ["c"], "question": ["q"], "answer": ["a"], "limit": 5}
+    assert load(f"{path}:f", limit=5)(TABLE) == expected
+
+
+def test_a_data_column_never_hides_the_texts(reward_file: MakeFile):
+    path = reward_file(RETURNS_ITS_ARGUMENTS.format("completions"))
+    assert load(f"{path}:f", columns=("completions", "answer")).arguments == ("completions",)
+
+
+def test_a_function_cannot_change_what_the_next_one_sees(reward_file: MakeFile):
+    path = reward_file("def f(completions):\n    completions.clear()\n")
+    load(f"{path}:f")(TABLE)
+    assert TABLE["completions"] == ["c"]
+
+
+def test_callable_objects_are_rewards_too(reward_file: MakeFile):
+    path = reward_file("class R:\n    def __call__(self, completions):\n        return [1.0]\nf = R()\n")
+    assert load(f"{path}:f")(TABLE) == [1.0]
+
+
+def test_shipped_rewards_load_on_their_column():
+    for name in SHIPPED:
+        assert load(name).name == name
+    assert load("format", columns=()).arguments == ("completions",)
+    assert load("gsm8k", flexible=False).options == {"flexible": False}
+
+
+def test_shipped_rewards_follow_the_protocol():
+    rewards: list[Reward] = list(SHIPPED.values())  # pyright holds this
+    assert len(rewards) == 3
+
+
+# --- files and modules -----------------------------------------------------------------------------------------------
+
+
+def test_a_file_may_import_its_neighbours_and_leaves_the_search_path_alone(reward_file: MakeFile):
+    reward_file("VALUE = 0.25\n", "neighbour_of_rewards.py")
+    path = reward_file("from neighbour_of_rewards import VALUE\ndef f(completions):\n    return [VALUE]\n")
+    before = list(sys.path)
+    assert load(f"{path}:f")(TABLE) == [0.25]
+    assert sys.path == before
+    assert "my_rewards" not in sys.modules
+    sys.modules.pop("neighbour_of_rewards")
+
+
+def test_two_functions_of_a_file_share_its_state_and_an_edited_file_is_read_again(reward_file: MakeFile):
+    source = (
+        "seen = []\ndef f(completions):\n    seen.append(1)\n    return seen\ndef g(completions):\n    return seen\n"
+    )
+    path = reward_file(source)
+    f, g = load(f"{path}:f"), load(f"{path}:g")
+    assert f(TABLE) is g(TABLE)
+    reward_file(source.replace("append(1)", "append(2)"))
+    assert load(f"{path}:f")(TABLE) == [2]
+
+
+def test_files_may_hold_dataclasses(reward_file: MakeFile):
+    path = reward_file(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass C:\n    x: int\ndef f(completions):\n    return [C(1).x]\n"
+    )
+    assert load(f"{path}:f")(TABLE) == [1]
+
+
+def test_a_module_is_found_by_its_dotted_name(reward_file: MakeFile):
+    reward_file("def f(completions):\n    return [0.5]\n", "rewards_module_for_test.py")
+    loaded = load("rewards_module_for_test:f")
+    assert (loaded.name, loaded(TABLE)) == ("f", [0.5])
+    sys.modules.pop("rewards_module_for_test")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gsm8", r"'gsm8' is not a shipped reward; did you mean gsm8k\? \(shipped: exact_answer, format, gsm8k; your"),
+        ("zzz", r"'zzz' is not a shipped reward; \(shipped: .*; your own: path\.py:function or package\.module:func"),
+        ("missing.py:f", r"reward file missing\.py must be readable from .*FileNotFoundError; correct the path"),
+        ("no.such.module:f", r"reward module no\.such\.module failed to import: ModuleNotFoundError: .*path\.py:func"),
+        ("my_rewards.py:", r"must read path\.py:function, got 'my_rewards\.py:'"),
+        (":f", r"must read path\.py:function, got ':f'"),
+        ("my_rewards.py:a b", r"must read path\.py:function"),
+    ],
+)
+def test_names_that_lead_nowhere(reward_file: MakeFile, name: str, message: str):
+    with pytest.raises(RewardError, match=message):
+        load(name)
+
+
+@pytest.mark.parametrize(
+    ("source", "message", "cause"),
+    [
+        (
+            "import no_such_package_here",
+            "my_rewards.py failed to import: ModuleNotFoundError: No module named",
+            ImportError,
+        ),
+        ("def f(:", "my_rewards.py failed to import: SyntaxError", SyntaxError),
+        ("1 / 0", "failed to import: ZeroDivisionError: division by zero", ZeroDivisionError),
+        ("raise SystemExit(0)", "failed to import: SystemExit: 0", SystemExit),
+    ],
+)
+def test_files_that_fail_to_import(reward_file: MakeFile, source: str, message: str, cause: type[BaseException]):
+    before = set(sys.modules)
+    path = reward_file(source)
+    with pytest.raises(RewardError, match=message) as caught:
+        load(f"{path}:f")
+    assert isinstance(caught.value.__cause__, cause)
+    assert not [m for m in set(sys.modules) - before if m.startswith("tpu_grpo_reward")]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (
+            "from math import sqrt\nfrom json import loads\ndef a(completions): ...\ndef b(completions): ...\nx = 1\n",
+            r"my_rewards\.py has no function 'f'; functions there: a, b$",
+        ),
+        ("x = 1", r"has no function 'f'; functions there: none"),
+        ("f = 1", r"my_rewards\.py:f must be a function of a batch, got a int; name a function"),
+        ("class f: ...", r"my_rewards\.py:f must be a function of a batch, got a class"),
+        ("async def f(completions): ...", "must return its values, got an async function"),
+        ("def f(prompts, /, completions): ...", r"must take its arguments by name, got positional-only \['prompts'\]"),
+        ("f = dict.fromkeys", "must (have a signature to check|take its arguments by name)"),
+        (
+            "def f(completions, solution): ...",
+            r"requires the parameter 'solution', which is neither a column of the data nor an option; available: "
+            "prompts, completions, question, answer. Add the column",
+        ),
+        ("def f(completions, solution, **rest): ...", "requires the parameter 'solution'"),
+    ],
+)
+def test_functions_that_do_not_fit(reward_file: MakeFile, source: str, message: str):
+    path = reward_file(source)
+    with pytest.raises(RewardError, match=message):
+        load(f"{path}:f")
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "options", "message"),
+    [
+        (
+            "gsm8k",
+            COLUMNS,
+            {"flexibel": True},
+            r"gsm8k does not take the options \['flexibel'\]; it takes: completions, ",
+        ),
+        ("gsm8k", COLUMNS, {"flexible": "no"}, "gsm8k, options .*flexible must be true or false, got 'no'"),
+        ("gsm8k", COLUMNS, {"completions": "x"}, r"options must not be called \['completions'\]"),
+        (
+            "gsm8k",
+            ("question",),
+            {},
+            "gsm8k requires the parameter 'answer'.*available: prompts, completions, question",
+        ),
+        ("format", COLUMNS, {"pattern": "("}, r"pattern must be a regular expression, got '\(' \(missing \)"),
+        ("format", COLUMNS, {"pattern": 5}, "pattern must be a string, got a int"),
+        ("format", ("pattern",), {}, "pattern must be a string, got a list; where the data has a column of that name"),
+    ],
+)
+def test_options_are_judged_before_the_run(name: str, columns: tuple[str, ...], options: dict, message: str):
+    with pytest.raises(RewardError, match=message):
+        load(name, columns, **options)
+
+
+def test_an_option_stands_in_for_a_data_column_of_its_name():
+    assert load("format", ("pattern",), pattern="x").arguments == ("completions",)
+
+
+# --- the set ---------------------------------------------------------------------------------------------------------
+
+
+def test_opening_all_rewards_of_a_config(reward_file: MakeFile):
+    path = reward_file("def short(completions):\n    return [0.0]\n")
+    specs = [RewardSpec(name="exact_answer", weight=2.0), RewardSpec(name=f"{path}:short")]
+    opened = open_rewards(specs, COLUMNS)
+    assert opened.names == ("exact_answer", "short")
+    assert opened.weights == (2.0, 1.0)
+
+
+def test_two_rewards_cannot_share_a_name(reward_file: MakeFile):
+    path = reward_file("def gsm8k(completions):\n    return [0.0]\n")
+    with pytest.raises(RewardError, match=r"got \['gsm8k'\] twice from \['gsm8k', 'my_rewards\.py:gsm8k'\]; rename"):
+        open_rewards([RewardSpec(name="gsm8k"), RewardSpec(name=f"{path}:gsm8k")], COLUMNS)
+
+
+def test_importing_rewards_does_not_import_jax():
+    code = "import sys, tpu_grpo.rewards; assert 'jax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,233 @@
+"""Weights and rows that rewards do not apply to, by hand; and what is said when a reward misbehaves."""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.rewards.conftest import MakeFile, make_rollout
+from tpu_grpo.config import RewardSpec
+from tpu_grpo.errors import RewardError
+from tpu_grpo.rewards import LoadedReward, RewardSet, open_rewards
+
+ROLLOUT = make_rollout(["p0", "p1"], ["a", "b", "c", "d"], [{"answer": "a"}, {"answer": "d"}])
+
+
+def reward_set(*functions: Callable[..., Any], weights: Sequence[float] | None = None) -> RewardSet:
+    """Functions of the completions alone."""
+    loaded = tuple(LoadedReward(f.__name__, f, ("completions",)) for f in functions)
+    return RewardSet(loaded, tuple(weights or [1.0] * len(loaded)))
+
+
+def constant(values: Any, name: str = "r") -> Callable[..., Any]:
+    def reward(completions: Sequence[str]) -> Any:
+        return values
+
+    reward.__name__ = name
+    return reward
+
+
+# --- arithmetic ------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_prompt_major_and_columns_repeat_per_row():
+    scores = open_rewards([RewardSpec(name="exact_answer")], ["answer"]).score(ROLLOUT)
+    np.testing.assert_array_equal(scores.total, [1.0, 0.0, 0.0, 1.0])  # rows: p0 a, p0 b, p1 c, p1 d
+
+
+def test_a_reward_sees_the_whole_batch_once():
+    calls: list[dict[str, Any]] = []
+
+    def see(**columns: Any) -> list[float]:
+        calls.append(columns)
+        return [0.0] * 4
+
+    RewardSet((LoadedReward("see", see, ("prompts", "completions", "answer"), {"limit": 3}),), (1.0,)).score(ROLLOUT)
+    assert calls == [
+        {
+            "prompts": ["p0", "p0", "p1", "p1"],
+            "completions": ["a", "b", "c", "d"],
+            "answer": ["a", "a", "d", "d"],
+            "limit": 3,
+        }
+    ]
+
+
+def test_total_is_the_weighted_sum_over_the_rewards_that_apply():
+    first, second = constant([1.0, 1.0, None, 0.0], "first"), constant([None, 0.5, 2.0, -1.0], "second")
+    scores = reward_set(first, second, weights=[2.0, -0.5]).score(ROLLOUT)
+    np.testing.assert_array_equal(scores.total, [2.0, 2.0 - 0.25, -1.0, 0.5])
+    np.testing.assert_array_equal(scores.by_name["first"], [1.0, 1.0, np.nan, 0.0])
+    np.testing.assert_array_equal(scores.by_name["second"], [np.nan, 0.5, 2.0, -1.0])
+    assert list(scores.by_name) == ["first", "second"]
+    assert scores.total.dtype == np.float64
+    assert all(values.dtype == np.float64 for values in scores.by_name.values())
+
+
+def test_a_weight_of_zero_only_shows_a_reward():
+    scores = reward_set(constant([1.0] * 4, "a"), constant([5.0] * 4, "b"), weights=[1.0, 0.0]).score(ROLLOUT)
+    np.testing.assert_array_equal(scores.total, [1.0] * 4)
+    np.testing.assert_array_equal(scores.by_name["b"], [5.0] * 4)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (True, False, 1, 0.5),
+        np.array([1.0, 0.0, 1.0, 0.5], np.float32),
+        [np.True_, np.bool_(False), np.int64(1), np.float16(0.5)],
+        [np.array(1.0), np.array(False), 1, Fraction(1, 2)],
+    ],
+    ids=["tuple", "array", "numpy scalars", "0-d arrays"],
+)
+def test_whatever_is_a_number_counts(values: Any):
+    np.testing.assert_array_equal(reward_set(constant(values)).score(ROLLOUT).total, [1.0, 0.0, 1.0, 0.5])
+
+
+def test_seconds_cover_the_calls():
+    def slow(completions: Sequence[str]) -> list[float]:
+        time.sleep(0.05)
+        return [0.0] * len(completions)
+
+    assert 0.05 <= reward_set(slow).score(ROLLOUT).seconds < 5.0
+
+
+ANSWERS = st.one_of(st.integers(-20, 20).map(str), st.just("New York"))
+ROWS = st.lists(
+    st.tuples(
+        st.text("ab#\n", max_size=5),
+        ANSWERS,
+        st.lists(st.one_of(ANSWERS, ANSWERS.map("#### {}".format)), min_size=2, max_size=2),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ROWS, st.randoms(use_true_random=False))
+def test_permuting_prompts_permutes_rewards(rows: list[tuple[str, str, list[str]]], rng: random.Random):
+    specs = [
+        RewardSpec(name="exact_answer", weight=0.3),
+        RewardSpec(name="gsm8k", weight=0.7),
+        RewardSpec(name="format"),
+    ]
+    rewards = open_rewards(specs, ["answer"])
+
+    def totals_PG(order: Sequence[int]) -> np.ndarray:
+        chosen = [rows[i] for i in order]
+        texts = [text for _, _, two in chosen for text in two]
+        rollout = make_rollout([prompt for prompt, _, _ in chosen], texts, [{"answer": a} for _, a, _ in chosen])
+        return rewards.score(rollout).total.reshape(-1, 2)
+
+    order = list(range(len(rows)))
+    rng.shuffle(order)
+    np.testing.assert_array_equal(totals_PG(order), totals_PG(range(len(rows)))[order])
+
+
+# --- rewards that misbehave ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1.0] * 3, r"reward r must return a list of one number \(or None\) per completion, 4 here, got 3 values"),
+        ([], "4 here, got 0 values"),
+        (1.0, "4 here, got a float"),
+        (None, "4 here, got a NoneType"),
+        ("abcd", "4 here, got a str"),
+        ({0, 1, 2, 3}, "4 here, got a set"),
+        (dict.fromkeys(range(4), 1.0), "4 here, got a dict"),
+        ((x for x in (1.0, 1.0, 1.0, 1.0)), "4 here, got a generator"),
+        (np.array(1.0), "4 here, got a ndarray"),
+        ([1.0, 1.0, float("nan"), 1.0], r"got nan for row 2 \(prompt 'p1', completion 'c'\)"),
+        ([1.0, float("inf"), 1.0, 1.0], r"got inf for row 1 \(prompt 'p0', completion 'b'\)"),
+        ([1.0, 1.0, 1.0, np.float32("nan")], "for row 3"),
+        ([1.0, 1.0, 10**400, 1.0], "got 1000.* for row 2"),
+        (["1", 1.0, 1.0, 1.0], r"finite numbers \(or None where it does not apply\), got '1' for row 0"),
+        ([1.0, [1.0], 1.0, 1.0], r"got \[1\.0\] for row 1"),
+        (np.ones((4, 1)), r"for row 0"),
+        ([1.0, 1j, 1.0, 1.0], "got 1j for row 1"),
+    ],
+)
+def test_values_that_are_not_one_number_per_row(values: Any, message: str):
+    with pytest.raises(RewardError, match=message):
+        reward_set(constant(values)).score(ROLLOUT)
+
+
+def test_a_row_without_any_reward_is_named():
+    first, second = constant([None, None, 1.0, None], "first"), constant([1.0, 1.0, None, None], "second")
+    message = r"got None from all of first, second for row 3 \(prompt 'p1', completion 'd'\); drop the record or add"
+    with pytest.raises(RewardError, match=message):
+        reward_set(first, second).score(ROLLOUT)
+
+
+def test_an_exception_names_reward_place_and_sample(reward_file: MakeFile):
+    path = reward_file(
+        "def number(completions):\n    return [inner(c) for c in completions]\n\n\ndef inner(c):\n    return int(c)\n"
+    )
+    rewards = open_rewards([RewardSpec(name=f"{path}:number")], [])
+    rollout = make_rollout(["p0", "p1"], ["1", "2", "three", "four"])
+    message = (
+        r"reward number raised ValueError: invalid literal for int\(\) with base 10: 'three' "
+        r"\(my_rewards\.py:6 in inner\); row 2 \(prompt 'p1', completion 'three'\) raises on its own\. Return None"
+    )
+    with pytest.raises(RewardError, match=message) as caught:
+        rewards.score(rollout)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_looking_for_the_sample_stops_at_the_first_that_raises():
+    calls: list[list[str]] = []
+
+    def fails_on_b(completions: list[str]) -> list[float]:
+        calls.append(completions)
+        if "b" in completions:
+            raise KeyError("b")
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardError, match=r"raised KeyError: 'b' \(.*; row 1 \(prompt 'p0', completion 'b'\)"):
+        reward_set(fails_on_b).score(ROLLOUT)
+    assert calls == [["a", "b", "c", "d"], ["a"], ["b"]]
+
+
+def test_an_exception_of_the_batch_as_a_whole():
+    def needs_two(completions: list[str]) -> list[float]:
+        if len(completions) > 1:
+            raise MemoryError("too many")
+        return [0.0]
+
+    with pytest.raises(
+        RewardError, match=r"raised MemoryError: too many .*no row raises on its own, so it takes several"
+    ):
+        reward_set(needs_two).score(ROLLOUT)
+
+
+def test_interrupting_a_reward_is_not_its_error():
+    def interrupted(completions: list[str]) -> list[float]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reward_set(interrupted).score(ROLLOUT)
+
+
+def test_a_column_that_some_row_lacks():
+    rollout = make_rollout(["p0", "p1"], ["a", "b", "c", "d"], [{"answer": "a"}, {"solution": "d"}])
+    message = r"column 'answer', which row 2 \(prompt 'p1', completion 'c'\) lacks; it has \['solution'\]"
+    with pytest.raises(RewardError, match=message):
+        open_rewards([RewardSpec(name="exact_answer")], ["answer"]).score(rollout)
+
+
+def test_long_texts_are_shortened_in_messages():
+    rollout = make_rollout(["start" + "x" * 5000 + "end"], ["y" * 5000] * 2)
+    with pytest.raises(RewardError) as caught:
+        reward_set(constant([1.0, None])).score(rollout)
+    assert len(str(caught.value)) < 600
+    assert "'startxxx" in str(caught.value)
+    assert "xxxend'" in str(caught.value)

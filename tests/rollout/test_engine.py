@@ -1,0 +1,275 @@
+"""The engine against Tunix's forward pass on the same tokens, and against itself under other schedules."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.models.random_checkpoint import write_random_qwen3
+from tests.rollout.building import (
+    CONTEXT,
+    GREEDY,
+    PROMPTS,
+    SAMPLED,
+    build_engine,
+    disagreement,
+    install,
+    policy,
+    requests,
+    tokens,
+    trainer_logprobs,
+)
+from tpu_grpo.errors import ConfigError, RequestError, WeightsError
+from tpu_grpo.rollout.engine import Engine, EngineOptions, choose_attention, engine_mesh
+from tpu_grpo.types import Request, SampleKey, SamplingParams
+
+AGREE = 1e-4  # float32, the contract's bound; measured 1e-6 to 5e-6
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_qwen3(tmp_path_factory.mktemp("tied") / "model")
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> nnx.Module:
+    return policy(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, model: nnx.Module) -> Engine:
+    return build_engine(checkpoint, model)
+
+
+@pytest.fixture(scope="module")
+def reference_tokens(engine: Engine) -> list[list[int]]:
+    engine.forget_prefixes()
+    return tokens(engine.generate(requests(group=4)))
+
+
+def test_greedy_tokens_are_the_trainers_argmax(engine: Engine, model: nnx.Module) -> None:
+    asked = requests(sampling=GREEDY)
+    completions = engine.generate(asked)
+    for full, completion in zip(trainer_logprobs(model, asked, completions), completions, strict=True):
+        assert full.argmax(-1).tolist() == completion.token_ids.tolist()
+    assert disagreement(model, asked, completions) <= AGREE
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_logprobs_are_the_trainers_at_the_temperature(engine: Engine, model: nnx.Module, temperature: float) -> None:
+    asked = requests(sampling=SamplingParams(16, temperature=temperature, top_p=0.9, ignore_stop=True))
+    assert disagreement(model, asked, engine.generate(asked)) <= AGREE
+
+
+def test_untied_and_wide_heads(tmp_path: Path) -> None:
+    directory = write_random_qwen3(tmp_path / "m", tied=False, head_dim=32, kv_heads=4, rope_theta=5e5)
+    asked = requests()
+    model = policy(directory)
+    assert disagreement(model, asked, build_engine(directory, model).generate(asked)) <= AGREE
+
+
+def test_bfloat16_rotates_in_float32(tmp_path: Path) -> None:
+    """Far positions agree as well as near ones; with rounded frequencies they are off by more than 0.5."""
+    directory = write_random_qwen3(tmp_path / "m")
+    model = policy(directory, "bfloat16")
+    engine = build_engine(directory, model, dtype="bfloat16", context_tokens=1024)
+    far = requests([tuple(np.random.default_rng(0).integers(2, 300, 960).tolist())])
+    near = requests([PROMPTS[1]])
+    assert disagreement(model, near, engine.generate(near)) <= 0.05
+    assert disagreement(model, far, engine.generate(far)) <= 0.05
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"prefix_cache": False},
+        {"max_running_requests": 3},
+        {"max_running_requests": 16, "batch_paddings": (1, 2, 5)},
+        {"prefill_tokens": 16},
+        {"page_size": 4},
+        {"page_size": 16, "max_running_requests": 4},
+        {"attention": "native"},
+        {"tensor": 2},
+        {"tensor": 4},
+    ],
+    ids=str,
+)
+def test_tokens_depend_on_no_schedule(
+    checkpoint: Path, model: nnx.Module, reference_tokens: list[list[int]], options: dict[str, Any]
+) -> None:
+    engine = build_engine(checkpoint, model, **options)
+    asked = requests(group=4)
+    completions = engine.generate(asked)
+    assert tokens(completions) == reference_tokens
+    assert disagreement(model, asked, completions) <= AGREE
+
+
+def test_tokens_depend_on_no_order(engine: Engine, reference_tokens: list[list[int]]) -> None:
+    asked = requests(group=4)
+    order = np.random.default_rng(0).permutation(len(asked))
+    engine.forget_prefixes()
+    shuffled = tokens(engine.generate([asked[i] for i in order]))
+    assert [shuffled[i] for i in np.argsort(order)] == reference_tokens
+
+
+def test_a_group_prefills_its_prompt_once(engine: Engine) -> None:
+    engine.forget_prefixes()
+    completions = engine.generate(requests([PROMPTS[1]], group=8))
+    assert [c.cached_tokens for c in completions] == [0] + [len(PROMPTS[1]) - 1] * 7
+    assert len({tuple(t) for t in tokens(completions)}) > 1  # the keys differ by sample
+
+
+def test_steps_and_samples_have_their_own_tokens(engine: Engine) -> None:
+    first, again, next_step = (tokens(engine.generate(requests(step=s))) for s in (0, 0, 1))
+    assert first == again
+    assert all(a != b for a, b in zip(first, next_step, strict=True))
+
+
+def test_retraction_under_pressure_changes_nothing(
+    checkpoint: Path, model: nnx.Module, reference_tokens: list[list[int]]
+) -> None:
+    """A cache of two long rows for eight running ones: rows are put back and prefilled again with what they had."""
+    engine = build_engine(checkpoint, model, kv_tokens=120)
+    scheduler = engine._scheduler
+    scheduler.init_new_token_ratio = scheduler.new_token_ratio = 0.01  # admit optimistically, so that memory runs out
+    retracted = []
+    extend = scheduler._extend_requests_to_queue
+    scheduler._extend_requests_to_queue = lambda reqs, is_retracted=False: (  # type: ignore[method-assign]
+        retracted.extend(reqs),
+        extend(reqs, is_retracted),
+    )
+    asked = requests(group=4)
+    completions = engine.generate(asked)
+    assert retracted
+    assert tokens(completions) == reference_tokens
+    assert disagreement(model, asked, completions) <= AGREE
+
+
+def test_stop_tokens_end_a_completion_and_limits_cut_it(engine: Engine, reference_tokens: list[list[int]]) -> None:
+    stop = reference_tokens[0][5]
+    first = reference_tokens[0].index(stop)
+    request = requests(sampling=SamplingParams(16))[0]
+    free = Engine(engine._scheduler, EngineOptions(**(vars(engine.options) | {"stop_token_ids": frozenset({stop})})))
+    stopped = free.generate([request])[0]
+    assert stopped.token_ids.tolist() == reference_tokens[0][: first + 1]
+    assert stopped.finish_reason == "stop"
+    limits = [1, 3, 16]
+    cut = engine.generate(
+        [Request(request.token_ids, SamplingParams(n, ignore_stop=True), request.key) for n in limits]
+    )
+    assert tokens(cut) == [reference_tokens[0][:n] for n in limits]
+    assert {c.finish_reason for c in cut} == {"length"}
+
+
+def test_new_weights_forget_stale_prefixes(checkpoint: Path, tmp_path: Path, model: nnx.Module) -> None:
+    other = policy(write_random_qwen3(tmp_path / "other", seed=5))
+    engine = build_engine(checkpoint, model)
+    asked = requests()
+    engine.generate(asked)
+    install(engine, other)
+    completions = engine.generate(asked)
+    assert [c.cached_tokens for c in completions] == [0] * len(asked)
+    assert disagreement(other, asked, completions) <= AGREE
+
+
+def test_stale_prefixes_would_be_wrong(checkpoint: Path, tmp_path: Path, model: nnx.Module) -> None:
+    """What the flush prevents: the old keys and values under new weights."""
+    other = policy(write_random_qwen3(tmp_path / "other", seed=5))
+    engine = build_engine(checkpoint, model)
+    asked = requests(sampling=GREEDY)
+    engine.generate(asked)
+    runner = engine._scheduler.runner
+    fresh = build_engine(checkpoint, other)._scheduler.runner
+    runner.weights = fresh.weights
+    assert disagreement(other, asked, engine.generate(asked)) > 0.05
+
+
+def test_nothing_compiles_after_compile_all(checkpoint: Path, model: nnx.Module) -> None:
+    engine = build_engine(checkpoint, model, max_running_requests=6, batch_paddings=(2, 4), prefill_tokens=64)
+    assert engine.compile_all() == 3 + 1
+    events: list[str] = []
+    jax.monitoring.register_event_duration_secs_listener(lambda name, _, **__: events.append(name))
+    try:
+        engine.generate(requests(group=3))
+        engine.generate(requests(sampling=GREEDY))
+        engine.generate(requests([PROMPTS[0]], SamplingParams(5, temperature=0.3, top_k=4, top_p=0.5, min_p=0.1)))
+    finally:
+        jax.monitoring.clear_event_listeners()
+    assert [e for e in events if "backend_compile" in e] == []
+
+
+def test_requests_that_cannot_be_served(engine: Engine, checkpoint: Path, model: nnx.Module) -> None:
+    key = SampleKey(0, 0, 0, 0)
+    with pytest.raises(RequestError, match="request 0: the prompt must not be empty"):
+        engine.generate([Request((), SAMPLED, key)])
+    with pytest.raises(RequestError, match=f"request 1: 90 prompt tokens and max_new_tokens=16 exceed .*{CONTEXT}"):
+        engine.generate([*requests()[:1], Request(tuple([2] * 90), SAMPLED, key)])
+    with pytest.raises(RequestError, match=r"token ids must be in \[0, 300\)"):
+        engine.generate([Request((300,), SAMPLED, key)])
+    with pytest.raises(RequestError, match="max_new_tokens must be >= 1, got 0"):
+        engine.generate([Request((5,), SamplingParams(0), key)])
+    small = build_engine(checkpoint, model, kv_tokens=48)
+    with pytest.raises(RequestError, match=r"37 prompt tokens and max_new_tokens=16 need 55 cache tokens.*has 48"):
+        small.generate(requests())
+    assert len(small.generate(requests([PROMPTS[0]]))[0].token_ids) == 16  # still serves what fits
+
+
+def test_the_largest_request_that_is_accepted_is_served(checkpoint: Path, model: nnx.Module) -> None:
+    for page in (1, 8):
+        engine = build_engine(checkpoint, model, kv_tokens=CONTEXT + max(2, page), page_size=page)
+        asked = requests([tuple([3] * (CONTEXT - 16))])
+        assert len(engine.generate(asked)[0].token_ids) == 16
+
+
+def test_flash_on_a_cpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rollout.attention=flash needs a TPU"):
+        choose_attention("flash")
+    assert choose_attention("auto") == "gather"
+
+
+def test_wrong_weights_are_refused(engine: Engine) -> None:
+    weights = dict(zip(engine.weight_specs, engine._scheduler.runner.weights or [], strict=True))
+    name = "transformer.norm.scale"
+    with pytest.raises(WeightsError, match=rf"missing \['{name}'\], unknown \['nonsense'\]"):
+        engine.install_weights({("nonsense" if k == name else k): v for k, v in weights.items()})
+    with pytest.raises(WeightsError, match=rf"{name} must be float32\[64\], got float32\[63\]"):
+        engine.install_weights({**weights, name: weights[name][1:]})
+
+
+def test_building_leaves_the_process_alone(checkpoint: Path) -> None:
+    """No thread, signal handler, socket or reseeded generator."""
+    import random
+    import signal
+    import threading
+
+    import psutil
+
+    before = (
+        threading.enumerate(),
+        [signal.getsignal(s) for s in signal.valid_signals()],
+        len(psutil.Process().net_connections()),
+    )
+    random.seed(1)
+    np.random.seed(1)
+    build_engine(checkpoint)
+    drawn = random.random(), np.random.random()
+    random.seed(1)
+    np.random.seed(1)
+    assert drawn == (random.random(), np.random.random())
+    assert before == (
+        threading.enumerate(),
+        [signal.getsignal(s) for s in signal.valid_signals()],
+        len(psutil.Process().net_connections()),
+    )
+
+
+def test_two_engines_of_one_checkpoint_do_not_share_its_config(checkpoint: Path, model: nnx.Module) -> None:
+    """More devices than key-value heads repeats heads in the first engine only."""
+    build_engine(checkpoint, model, tensor=4)
+    specs = Engine.build(
+        checkpoint, engine_mesh(jax.devices()[:1]), EngineOptions(CONTEXT, frozenset({1}))
+    ).weight_specs
+    assert specs["transformer.layers.0.self_attn.k_proj.weight"].shape == (64, 2 * 16)

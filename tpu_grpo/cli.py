@@ -1,0 +1,112 @@
+"""The command line of ``scripts/run.py``: parse, call, exit.
+
+Nothing heavy is imported before it is needed, so that help and typing errors answer at once.
+"""
+
+import argparse
+import logging
+import os
+import signal
+import sys
+import textwrap
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from tpu_grpo.config import RunConfig, load_config, settings
+from tpu_grpo.errors import Interrupted, TpuGrpoError
+from tpu_grpo.hosts.platform import choose_platform
+
+DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "demo_cpu.yaml"
+ABOUT = """Trains a language model by GRPO with the rewards of the config.
+
+Without a config it runs configs/demo_cpu.yaml, which shows a small model learning on a CPU within minutes.
+--print-config shows the resolved config; --dry-run checks everything that can be checked without generating a token."""
+USAGE = "python scripts/run.py [CONFIG.yaml] [section.key=value ...] [--dry-run | --print-config]"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit code of the contract: 0 done, 2 bad input, 3 hosts disagree, 4 interrupted."""
+    options = _parser().parse_args(arguments)
+    if options.help:
+        print(help_text())
+        return 0
+    try:
+        config = load_config(*_split(options.words))
+        if options.print_config:
+            print(config.to_yaml(), end="")
+            return 0
+        return _dry_run(config) if options.dry_run else _train(config)
+    except Interrupted as stop:
+        print(stop, file=sys.stderr)
+        return stop.exit_code
+    except TpuGrpoError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def help_text() -> str:
+    """Usage, and every setting with its values, default and meaning."""
+    lines = [f"usage: {USAGE}", "", ABOUT, "", "Settings (name, values, default):", ""]
+    for name, kind, default, meaning in settings():
+        lines.append(f"  {name}  ({kind}; default {default})")
+        lines += textwrap.wrap(meaning, width=110, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(usage=USAGE, add_help=False, allow_abbrev=False)
+    parser.add_argument("words", nargs="*")
+    for flag in ("--help", "--print-config", "--dry-run"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("-h", dest="help", action="store_true")
+    return parser
+
+
+def _split(words: Sequence[str]) -> tuple[Path, list[str]]:
+    """The config file, if the first word is one, and the overrides."""
+    if words and "=" not in words[0]:
+        return Path(words[0]), list(words[1:])
+    return DEFAULT_CONFIG, list(words)
+
+
+def _prepare() -> None:
+    choose_platform()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every file a run reads is named in its config
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+
+
+def _dry_run(config: RunConfig) -> int:
+    _prepare()
+    from tpu_grpo.assembly import check
+
+    print("\n".join(check(config)))
+    print("ok: nothing wrong found")
+    return 0
+
+
+def _train(config: RunConfig) -> int:
+    _prepare()
+    from tpu_grpo.pipeline import train
+
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    summary = train(config, stop_requested=lambda: bool(asked))
+    print(closing_lines(config, summary))
+    return 0
+
+
+def closing_lines(config: RunConfig, summary: dict) -> str:
+    """What the run came to, and where its files are."""
+    first, last = summary.get("rewards/first_mean"), summary.get("rewards/last_mean")
+    lines = [f"done: {summary['steps']} steps"]
+    if first is not None:
+        lines.append(f"reward, mean of the first five steps {first:.3f}, of the last five {last:.3f}")
+    before, after = summary.get("evaluation/before"), summary.get("evaluation/after")
+    if before and after:
+        for name in before["greedy"]:
+            shown = ", ".join(f"{mode} {before[mode][name]:.3f} -> {after[mode][name]:.3f}" for mode in before)
+            lines.append(f"held out, {name}: {shown}")
+    lines.append(f"look at {config.run_dir}/report.html")
+    return "\n".join(lines)

@@ -1,0 +1,69 @@
+"""Accuracy on held-out prompts: every reward's mean, greedy and sampled, and a file that remembers all of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpu_grpo.metrics.jsonl import encode_line, keep_records, read_records
+from tpu_grpo.types import Prompt, Rollout, Scores
+
+FILE = "evaluation.jsonl"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How good the policy was after ``step`` steps: mode (greedy, sampled) -> reward name -> mean."""
+
+    step: int
+    means: Mapping[str, Mapping[str, float]]
+
+    def metrics(self) -> dict[str, float]:
+        """``evaluation/<mode>/<reward>`` values."""
+        return {f"evaluation/{mode}/{name}": v for mode, means in self.means.items() for name, v in means.items()}
+
+
+def evaluate(
+    answer: Callable[..., Rollout],
+    score: Callable[[Rollout], Scores],
+    prompts: Sequence[Prompt],
+    *,
+    step: int,
+    temperature: float,
+    display_names: Mapping[str, str],
+) -> Evaluation:
+    """Answer every prompt once greedily and once sampled, and score both. A reward that applies nowhere is left out."""
+    means = {}
+    for mode, heat in (("greedy", 0.0), ("sampled", temperature)):
+        scores = score(answer(prompts, temperature=heat))
+        means[mode] = {
+            display_names[name]: float(np.nanmean(values))
+            for name, values in scores.by_name.items()
+            if not np.isnan(values).all()
+        }
+    return Evaluation(step, means)
+
+
+class EvaluationLog:
+    """``evaluation.jsonl``: one line per evaluation, continued when a run is."""
+
+    def __init__(self, run_dir: Path, start_step: int):
+        self._path = run_dir / FILE
+        if self._path.exists():
+            keep_records(self._path, lambda record: record["step"] <= start_step)
+        records = read_records(self._path) if self._path.exists() else ()
+        self.done = [Evaluation(record["step"], record["means"]) for record in records]
+
+    def add(self, evaluation: Evaluation) -> None:
+        """Remember an evaluation."""
+        self.done.append(evaluation)
+        with self._path.open("ab") as file:
+            file.write(encode_line({"step": evaluation.step, "means": evaluation.means}))
+
+    def summary(self) -> dict[str, Any]:
+        """The first and the last evaluation, as summary.json has them."""
+        if not self.done:
+            return {}
+        return {"evaluation/before": self.done[0].means, "evaluation/after": self.done[-1].means}

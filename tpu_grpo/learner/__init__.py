@@ -1,0 +1,6 @@
+"""Advantages and policy updates: Tunix's GRPO learner behind `Learner`. The only room that imports ``tunix.rl``."""
+
+from tpu_grpo.learner.adapter import SampledTexts, SamplingEngine
+from tpu_grpo.learner.learner import Learner
+
+__all__ = ["Learner", "SampledTexts", "SamplingEngine"]

@@ -1,0 +1,119 @@
+"""A sampling engine behind Tunix's rollout interface, as thin as it can be.
+
+``RLCluster`` builds its rollout worker itself, so the engine is bound beforehand:
+
+    rollout_engine=functools.partial(RolloutAdapter, engine=engine, pad_id=0, eos_id=2)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Float, Int
+from tunix.rl import common
+from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+
+from tpu_grpo.errors import DataError
+from tpu_grpo.learner.rows import left_padded
+from tpu_grpo.types import Completion
+
+
+@dataclass(frozen=True)
+class SampledTexts:
+    """One completion per prompt, in the order of the prompts."""
+
+    prompt_ids: tuple[Sequence[int], ...]
+    completions: tuple[Completion, ...]
+    texts: tuple[str, ...]
+
+
+class SamplingEngine(Protocol):
+    """What Tunix's learner needs of whatever samples."""
+
+    def generate_texts(self, prompts: Sequence[str], config: RolloutConfig) -> SampledTexts:
+        """Sample one completion for every prompt; a group's prompt comes as often as its size."""
+        ...
+
+    def install(self, params: nnx.State) -> None:
+        """Use these parameters (the trainer's ``nnx.Param``) from now on and forget what was computed with others."""
+        ...
+
+
+class RolloutAdapter(BaseRollout):
+    """Gives a `SamplingEngine` the face of a Tunix rollout worker."""
+
+    def __init__(
+        self,
+        *,
+        engine: SamplingEngine,
+        pad_id: int,
+        eos_id: int,
+        rollout_actor: nnx.Module,
+        tokenizer: Any,
+        mesh: jax.sharding.Mesh,
+        rollout_config: RolloutConfig,
+    ):
+        del tokenizer, mesh  # the engine brings its own
+        self._engine = engine
+        self._pad_id = pad_id
+        self._eos_id = eos_id
+        self._actor = rollout_actor
+        self._temperature = rollout_config.temperature
+
+    def generate(self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
+        """Sample, and pad the prompts on the left to ``rollout_config.max_prompt_length``.
+
+        Raises:
+            DataError: if the engine does not answer with one completion per prompt.
+        """
+        sampled = self._engine.generate_texts(prompts, rollout_config)
+        if not len(prompts) == len(sampled.completions) == len(sampled.texts) == len(sampled.prompt_ids):
+            raise DataError(
+                f"the engine must answer {len(prompts)} prompts with as many completions, got "
+                f"{len(sampled.completions)}; repair its generate_texts"
+            )
+        return RolloutOutput(
+            text=list(sampled.texts),
+            logits=[],
+            tokens=[np.asarray(c.token_ids, np.int32) for c in sampled.completions],
+            left_padded_prompt_tokens=left_padded(sampled.prompt_ids, rollout_config.max_prompt_length, self._pad_id),
+            logprobs=[np.asarray(c.logprobs, np.float32) for c in sampled.completions],
+        )
+
+    def get_per_token_logps(
+        self, prompt_tokens: Int[jax.Array, "B T_prompt"], completion_tokens: Int[jax.Array, "B T"]
+    ) -> Float[jax.Array, "B T"]:
+        """The trainer's log-probability (float32, at the temperature) of every completion token."""
+        graphdef, state = nnx.split(self._actor)
+        logps = common.compute_per_token_logps(
+            graphdef,
+            state,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            pad_id=self._pad_id,
+            eos_id=self._eos_id,
+            temperature=self._temperature,
+        )
+        assert isinstance(logps, jax.Array)  # a tuple only with return_logits=True
+        return logps
+
+    def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
+        """Install the trainer's parameters in the engine."""
+        del filter_types
+        with jax.transfer_guard("allow"):  # on CPU, RLCluster.sync_weights forbids the transfers an engine may need
+            self._engine.install(params)
+
+    def pad_id(self) -> int:
+        """The token that fills rows."""
+        return self._pad_id
+
+    def eos_id(self) -> int:
+        """The token that ends a completion."""
+        return self._eos_id
+
+    def model(self) -> None:
+        """None: the engine's weights are no ``nnx`` module, so Tunix finds nothing shared and does sync."""
+        return

@@ -1,0 +1,145 @@
+"""Tunix's GRPO learner, taking the engine's log-probabilities as the old policy.
+
+Tunix's own takes the ratio against itself (one iteration) or against a second forward pass of the trainer; neither
+knows what the engine sampled with. Here, per token, with old = ``algorithm.old_policy``:
+
+    rollout   ratio = exp(trainer now - engine)
+    trainer   ratio = exp(trainer now - trainer before the update), and the token's loss is multiplied by
+              min(exp(trainer before the update - engine), importance_cap): truncated importance sampling
+              (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training")
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+from tunix.rl import rl_cluster as rl_cluster_lib
+from tunix.rl.grpo import grpo_learner
+
+from tpu_grpo.config import AlgorithmSection
+from tpu_grpo.learner.loss import LOSS_NAME
+from tpu_grpo.learner.rows import RowShape, TrainRows, group_advantages, train_rows
+from tpu_grpo.types import Completion
+
+Role = rl_cluster_lib.Role
+
+
+@flax.struct.dataclass(frozen=True)
+class TrainExample(grpo_learner.TrainExample):
+    """Tunix's example of B rows, and the log-probabilities the engine sampled with."""
+
+    rollout_per_token_logps: jax.Array | None = None
+    """float32 [B, T]; always set."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
+    """Tunix's GRPO settings with ours beside them."""
+
+    policy_loss_fn: str = LOSS_NAME
+    epsilon_high: float = 0.2
+    old_policy: str = "rollout"
+    importance_cap: float = 2.0
+
+    @classmethod
+    def from_section(cls, section: AlgorithmSection) -> "GrpoAlgorithmConfig":
+        """Translate our names to Tunix's."""
+        return cls(
+            advantage_estimator=section.advantage,
+            loss_agg_mode=section.loss_aggregation,
+            num_generations=section.group_size,
+            num_iterations=section.iterations,
+            beta=section.beta,
+            kl_loss_mode=section.kl_estimator,
+            epsilon=section.clip_low,
+            epsilon_high=section.clip_low if section.clip_high is None else section.clip_high,
+            old_policy=section.old_policy,
+            importance_cap=section.importance_cap,
+        )
+
+
+class Grpo(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
+    """``GRPOLearner`` that builds its examples from rows with the engine's log-probabilities.
+
+    Never samples on a second thread: with two threads launching programs, hosts would launch them in different orders.
+    """
+
+    algo_config: GrpoAlgorithmConfig
+
+    def __init__(self, rl_cluster: rl_cluster_lib.RLCluster, algo_config: GrpoAlgorithmConfig, reward_fns: Any):
+        super().__init__(rl_cluster=rl_cluster, algo_config=algo_config, reward_fns=reward_fns)
+        self.can_enable_async_rollout = False
+        mesh, axes = rl_cluster.r2m[Role.ACTOR], rl_cluster.cluster_config.training_config.data_sharding_axis
+        self._sharding = NamedSharding(mesh, PartitionSpec(*axes))
+
+    def train_example(self, rows: TrainRows) -> TrainExample:
+        """Put rows on the trainer's devices, with what the loss needs of the reference and of the old policy.
+
+        Every host passes all the rows and keeps its shards, so Tunix's own sharding of inputs, which would take each
+        host's rows for distinct ones, finds nothing left to do.
+        """
+        prompt_ids, completion_ids = self._put(rows.prompt_ids), self._put(rows.completion_ids)
+        rollout_logps = self._put(rows.rollout_logps)
+        old_logps, weights = rollout_logps, None
+        if self.algo_config.old_policy == "trainer":
+            old_logps = self._resharded(self.rl_cluster.get_old_per_token_logps(prompt_ids, completion_ids))
+            weights = truncated_weights(old_logps, rollout_logps, cap=self.algo_config.importance_cap)
+        return TrainExample(
+            prompt_ids=prompt_ids,
+            prompt_mask=self._put(rows.prompt_mask),
+            completion_ids=completion_ids,
+            completion_mask=self._put(rows.completion_mask),
+            advantages=self._put(rows.advantages),
+            ref_per_token_logps=self._reference_logps(prompt_ids, completion_ids),
+            old_per_token_logps=old_logps,
+            sampler_is_weights=weights if weights is None else self._resharded(weights),
+            rollout_per_token_logps=rollout_logps,
+        )
+
+    def _generate_and_compute_advantage(
+        self, training_input: Any, mode: rl_cluster_lib.Mode = rl_cluster_lib.Mode.TRAIN
+    ) -> TrainExample:
+        # Only Tunix's own train() comes here; the pipeline samples and scores before the learner sees a row.
+        columns = {name: values for name, values in training_input.items() if name != "prompts"}
+        prompts = [str(prompt) for prompt in training_input["prompts"]]
+        output = self.rl_cluster.generate(prompts=prompts, mode=mode)
+        assert output.logprobs is not None  # the adapter always returns them
+        rewards = self._compute_rewards(prompts=prompts, completions=output.text, mode=mode, **columns)
+        advantages = group_advantages(
+            rewards, group_size=self.algo_config.num_generations, estimator=self.algo_config.advantage_estimator
+        )
+        pad_id, settings = self.rl_cluster.rollout.pad_id(), self.rl_cluster.get_rollout_config(mode)
+        completions = [
+            Completion(ids, logprobs, "stop", cached_tokens=0)
+            for ids, logprobs in zip(output.tokens, output.logprobs, strict=True)
+        ]
+        unpadded = [row[row != pad_id].tolist() for row in np.asarray(output.left_padded_prompt_tokens)]
+        shape = RowShape(settings.max_prompt_length, settings.max_tokens_to_generate, pad_id)
+        return self.train_example(train_rows(unpadded, completions, advantages, shape))
+
+    def _reference_logps(self, prompt_ids: jax.Array, completion_ids: jax.Array) -> Float[Array, "B T"] | None:
+        if self.algo_config.beta == 0.0:
+            return None
+        rollout = self.rl_cluster.rollout
+        logps = self.rl_cluster.get_ref_per_token_logps(prompt_ids, completion_ids, rollout.pad_id(), rollout.eos_id())
+        return self._resharded(logps)
+
+    def _put(self, value: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(value.shape, self._sharding, lambda index: value[index])
+
+    def _resharded(self, value: jax.Array) -> jax.Array:
+        return jax.device_put(value, self._sharding)
+
+
+@functools.partial(jax.jit, static_argnames="cap")
+def truncated_weights(
+    trainer_logps: Float[Array, "B T"], engine_logps: Float[Array, "B T"], *, cap: float
+) -> Float[Array, "B T"]:
+    """min(exp(trainer - engine), cap) of every token."""
+    return jnp.minimum(jnp.exp(trainer_logps - engine_logps), cap)

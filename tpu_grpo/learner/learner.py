@@ -1,0 +1,228 @@
+"""The learner the pipeline drives: one call updates the policy from one scored rollout.
+
+    learner = Learner(config, model=model, reference=None, mesh=mesh, tokenizer=tokenizer, pad_id=0, eos_id=2,
+                      engine=engine)
+    for step in range(learner.restored_step + 1, config.run.max_steps + 1):
+        result = learner.update(scored)         # raises before a non-finite number reaches the sampler
+        ...                                     # move learner.params() to the sampler
+        learner.save(step)
+    learner.close()
+
+Tunix's cluster, trainer and GRPO learner do the learning; its own loop, which samples on a second thread, is not used.
+"""
+
+import functools
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from tunix.rl import rl_cluster as rl_cluster_lib
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.errors import ConfigError, NonFiniteError, RewardError
+from tpu_grpo.learner.adapter import RolloutAdapter, SamplingEngine
+from tpu_grpo.learner.checkpoints import Checkpoints
+from tpu_grpo.learner.digest import params_digest
+from tpu_grpo.learner.grpo import Grpo, GrpoAlgorithmConfig, TrainExample
+from tpu_grpo.learner.loss import agreement_metrics
+from tpu_grpo.learner.optimizer import UpdateRecord, build_optimizer, last_update
+from tpu_grpo.learner.repairs import Cluster
+from tpu_grpo.learner.rows import RowShape, group_advantages, train_rows
+from tpu_grpo.learner.trainer import CollectingTrainer, MicroStep
+from tpu_grpo.types import ScoredRollout, UpdateResult
+
+Role = rl_cluster_lib.Role
+DATA_AXIS = "fsdp"
+"""The axis of the trainer's mesh that rows are split over."""
+
+
+class Learner:
+    """Holds the policy, its optimizer and its checkpoints.
+
+    Args:
+        config: the run.
+        model: the policy, on ``mesh``; updated in place.
+        reference: the initial policy, if ``algorithm.beta`` > 0. It may share its arrays with ``model``: an update
+            makes new ones.
+        mesh: the trainer's, with the axes fsdp and tp.
+        tokenizer: a Hugging Face tokenizer, or anything with encode, decode, bos_id, eos_id and pad_id.
+        pad_id: fills rows.
+        eos_id: ends completions.
+        engine: samples, if Tunix asks; the pipeline does not.
+
+    Raises:
+        ConfigError: for rows that cannot be split over the mesh, or ``algorithm.beta`` without a reference.
+        CheckpointError: for a checkpoint that cannot be restored.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        model: nnx.Module,
+        reference: nnx.Module | None,
+        mesh: Mesh,
+        tokenizer: Any,
+        pad_id: int,
+        eos_id: int,
+        engine: SamplingEngine,
+    ):
+        _check_rows_divide(config, mesh)
+        _check_reference(config, reference)
+        self._config = config
+        self._shape = RowShape(config.data.max_prompt_tokens, config.rollout.max_new_tokens, pad_id)
+        self._cluster = Cluster(
+            actor=model,
+            reference=reference if config.algorithm.beta > 0.0 else None,
+            tokenizer=tokenizer,
+            cluster_config=_cluster_config(
+                config, mesh, functools.partial(RolloutAdapter, engine=engine, pad_id=pad_id, eos_id=eos_id)
+            ),
+        )
+        self._grpo = Grpo(self._cluster, GrpoAlgorithmConfig.from_section(config.algorithm), reward_fns=[_no_reward])
+        self._checkpoints = Checkpoints(config.run_dir / "checkpoints", keep=config.checkpoint.keep)
+        self.restored_step = self._checkpoints.restore(
+            self._trainer.model, self._trainer.optimizer, resume=config.checkpoint.resume
+        )
+        """The step that was restored; 0 for a fresh start."""
+
+    @property
+    def _trainer(self) -> CollectingTrainer:
+        return self._cluster.actor_trainer
+
+    def update(self, scored: ScoredRollout) -> UpdateResult:
+        """Take ``algorithm.iterations`` optimizer updates on one rollout.
+
+        Raises:
+            DataError, RewardError, NonFiniteError: for a rollout that cannot be learnt from; the policy is unchanged.
+            NonFiniteError: for a loss or gradient that is not finite; the policy is then spoilt: do not sync it.
+        """
+        started = time.perf_counter()
+        advantages = self._advantages(scored)
+        examples = self._examples(scored, advantages)
+        passes = [self._one_pass(scored.rollout.batch.step, examples) for _ in range(self._config.algorithm.iterations)]
+        seconds = time.perf_counter() - started
+        metrics = {**_update_metrics(passes), "update/seconds": seconds}
+        return UpdateResult(metrics=metrics, advantages=advantages, seconds=seconds)
+
+    def params(self) -> nnx.State:
+        """The policy's parameters as they are on the trainer's mesh."""
+        return nnx.state(self._trainer.model, nnx.Param)
+
+    def params_digest(self) -> str:
+        """sha256 of all parameters; see `digest.params_digest`."""
+        return params_digest(self.params())
+
+    def save(self, step: int) -> None:
+        """Save policy and optimizer as step ``step``, in the background."""
+        self._checkpoints.save(step, self._trainer.model, self._trainer.optimizer)
+
+    def close(self) -> None:
+        """Wait until every checkpoint is complete."""
+        self._grpo.executor.shutdown()
+        self._checkpoints.close()
+
+    def _advantages(self, scored: ScoredRollout) -> np.ndarray:
+        algorithm, totals = self._config.algorithm, scored.scores.total
+        if len(totals) != len(scored.rollout.completions):
+            raise RewardError(
+                f"every completion needs a reward, got {len(totals)} for {len(scored.rollout.completions)}; score them all"
+            )
+        return group_advantages(totals, group_size=algorithm.group_size, estimator=algorithm.advantage)
+
+    def _examples(self, scored: ScoredRollout, advantages: np.ndarray) -> list[TrainExample]:
+        prompts = [prompt.token_ids for prompt in scored.rollout.row_prompts]
+        rows = train_rows(prompts, scored.rollout.completions, advantages, self._shape)
+        return [self._grpo.train_example(chunk) for chunk in rows.chunks(_micro_rows(self._config))]
+
+    def _one_pass(self, step: int, examples: Sequence[TrainExample]) -> tuple[list[MicroStep], UpdateRecord]:
+        self._cluster.update_actor(examples, None)
+        micro_steps = jax.device_get(self._trainer.take_micro_steps())
+        record = last_update(self._trainer.optimizer.opt_state)
+        losses = [float(micro.loss) for micro in micro_steps]
+        for name, value in (("loss", sum(losses)), ("gradient norm", float(record.grad_norm))):
+            if not math.isfinite(value):
+                raise NonFiniteError(
+                    f"the {name} of step {step} must be finite, got {value}; the policy is spoilt: resume from the last "
+                    "checkpoint with a lower optimizer.learning_rate, or model.dtype=float32"
+                )
+        return micro_steps, record
+
+
+def _update_metrics(passes: Sequence[tuple[list[MicroStep], UpdateRecord]]) -> dict[str, float]:
+    """``update/*`` over all passes, ``agreement/*`` over the first, whose weights are those the engine sampled with.
+
+    Loss and entropy are means over micro-batches, as the optimizer sees them; KL and clip fraction are means over
+    tokens; the gradient norm is the mean over updates of each update's norm before clipping; the rate is the last.
+    """
+    micro_steps = [micro for steps, _ in passes for micro in steps]
+    tokens = [float(micro.aux["agreement"].tokens) for micro in micro_steps]
+
+    def mean(name: str, weights: list[float] | None = None) -> float:
+        return float(np.average([float(micro.aux[name]) for micro in micro_steps], weights=weights))
+
+    return {
+        "update/loss": float(np.mean([float(micro.loss) for micro in micro_steps])),
+        "update/grad_norm": float(np.mean([float(record.grad_norm) for _, record in passes])),
+        "update/kl": mean("kl", tokens),
+        "update/entropy": mean("entropy"),
+        "update/clip_fraction": mean("pg_clipfrac", tokens),
+        "update/learning_rate": float(passes[-1][1].learning_rate),
+        **agreement_metrics([micro.aux["agreement"] for micro in passes[0][0]]),
+    }
+
+
+def _cluster_config(config: RunConfig, mesh: Mesh, rollout_engine: Any) -> rl_cluster_lib.ClusterConfig:
+    prompts, micro = config.data.prompts_per_step, config.algorithm.micro_batch_prompts or config.data.prompts_per_step
+    accumulates = micro < prompts  # otherwise unset: Tunix would accumulate over one micro-batch, at a copy's cost
+    return rl_cluster_lib.ClusterConfig(
+        role_to_mesh={Role.ACTOR: mesh, Role.REFERENCE: mesh, Role.ROLLOUT: mesh},
+        rollout_engine=rollout_engine,
+        training_config=rl_cluster_lib.RLTrainingConfig(
+            actor_optimizer=build_optimizer(config),
+            eval_every_n_steps=config.run.max_steps,
+            mini_batch_size=prompts if accumulates else None,
+            train_micro_batch_size=micro if accumulates else None,
+            data_sharding_axis=(DATA_AXIS,),
+        ),
+        rollout_config=RolloutConfig(
+            max_tokens_to_generate=config.rollout.max_new_tokens,
+            max_prompt_length=config.data.max_prompt_tokens,
+            temperature=config.rollout.temperature,
+        ),
+    )
+
+
+def _micro_rows(config: RunConfig) -> int:
+    return (config.algorithm.micro_batch_prompts or config.data.prompts_per_step) * config.algorithm.group_size
+
+
+def _check_rows_divide(config: RunConfig, mesh: Mesh) -> None:
+    rows, devices = _micro_rows(config), mesh.shape[DATA_AXIS]
+    if rows % devices == 0:
+        return
+    prompts, group = config.data.prompts_per_step, config.algorithm.group_size
+    micro = [d for d in range(1, prompts + 1) if prompts % d == 0 and d * group % devices == 0]
+    fsdp = [d for d in range(1, rows + 1) if rows % d == 0 and d <= devices]
+    raise ConfigError(
+        f"a micro-batch of {rows} rows must divide over meshes.trainer.fsdp={devices} devices; use "
+        f"algorithm.micro_batch_prompts in {micro}, or meshes.trainer.fsdp in {fsdp}, or another data.prompts_per_step="
+        f"{prompts} or algorithm.group_size={group}"
+    )
+
+
+def _check_reference(config: RunConfig, reference: nnx.Module | None) -> None:
+    if config.algorithm.beta > 0.0 and reference is None:
+        raise ConfigError(
+            f"algorithm.beta={config.algorithm.beta} needs a reference model, got none; pass one, or set it to 0"
+        )
+
+
+def _no_reward(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
+    raise RewardError("the learner scores nothing itself: call Learner.update with a ScoredRollout")

@@ -1,0 +1,86 @@
+"""Everything of Tunix that is replaced, with the reason. Written for google-tunix 0.1.7; nothing happens at import.
+
+1. **No second copy of the parameters.** ``RLCluster`` puts a copy of the actor on pinned host memory when it is built
+   and at every ``sync_weights``. Only the agentic learners read it (``get_actor_per_token_logps``); on several hosts
+   the copy fails, because ``device_put`` refuses a global array. `Cluster` keeps none.
+2. **Our trainer.** ``RLCluster`` names its trainer class; `Cluster` gives it `CollectingTrainer` while it is built.
+3. **The policy's log-probabilities, seen from the loss.** ``grpo_loss_fn`` computes them and keeps them to itself;
+   `observed_logps` records them while the loss is traced, so that measuring them costs no second forward pass.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
+
+import jax
+from tunix.rl import common, rl_cluster
+from tunix.rl import trainer as rl_trainer
+from tunix.rl import utils as rl_utils
+
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.learner.trainer import CollectingTrainer
+
+TUNIX_VERSION = "0.1.7"
+
+
+def require_tunix() -> None:
+    """Refuse any other Tunix than the one these repairs were written for.
+
+    Raises:
+        ConfigError: naming the version found.
+    """
+    if (found := metadata.version("google-tunix")) != TUNIX_VERSION:
+        raise ConfigError(
+            f"google-tunix must be {TUNIX_VERSION}, got {found}; the learner replaces some of its internals: install "
+            f"google-tunix=={TUNIX_VERSION}"
+        )
+
+
+class Cluster(rl_cluster.RLCluster):
+    """Tunix's ``RLCluster`` with a `CollectingTrainer` and no copy of the parameters on the host."""
+
+    actor_trainer: CollectingTrainer  # type: ignore[assignment]  # a property of the parent, of a wider type
+
+    def _init_cluster(self) -> None:
+        require_tunix()
+        with _replaced(rl_trainer, "Trainer", CollectingTrainer), _no_host_copy():
+            super()._init_cluster()
+
+    def sync_weights(self) -> None:
+        """Push the actor's parameters to the sampler; counts a step, as Tunix's own does."""
+        with _no_host_copy():
+            super().sync_weights()
+
+
+@contextmanager
+def observed_logps() -> Iterator[list[jax.Array]]:
+    """Record what ``common.compute_per_token_logps`` returns to ``algo_core`` while a loss is traced.
+
+    Yields a list that grows by one array [B, T] per call. The arrays belong to the trace of the caller (the function is
+    a nested ``jit``, so its result is a value of the outer trace), and may be used in it.
+    """
+    seen: list[jax.Array] = []
+    original = common.compute_per_token_logps
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        seen.append(result[0] if isinstance(result, tuple) else result)
+        return result
+
+    with _replaced(common, "compute_per_token_logps", recording):
+        yield seen
+
+
+def _no_host_copy() -> Any:
+    return _replaced(rl_utils, "put_params_on_memory_kind", lambda params, memory_kind: None)
+
+
+@contextmanager
+def _replaced(module: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)

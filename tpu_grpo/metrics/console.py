@@ -1,0 +1,161 @@
+"""What a person watching the run sees: a progress bar, or plain lines where there is no terminal."""
+
+import random
+import time
+import unicodedata
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from tpu_grpo.metrics.sinks import SampleRow
+from tpu_grpo.metrics.values import MetricValue
+
+PLAIN_WIDTH = 120
+SHOWN_ROWS = 4
+SHOWN_CHARACTERS = 320
+
+_FIELDS = (
+    ("reward", "rewards/mean", "{:.3f}"),
+    ("agreement", "agreement/logprob_abs_diff_max", "{:.1e}"),
+    ("tokens/s", "rollout/tokens_per_second", "{:,.0f}"),
+)
+
+
+class ConsoleSink:
+    """Shows reward, agreement, tokens per second and progress, and some samples when asked.
+
+    On a terminal that is a bar; elsewhere a line for the first step, the last one, and in between at most one every
+    ``plain_seconds``. Model text is shown as it is: no markup is read from it, and control characters are written
+    out as escapes, so that a completion cannot steer the terminal.
+    """
+
+    def __init__(
+        self,
+        start_step: int,
+        max_steps: int,
+        *,
+        console: Console | None = None,
+        plain_seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console or _default_console()
+        self._max_steps = max_steps
+        self._plain_seconds = plain_seconds
+        self._clock = clock
+        self._started = clock()
+        self._last_line: float | None = None
+        self._bar = _Bar(self._console, start_step, max_steps) if self._console.is_terminal else None
+
+    def write(self, metrics: Mapping[str, MetricValue]) -> None:
+        """Show one step."""
+        step = int(metrics["step"])
+        text = _describe(metrics)
+        if self._bar is not None:
+            self._bar.show(step, text)
+        elif self._is_due(step):
+            self._last_line = self._clock()
+            elapsed = _clock_text(self._last_line - self._started)
+            self.note(f"step {step} of {self._max_steps}  {text}  elapsed {elapsed}")
+
+    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Show the best row, the worst one, and others drawn by the step."""
+        if rows:
+            self._console.print(_sample_table(step, pick_rows(step, rows, SHOWN_ROWS)))
+
+    def note(self, text: str) -> None:
+        """Show a line of text."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _is_due(self, step: int) -> bool:
+        if self._last_line is None or step >= self._max_steps:
+            return True
+        return self._clock() - self._last_line >= self._plain_seconds
+
+
+class _Bar:
+    """A rich progress bar at a step, with a line of figures."""
+
+    def __init__(self, console: Console, start_step: int, max_steps: int) -> None:
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f} of {task.total:.0f}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[figures]}", markup=False),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+        )
+        self._task: TaskID = self._progress.add_task("", total=max_steps, completed=start_step, figures="")
+        self._progress.start()
+
+    def show(self, step: int, figures: str) -> None:
+        self._progress.update(self._task, completed=step, figures=figures)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+def pick_rows(step: int, rows: Sequence[SampleRow], count: int) -> list[SampleRow]:
+    """At most ``count`` rows: the best and the worst by reward, then others at random, the same ones for a step."""
+    ranked = sorted(rows, key=lambda row: -row.reward)
+    if len(ranked) <= count:
+        return ranked
+    middle = random.Random(step).sample(range(1, len(ranked) - 1), count - 2)
+    return [ranked[i] for i in (0, *sorted(middle), len(ranked) - 1)]
+
+
+def visible(text: str, limit: int) -> str:
+    """Text for one cell: control characters as escapes, and the middle left out beyond ``limit`` characters.
+
+    >>> visible("2 + 2 =\\n4", 80)
+    '2 + 2 =\\\\n4'
+    """
+    head = limit * 2 // 3
+    shown = text if len(text) <= limit else f"{text[:head]} … {text[len(text) - (limit - head) :]}"
+    return "".join(_escape(c) if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") else c for c in shown)
+
+
+def _escape(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def _describe(metrics: Mapping[str, MetricValue]) -> str:
+    shown = [(label, metrics.get(name), form) for label, name, form in _FIELDS]
+    return "  ".join(f"{label} {form.format(v)}" for label, v, form in shown if isinstance(v, int | float))
+
+
+def _sample_table(step: int, rows: Sequence[SampleRow]) -> Table:
+    names = list(dict.fromkeys(name for row in rows for name in row.rewards))
+    table = Table(title=Text(f"samples of step {step}"), title_justify="left", show_lines=True, expand=True)
+    table.add_column("prompt", ratio=2, overflow="fold")
+    table.add_column("completion", ratio=3, overflow="fold")
+    for name in [*names, "advantage"]:
+        table.add_column(Text(name), justify="right", overflow="fold")
+    for row in rows:
+        rewards = [Text(_number(row.rewards.get(name))) for name in names]
+        prompt, completion = (Text(visible(text, SHOWN_CHARACTERS)) for text in (row.prompt, row.completion))
+        table.add_row(prompt, completion, *rewards, Text(f"{row.advantage:+.2f}"))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _clock_text(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def _default_console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=PLAIN_WIDTH)

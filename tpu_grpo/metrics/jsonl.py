@@ -1,0 +1,87 @@
+"""JSON-lines files that survive a kill, and files replaced as a whole."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpu_grpo.errors import DataError
+
+
+def encode_line(record: Mapping[str, Any]) -> bytes:
+    """One record as a line of JSON, newline included.
+
+    NaN and infinities, which JSON does not have, become null. A lone surrogate in a text is written as its escape,
+    so that the file stays UTF-8 and the text still reads back as it was.
+    """
+    text = json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", errors="backslashreplace") + b"\n"
+
+
+def jsonable(value: Any) -> Any:
+    """The value with numpy scalars as Python's and non-finite numbers as None, at any depth."""
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(v) for v in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a file, in order; a last line that a kill left torn is passed over.
+
+    Raises:
+        DataError: for any other line that is not a JSON object.
+    """
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            record = _parse(line)
+            if record is not None:
+                yield record
+            elif file.read(1):
+                raise DataError(
+                    f"{path}:{number} must be one JSON object, got {line[:60]!r}; only the last line may be torn: "
+                    "remove this line, or the file"
+                )
+
+
+def keep_records(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a file with the records for which ``keep`` holds, as a whole or not at all; a missing file stays so.
+
+    Raises:
+        DataError: as ``read_records``.
+    """
+    if not path.exists():
+        return
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.writelines(encode_line(record) for record in read_records(path) if keep(record))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file as a whole or not at all: a reader sees the old one or the new one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(text.encode("utf-8", errors="backslashreplace"))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:  # both a JSON and a UTF-8 error
+        return None
+    return record if isinstance(record, dict) else None

@@ -1,0 +1,105 @@
+"""The one thing a run tells its metrics to.
+
+with open_run_log(config, start_step=0) as log:          # on host 0; RunLog([]) on the others
+    log.step({"step": 1, **rollout_metrics(scored), ...})
+    log.samples(1, scored, update.advantages)
+"""
+
+import contextlib
+import math
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+import numpy as np
+from jaxtyping import Float
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.metrics.console import ConsoleSink
+from tpu_grpo.metrics.sinks import JsonlSink, SampleRow, Sink
+from tpu_grpo.metrics.values import MetricValue, reward_names
+from tpu_grpo.metrics.wandb_sink import WandbSink
+from tpu_grpo.types import ScoredRollout
+
+
+class RunLog:
+    """Passes every step on to a list of sinks, in order; with none it does nothing."""
+
+    def __init__(self, sinks: Sequence[Sink]) -> None:
+        self._sinks = tuple(sinks)
+
+    def step(self, metrics: Mapping[str, MetricValue]) -> None:
+        """Log the metrics of one step, which include ``step``."""
+        for sink in self._sinks:
+            sink.write(metrics)
+
+    def samples(self, step: int, scored: ScoredRollout, advantages: Float[np.ndarray, " B"]) -> None:
+        """Log all B rows of a step."""
+        rows = sample_rows(scored, advantages)
+        for sink in self._sinks:
+            sink.samples(step, rows)
+
+    def note(self, text: str) -> None:
+        """Tell whoever watches; not part of the record."""
+        for sink in self._sinks:
+            if isinstance(sink, ConsoleSink):
+                sink.note(text)
+
+    def close(self) -> None:
+        """Close every sink, also when one of them raises."""
+        with contextlib.ExitStack() as stack:
+            for sink in reversed(self._sinks):
+                stack.callback(sink.close)
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def open_run_log(config: RunConfig, start_step: int) -> RunLog:
+    """The sinks a config asks for. ``start_step`` is the number of steps already done, 0 for a new run.
+
+    Raises:
+        DataError: for metrics or samples of an earlier part of the run that are broken.
+    """
+    console = ConsoleSink(start_step, config.run.max_steps)
+    try:
+        sinks: list[Sink] = [JsonlSink(config.run_dir, start_step), console]
+        if config.logging.wandb != "off":
+            settings = config.model_dump(mode="json")
+            project, mode = config.logging.wandb_project, config.logging.wandb
+            sinks.append(WandbSink(config.run_dir, config.run.name, project, mode, settings, console.note))
+    except BaseException:
+        console.close()  # gives the terminal back
+        raise
+    return RunLog(sinks)
+
+
+def sample_rows(scored: ScoredRollout, advantages: Float[np.ndarray, " B"]) -> list[SampleRow]:
+    """The B rows of a step as people read them, in order.
+
+    Raises:
+        ValueError: for a number of advantages that is not B.
+    """
+    rollout, scores = scored.rollout, scored.scores
+    rows = zip(rollout.row_prompts, rollout.completions, rollout.texts, advantages, strict=True)
+    names = reward_names(scores.by_name)
+    return [
+        SampleRow(
+            prompt=prompt.text,
+            completion=text,
+            rewards={short: _applicable(scores.by_name[name][row]) for name, short in names.items()},
+            reward=float(scores.total[row]),
+            advantage=float(advantage),
+            tokens=len(completion.token_ids),
+            finish_reason=completion.finish_reason,
+        )
+        for row, (prompt, completion, text, advantage) in enumerate(rows)
+    ]
+
+
+def _applicable(reward: float) -> float | None:
+    return None if math.isnan(reward) else float(reward)

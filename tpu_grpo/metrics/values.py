@@ -1,0 +1,91 @@
+"""From the records of the stages to metric values, under the names of ``metrics.jsonl``.
+
+Array suffixes: P prompts, G completions per prompt, B = P*G rows. A mean over rows is a plain mean of the B rows.
+"""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from tpu_grpo.types import Completion, ScoredRollout, Scores, SyncResult, UpdateResult
+
+MetricValue = float | int | str
+
+
+def rollout_metrics(scored: ScoredRollout) -> dict[str, float | str]:
+    """Values of ``rewards/*``, ``groups/*``, ``completions/*`` and ``rollout/*`` for one step.
+
+    Standard deviations are population ones; times are in seconds. A reward that applies to no row has no mean.
+    """
+    rollout, scores = scored.rollout, scored.scores
+    return {
+        **_reward_values(scores),
+        "groups/zero_variance_fraction": zero_variance_fraction(scores.total.reshape(-1, rollout.group_size)),
+        **_completion_values(rollout.completions),
+        "rollout/seconds": float(rollout.seconds),
+        "rollout/tokens_per_second": rollout.total_tokens / rollout.seconds if rollout.seconds > 0 else float("nan"),
+        "rollout/tokens_digest": tokens_digest(rollout.completions),
+    }
+
+
+def update_metrics(result: UpdateResult) -> dict[str, float]:
+    """The learner's ``update/*`` and ``agreement/*`` as they are, and ``update/seconds``."""
+    return {**{name: float(value) for name, value in result.metrics.items()}, "update/seconds": float(result.seconds)}
+
+
+def sync_metrics(result: SyncResult) -> dict[str, float | int]:
+    """``weights/*``: seconds and bytes of one weight sync."""
+    return {"weights/sync_seconds": float(result.seconds), "weights/bytes_moved": int(result.bytes_moved)}
+
+
+def reward_names(names: Iterable[str]) -> dict[str, str]:
+    """Short names for rewards as configured: the function for ``path.py:function``, others as they are.
+
+    Where two would be the same, they keep their configured names, so that no metric stands for two rewards.
+
+    >>> reward_names(["gsm8k", "my/rewards.py:brevity", "a.py:score", "b.py:score"])
+    {'gsm8k': 'gsm8k', 'my/rewards.py:brevity': 'brevity', 'a.py:score': 'a.py:score', 'b.py:score': 'b.py:score'}
+    """
+    short = {name: name.rpartition(":")[2] or name for name in names}
+    shorts = list(short.values())
+    return {name: s if shorts.count(s) == 1 else name for name, s in short.items()}
+
+
+def zero_variance_fraction(totals_PG: Float[np.ndarray, "P G"]) -> float:
+    """Fraction of groups whose G rewards are all equal, and which therefore teach nothing.
+
+    For groups ``[1 1 1]``, ``[0 1 0]`` and ``[0 0 0]`` it is 2/3.
+    """
+    return float(np.mean(np.all(totals_PG == totals_PG[:, :1], axis=1)))
+
+
+def tokens_digest(completions: Sequence[Completion]) -> str:
+    """SHA-256 (hex) of all sampled token ids, for comparing two rollouts bit by bit.
+
+    The hashed bytes are, for each row in order, the number of its tokens as a little-endian int64 and then its token
+    ids as little-endian int32. The lengths keep ``[1 2] [3]`` apart from ``[1] [2 3]``.
+    """
+    digest = hashlib.sha256()
+    for completion in completions:
+        digest.update(np.int64(len(completion.token_ids)).astype("<i8").tobytes())
+        digest.update(np.asarray(completion.token_ids).astype("<i4").tobytes())
+    return digest.hexdigest()
+
+
+def _reward_values(scores: Scores) -> dict[str, float]:
+    values = {"rewards/mean": float(np.mean(scores.total)), "rewards/std": float(np.std(scores.total))}
+    for name, short in reward_names(scores.by_name).items():
+        rewards_B = scores.by_name[name]
+        applies_B = ~np.isnan(rewards_B)
+        if applies_B.any():
+            values[f"rewards/{short}/mean"] = float(np.mean(rewards_B[applies_B]))
+    return values | {"rewards/seconds": float(scores.seconds)}
+
+
+def _completion_values(completions: Sequence[Completion]) -> dict[str, float]:
+    return {
+        "completions/mean_tokens": float(np.mean([len(c.token_ids) for c in completions])),
+        "completions/truncated_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),
+    }

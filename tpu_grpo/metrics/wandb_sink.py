@@ -1,0 +1,137 @@
+"""Weights & Biases. A run never waits long for it, and never ends because of it."""
+
+import netrc
+import os
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from tpu_grpo.metrics.sinks import SampleRow
+from tpu_grpo.metrics.values import MetricValue
+
+Mode = Literal["online", "offline"]
+DEFAULT_SERVER = "https://api.wandb.ai"
+
+
+class WandbSink:
+    """Logs to a run under ``run_dir/wandb``; a resumed run continues the same one.
+
+    ``online`` without credentials falls to ``offline``, which needs no network and can be uploaded later with
+    ``wandb sync``. Steps are the x axis of every plot. An error of wandb's is told once through ``say``, and the
+    sink is silent from then on; an online start waits for the server for at most ``timeout_seconds``.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        name: str,
+        project: str,
+        mode: Mode,
+        config: Mapping[str, Any],
+        say: Callable[[str], None],
+        *,
+        timeout_seconds: float = 30.0,
+    ) -> None:
+        import wandb  # takes a second, and most runs do without
+
+        self._wandb = wandb
+        self._errors = (wandb.Error, OSError)  # OSError: its own service process died, or the disk is full
+        self._say = say
+        self._run: Any = None
+        if mode == "online" and not has_credentials():
+            mode = "offline"
+            say(
+                "logging.wandb=online needs an API key and none was found; logging offline instead. Set WANDB_API_KEY "
+                f"or run `wandb login`; what was logged can be uploaded with `wandb sync {run_dir}/wandb/offline-run-*`"
+            )
+        try:
+            self._run = self._start(run_dir, name, project, mode, config, timeout_seconds)
+        except self._errors as error:
+            self._fall_silent("starting", error)
+
+    def write(self, metrics: Mapping[str, MetricValue]) -> None:
+        """Log one step."""
+        self._log(dict(metrics))
+
+    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Log a table of the rows."""
+        if self._run is None or not rows:
+            return
+        names = list(dict.fromkeys(name for row in rows for name in row.rewards))
+        columns: list[Any] = ["prompt", "completion", *names, "reward", "advantage", "tokens", "finish_reason"]
+        data: list[Any] = [
+            [r.prompt, r.completion, *map(r.rewards.get, names), r.reward, r.advantage, r.tokens, r.finish_reason]
+            for r in rows
+        ]
+        self._log({"step": step, "samples": self._wandb.Table(columns=columns, data=data)})
+
+    def close(self) -> None:
+        """Finish the run; what could not be uploaded in time stays under ``run_dir/wandb``."""
+        if self._run is None:
+            return
+        try:
+            self._run.finish()
+        except self._errors as error:
+            self._fall_silent("finishing", error)
+
+    def _start(
+        self, run_dir: Path, name: str, project: str, mode: Mode, config: Mapping[str, Any], timeout: float
+    ) -> Any:
+        settings = self._wandb.Settings(
+            init_timeout=timeout, login_timeout=timeout, finish_timeout=timeout, silent=True, console="off"
+        )
+        (run_dir / "wandb").mkdir(parents=True, exist_ok=True)  # without it wandb would choose a temporary folder
+        run = self._wandb.init(
+            dir=str(run_dir.resolve()),
+            id=_run_id(run_dir / "wandb" / "run_id"),
+            resume="allow",
+            name=name,
+            project=project,
+            mode=mode,
+            config=dict(config),
+            settings=settings,
+        )
+        if mode == "online":
+            self._say(f"wandb: {run.url}")
+        run.define_metric("step")
+        run.define_metric("*", step_metric="step")
+        return run
+
+    def _log(self, values: dict[str, Any]) -> None:
+        if self._run is None:
+            return
+        try:
+            self._run.log(values)
+        except self._errors as error:
+            self._fall_silent("logging", error)
+
+    def _fall_silent(self, doing: str, error: Exception) -> None:
+        self._run = None
+        self._say(
+            f"wandb failed while {doing} ({type(error).__name__}: {error}); the run goes on without it, and its own "
+            "files are complete. Set logging.wandb=offline or off to do without the server"
+        )
+
+
+def has_credentials() -> bool:
+    """Whether wandb would find an API key or identity token without asking: in the environment or the netrc file."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or DEFAULT_SERVER).hostname or ""
+    path = os.environ.get("NETRC")
+    candidates = [Path(path).expanduser()] if path else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    try:
+        return any(netrc.netrc(str(file)).authenticators(host) is not None for file in candidates if file.is_file())
+    except (netrc.NetrcParseError, OSError):
+        return False
+
+
+def _run_id(path: Path) -> str:
+    """The id of this run's earlier part, or a new one, kept for the next part."""
+    if path.is_file() and (known := path.read_text().strip()):
+        return known
+    new = uuid.uuid4().hex[:12]
+    path.write_text(new + "\n")
+    return new

@@ -1,0 +1,166 @@
+"""Teaching a small Qwen3 to add the way a forgetful teacher does: one jitted step, answers only.
+
+    recipe = Recipe()
+    params = teach(recipe, build_byte_tokenizer(), seed=0)      # an nnx.State of Tunix's Qwen3
+
+Array suffixes: B rows of a batch, T tokens, L = T - 1 predicted ones, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int
+from transformers import PreTrainedTokenizerFast
+from tunix.models.qwen3.model import ModelConfig, Qwen3
+
+from tpu_grpo.errors import NonFiniteError
+from tpu_grpo.tasks import addition
+
+ANSWER_TOKENS = 4  # three digits and the end token
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What decides the taught model, besides the seed: its size and how it is taught."""
+
+    layers: int = 3
+    width: int = 192
+    mlp_width: int = 576
+    heads: int = 6
+    kv_heads: int = 3
+    head_dim: int = 32
+    rope_theta: int = 1_000_000
+    norm_eps: float = 1e-6
+    embedding_std: float = 0.1
+    steps: int = 200
+    batch: int = 256
+    learning_rate: float = 2e-3
+    warmup_steps: int = 30
+    final_rate: float = 0.05
+    """The cosine falls to this share of the learning rate."""
+    b2: float = 0.95
+    weight_decay: float = 0.0
+
+    def model_config(self, vocab_size: int) -> ModelConfig:
+        """Tunix's description of the model, float32."""
+        return ModelConfig(
+            num_layers=self.layers,
+            vocab_size=vocab_size,
+            embed_dim=self.width,
+            hidden_dim=self.mlp_width,
+            num_heads=self.heads,
+            head_dim=self.head_dim,
+            num_kv_heads=self.kv_heads,
+            rope_theta=self.rope_theta,
+            norm_eps=self.norm_eps,
+            use_tied_embedding=True,
+        )
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """AdamW with a linear warm-up, then a cosine."""
+        rate = optax.warmup_cosine_decay_schedule(
+            0.0, self.learning_rate, self.warmup_steps, self.steps, self.learning_rate * self.final_rate
+        )
+        return optax.adamw(rate, b2=self.b2, weight_decay=self.weight_decay)
+
+
+class Batch(NamedTuple):
+    """Problems with the teacher's answers as tokens."""
+
+    tokens_BT: Int[np.ndarray, "B T"]
+    """int32: prompt, answer, end token, padding."""
+    taught_BL: Float[np.ndarray, "B L"]
+    """1 where the token to predict belongs to the answer or ends it, else 0; column l predicts token l + 1."""
+
+
+def teach(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    seed: int,
+    on_step: Callable[[int, float], None] = lambda step, loss: None,
+) -> nnx.State:
+    """Parameters of a new model taught on the addition task's training split.
+
+    The same seed gives the same bits on one machine. ``on_step`` is called after every step with its number, from 1,
+    and its loss in nats per taught token.
+
+    Raises:
+        NonFiniteError: when the loss is not finite.
+    """
+    skeleton = nnx.eval_shape(lambda: Qwen3(recipe.model_config(len(tokenizer)), rngs=nnx.Rngs(0)))
+    graph, shapes = nnx.split(skeleton)
+    params = initial_params(recipe, shapes, np.random.default_rng([seed, 0]))
+    optimizer = recipe.optimizer()
+    moments = optimizer.init(params)  # pyright: ignore[reportArgumentType]  # a State is a pytree
+
+    @jax.jit
+    def train_step(params: nnx.State, moments: optax.OptState, batch: Batch):
+        loss, grads = jax.value_and_grad(lambda p: taught_loss(nnx.merge(graph, p), batch))(params)
+        updates, moments = optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments, loss
+
+    with jax.default_matmul_precision("highest"):
+        for step, batch in enumerate(batches(recipe, tokenizer, np.random.default_rng([seed, 1])), start=1):
+            params, moments, loss = train_step(params, moments, batch)
+            if not np.isfinite(loss):
+                raise NonFiniteError(f"the loss of teaching must be finite, got {loss} at step {step} of seed {seed}")
+            on_step(step, float(loss))
+    return params
+
+
+def initial_params(recipe: Recipe, shapes: nnx.State, rng: np.random.Generator) -> nnx.State:
+    """Random matrices and unit norms, float32, in place of Tunix's own start, whose zero MLPs get no gradient.
+
+    The embedding has standard deviation ``embedding_std``, every other matrix width^-1/2; those that write into the
+    residual stream (o_proj, down_proj) are divided further by sqrt(2 * layers), one share for each of its additions.
+    """
+
+    def initial(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> Array:
+        name = jax.tree_util.keystr(path)
+        if len(leaf.shape) == 1:
+            return jnp.ones(leaf.shape, jnp.float32)
+        std = recipe.embedding_std if "input_embedding" in name else recipe.width**-0.5
+        if "o_proj" in name or "down_proj" in name:
+            std /= (2 * recipe.layers) ** 0.5
+        return jnp.asarray(std * rng.standard_normal(leaf.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(initial, shapes)
+
+
+def taught_loss(model: Qwen3, batch: Batch) -> Float[Array, ""]:
+    """Cross-entropy in nats, the mean over all taught tokens of the batch."""
+    inputs_BL, targets_BL = batch.tokens_BT[:, :-1], batch.tokens_BT[:, 1:]
+    rows, length = inputs_BL.shape
+    positions_BL = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    causal_BLL = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
+    logits_BLV, _ = model(inputs_BL, positions_BL, None, causal_BLL)
+    losses_BL = optax.softmax_cross_entropy_with_integer_labels(logits_BLV, targets_BL)
+    return jnp.sum(losses_BL * batch.taught_BL) / jnp.sum(batch.taught_BL)
+
+
+def batches(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator) -> Iterator[Batch]:
+    """``recipe.steps`` batches of training problems, drawn with replacement and answered by the teacher."""
+    problems = addition.operands("train")
+    for _ in range(recipe.steps):
+        drawn = [problems[i] for i in rng.integers(len(problems), size=recipe.batch)]
+        yield encode_batch(tokenizer, [(f"{a}+{b}=", addition.teacher_answer(a, b, rng)) for a, b in drawn])
+
+
+def encode_batch(tokenizer: PreTrainedTokenizerFast, answered: list[tuple[str, str]]) -> Batch:
+    """Questions of one length with their answers, as conversations, padded on the right to one fixed length."""
+    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in answered]
+    asked = tokenizer.apply_chat_template(chats[0][:1], add_generation_prompt=True)
+    length = len(asked) + ANSWER_TOKENS
+    encoded = tokenizer.apply_chat_template(
+        chats, padding="max_length", max_length=length, return_tensors="np", return_dict=True
+    )
+    written_BT = np.asarray(encoded["attention_mask"], np.float32)
+    written_BT[:, : len(asked)] = 0
+    return Batch(np.asarray(encoded["input_ids"], np.int32), written_BT[:, 1:])

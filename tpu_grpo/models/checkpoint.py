@@ -1,0 +1,292 @@
+"""A Hugging Face checkpoint directory -> Tunix's model on the trainer's mesh.
+
+    checkpoint = read_checkpoint(Path("Qwen3-0.6B"))     # verifies everything; reads headers only, needs no jax
+    check_mesh(checkpoint, fsdp=4, tp=2)                 # neither does this
+    model = load_model(checkpoint, mesh, dtype=jnp.bfloat16, remat="decoder")
+
+Tunix's loader does not notice a config.json that asks for something its model lacks, files that did not arrive, or
+tensors of several dtypes in one file. So all of that is settled here before it runs: honoured, or refused with the
+setting, its value and a remedy.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from tpu_grpo.errors import CheckpointError, ConfigError
+from tpu_grpo.models.families import FAMILIES, DecoderConfig, Family, Remat, Shape
+
+if TYPE_CHECKING:
+    import jax
+    from flax import nnx
+    from jax.typing import DTypeLike
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+STORED_DTYPES = ("BF16", "F16", "F32", "F64")
+"""What Tunix's loader can read; it would take bytes of any other dtype for float64."""
+LISTED = 10
+"""Names that an error lists before it counts the rest."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint directory that was read and found complete and supported."""
+
+    directory: Path
+    hf_config: Mapping[str, Any]
+    """config.json as it is."""
+    family: Family
+    config: DecoderConfig
+    files: tuple[Path, ...]
+    """The safetensors files, sorted."""
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of trainable values; a tied embedding counts once."""
+        return sum(math.prod(shape) for shape in self.family.tensor_shapes(self.config).values())
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    file: Path
+    dtype: str
+    shape: Shape
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """Read config.json and the headers of the safetensors files, and verify that Tunix can load exactly this model.
+
+    Raises:
+        CheckpointError: for a directory or file that is missing or broken, an unsupported family or setting, and
+            tensors that are missing, unexpected, of another shape or of mixed dtypes.
+    """
+    directory = directory.expanduser()
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"model.path must be a checkpoint directory on this machine, got {directory}, which is not one; "
+            "a model's public name is not downloaded: fetch the checkpoint first and give its directory"
+        )
+    hf_config = _read_json(directory / CONFIG_FILE)
+    family = _family_of(hf_config, directory)
+    _refuse_unsupported(hf_config, family, directory)
+    config = _decoder_config(hf_config, family, directory)
+    files = _safetensors_files(directory)
+    _verify_tensors(_read_headers(files), config, family, directory)
+    return Checkpoint(directory, hf_config, family, config, files)
+
+
+def check_mesh(checkpoint: Checkpoint, fsdp: int, tp: int) -> None:
+    """Verify that the trainer's mesh axes divide every dimension of the parameters that is split over them.
+
+    Raises:
+        ConfigError: naming the axis, the settings of config.json that it does not divide, and sizes that would.
+    """
+    for axis, size in (("fsdp", fsdp), ("tp", tp)):
+        values = {name: getattr(checkpoint.config, name) for name in checkpoint.family.divisible[axis]}
+        wrong = [f"{name}={value}" for name, value in values.items() if size < 1 or value % size]
+        if wrong:
+            common = math.gcd(*values.values())
+            possible = [d for d in range(1, common + 1) if common % d == 0]
+            raise ConfigError(
+                f"meshes.trainer.{axis} must divide {', '.join(wrong)} of the model in {checkpoint.directory}, got "
+                f"{size}; sizes that divide all it splits: {', '.join(map(str, possible))}"
+            )
+
+
+def load_model(checkpoint: Checkpoint, mesh: jax.sharding.Mesh, *, dtype: DTypeLike, remat: Remat) -> nnx.Module:
+    """Load the parameters with Tunix's loader, split over ``mesh`` (axes "fsdp" and "tp").
+
+    ``dtype`` (float32 or bfloat16) is that of the parameters and of the computation; logits are float32. ``remat``
+    says what the backward pass recomputes: nothing, the attention and MLP blocks, or whole decoder layers.
+
+    Raises:
+        ConfigError: for a mesh that does not fit the model, a dtype Tunix's loader cannot cast to, or a version of
+            Tunix that was not reviewed.
+        CheckpointError: when the loader leaves a parameter without a value.
+    """
+    import jax.numpy as jnp
+
+    from tpu_grpo.models import repairs
+
+    if missing := {"fsdp", "tp"} - set(mesh.axis_names):
+        raise ConfigError(f"the trainer's mesh must have axes fsdp and tp, got {mesh.axis_names}; add {missing}")
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+        raise ConfigError(f"model.dtype must be float32 or bfloat16, got {jnp.dtype(dtype).name}; use one of them")
+    check_mesh(checkpoint, mesh.shape["fsdp"], mesh.shape["tp"])
+    repairs.apply()
+    model_config = checkpoint.family.model_config(checkpoint.config, dtype, remat)
+    model = checkpoint.family.load(checkpoint.directory, model_config, mesh, dtype)
+    _refuse_abstract(model, checkpoint.directory)
+    return model
+
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing; a checkpoint directory needs it beside its *.safetensors files"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}; copy it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got a {type(value).__name__}; copy it again")
+    return value
+
+
+def _family_of(hf_config: Mapping[str, Any], directory: Path) -> Family:
+    path, model_type = directory / CONFIG_FILE, hf_config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise CheckpointError(
+            f"{path}: model_type must be one of the supported families ({', '.join(FAMILIES)}), got {model_type!r}; "
+            "choose a checkpoint of one of them"
+        )
+    architectures = hf_config.get("architectures")
+    if architectures != [family.architecture]:
+        raise CheckpointError(
+            f"{path}: architectures must be [{family.architecture!r}] for model_type {model_type}, got "
+            f"{architectures!r}; choose the causal language model's checkpoint"
+        )
+    return family
+
+
+def _refuse_unsupported(hf_config: Mapping[str, Any], family: Family, directory: Path) -> None:
+    for rule in family.rules:
+        if rule.setting in hf_config and not rule.accepts(value := hf_config[rule.setting]):
+            raise CheckpointError(
+                f"{directory / CONFIG_FILE}: {rule.setting} must be {rule.accepted}, got {value!r}; {rule.remedy}"
+            )
+
+
+def _decoder_config(hf_config: Mapping[str, Any], family: Family, directory: Path) -> DecoderConfig:
+    path, values = directory / CONFIG_FILE, {**family.defaults, **hf_config}
+    wanted = [field.name for field in fields(DecoderConfig)]
+    if missing := [name for name in wanted if name not in values]:
+        raise CheckpointError(f"{path} must give {', '.join(missing)}, which it lacks; copy the model's own again")
+    for field in fields(DecoderConfig):
+        value = values[field.name]
+        if not _is_a(str(field.type), value):
+            kind = {"int": "a whole number >= 1", "float": "a number > 0", "bool": "true or false"}[str(field.type)]
+            raise CheckpointError(f"{path}: {field.name} must be {kind}, got {value!r}; copy the model's own again")
+    config = DecoderConfig(**{name: values[name] for name in wanted})
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise CheckpointError(
+            f"{path}: num_key_value_heads must divide num_attention_heads={config.num_attention_heads}, got "
+            f"{config.num_key_value_heads}; copy the model's own config.json again"
+        )
+    return config
+
+
+def _is_a(kind: str, value: Any) -> bool:
+    if kind == "bool" or isinstance(value, bool):
+        return kind == "bool" and isinstance(value, bool)
+    numbers = int if kind == "int" else (int, float)
+    return isinstance(value, numbers) and 0 < value < math.inf
+
+
+# --- safetensors -----------------------------------------------------------------------------------------------------
+
+
+def _safetensors_files(directory: Path) -> tuple[Path, ...]:
+    """All of the directory's, as Tunix's loader reads them; every file the index names must be among them."""
+    files = tuple(sorted(directory.glob("*.safetensors")))
+    listed: set[str] = set()
+    if (directory / INDEX_FILE).exists():
+        weight_map = _read_json(directory / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise CheckpointError(f"{directory / INDEX_FILE} must hold a weight_map, which it lacks; copy it again")
+        listed = set(map(str, weight_map.values()))
+    if absent := sorted(listed - {file.name for file in files}):
+        raise CheckpointError(f"{directory} lacks {_some(absent)}, named in {INDEX_FILE}; copy what is missing")
+    if not files:
+        others = sorted(file.name for file in directory.glob("*.bin"))
+        raise CheckpointError(
+            f"{directory} must hold *.safetensors files, got {_some(others) if others else 'none'}; "
+            "save the checkpoint in the safetensors format"
+        )
+    return files
+
+
+def _read_headers(files: Iterable[Path]) -> dict[str, _Tensor]:
+    tensors: dict[str, _Tensor] = {}
+    for file in files:
+        header = _read_header(file)
+        _require_one_dtype(file, header)
+        if twice := sorted(header.keys() & tensors.keys()):
+            raise CheckpointError(
+                f"{file} and {tensors[twice[0]].file.name} both hold {_some(twice)}; Tunix reads every *.safetensors "
+                "file of the directory: move the one that does not belong elsewhere"
+            )
+        tensors |= header
+    return tensors
+
+
+def _read_header(file: Path) -> dict[str, _Tensor]:
+    """The tensors of a file, whose length, offsets and shapes the safetensors library verifies against each other."""
+    try:
+        with safe_open(file, framework="numpy") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is not a mapping
+            return {name: _Tensor(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+    except (OSError, SafetensorError) as error:
+        size = file.stat().st_size if file.exists() else 0
+        raise CheckpointError(
+            f"{file} ({size} bytes) is not a whole safetensors file: {error}; it may be cut off: copy it again"
+        ) from error
+
+
+def _require_one_dtype(file: Path, header: Mapping[str, _Tensor]) -> None:
+    """Tunix's loader takes a whole file for an array of its first tensor's dtype."""
+    dtypes = sorted({tensor.dtype for tensor in header.values()})
+    if len(dtypes) != 1 or dtypes[0] not in STORED_DTYPES:
+        raise CheckpointError(
+            f"{file} must hold tensors of one dtype of {', '.join(STORED_DTYPES)}, got "
+            f"{', '.join(dtypes) or 'no tensor'}; save the checkpoint in one dtype"
+        )
+
+
+def _verify_tensors(tensors: Mapping[str, _Tensor], config: DecoderConfig, family: Family, directory: Path) -> None:
+    expected = family.tensor_shapes(config)
+    missing = [name for name in expected if name not in tensors]
+    unexpected = sorted(tensors.keys() - expected.keys() - family.ignored_tensors(config))
+    misshapen = [
+        f"{name} (expected {list(shape)}, got {list(tensors[name].shape)})"
+        for name, shape in expected.items()
+        if name in tensors and tensors[name].shape != shape
+    ]
+    lists = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
+    if found := [f"{len(names)} {kind}: {_some(names)}" for kind, names in lists.items() if names]:
+        raise CheckpointError(
+            f"the tensors in {directory} do not follow from its {CONFIG_FILE}; {'; '.join(found)}; see that every file "
+            "arrived and that all belong to one model"
+        )
+
+
+def _refuse_abstract(model: nnx.Module, directory: Path) -> None:
+    """Tunix's loader can leave a parameter as a shape without a value."""
+    import jax
+    from flax import nnx
+
+    leaves = jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model)))
+    without = [jax.tree_util.keystr(path) for path, leaf in leaves if not isinstance(leaf, jax.Array)]
+    if without:
+        raise CheckpointError(
+            f"Tunix's loader left {len(without)} parameters of the model in {directory} without a value: "
+            f"{_some(without)}; see that no file of the checkpoint changed meanwhile"
+        )
+
+
+def _some(names: list[str]) -> str:
+    rest = len(names) - LISTED
+    return ", ".join(names[:LISTED]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,163 @@
+"""Tokenizers: the byte tokenizer of the built-in models, and loading one from a checkpoint directory.
+
+The byte tokenizer writes any text; token id = byte value. One token per role marker keeps prompts short:
+
+    render([{"role": "user", "content": "47+38="}], add_generation_prompt=True)
+        = "<|im_start|>user47+38=<|im_start|>assistant"          8 tokens
+    and the model's answer is "85<|im_end|>"                     3 tokens
+
+Text that happens to spell a marker is read as that marker, as with every chat template that goes through text:
+``split_special_tokens=True`` at the call reads it byte by byte instead.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
+
+from tpu_grpo.errors import CheckpointError
+
+PAD, END = "<pad>", "<|im_end|>"
+ROLES = ("system", "user", "assistant")
+_MARKERS = tuple(f"<|im_start|>{role}" for role in ROLES)
+_RESERVED = tuple(f"<|reserved_{i}|>" for i in range(3))  # 256 + 8: a vocabulary that 2, 4 and 8 devices can split
+
+# A marker opens a message; only the assistant's is closed, because that is what the model has to learn to write.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('roles are system, user and assistant, got ' + message['role']) }}"
+    "{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '<|im_end|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+
+
+def build_byte_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer of 264 tokens: the 256 bytes, padding, the end of a turn, three role markers, three reserved.
+
+    Decoding what was encoded gives the text back, whatever it is (apart from markers, see the module). ``<|im_end|>``
+    is the end token; padding is a token of its own.
+    """
+    bytes_in_order = bytes_to_unicode()
+    vocabulary = {bytes_in_order[byte]: byte for byte in range(256)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([PAD, END, *_MARKERS, *_RESERVED])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        eos_token=END,
+        additional_special_tokens=[*_MARKERS, *_RESERVED],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def load_tokenizer(directory: Path | str) -> PreTrainedTokenizerFast:
+    """The tokenizer of a checkpoint directory, read without a network.
+
+    Raises:
+        CheckpointError: for a missing or broken file, a tokenizer without an end token, or one whose padding token is
+            missing or is the end token.
+    """
+    directory = Path(directory)
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        if not (directory / name).is_file():
+            raise CheckpointError(
+                f"a checkpoint directory must hold {name}, not found in {directory}; copy it from the model's "
+                "publisher, or write it with transformers' save_pretrained of a fast tokenizer"
+            )
+        _read_json(directory / name)
+    tokenizer = _load(directory)
+    _check_end_and_padding(tokenizer, directory)
+    return tokenizer
+
+
+def stop_token_ids(tokenizer: PreTrainedTokenizerFast, directory: Path | str) -> tuple[int, ...]:
+    """Ids that end a completion, ascending.
+
+    The tokenizer's end token, ``eos_token_id`` (one or several) of ``config.json`` and ``generation_config.json``
+    where these exist, and the padding token: the trainer masks by id, so a sampled padding token can only be the last.
+
+    Raises:
+        CheckpointError: for a config file that is broken, or names an end token that is not an id.
+    """
+    found = {cast(int, tokenizer.eos_token_id), cast(int, tokenizer.pad_token_id)}
+    for name in ("config.json", "generation_config.json"):
+        if (path := Path(directory) / name).is_file():
+            found.update(_ends_in(path))
+    return tuple(sorted(found))
+
+
+def _ends_in(path: Path) -> Iterator[int]:
+    ends = _read_json(path).get("eos_token_id")
+    for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
+        if not isinstance(end, int) or isinstance(end, bool) or end < 0:
+            raise CheckpointError(
+                f"eos_token_id in {path} must be a token id or a list of them, got {ends!r}; correct it"
+            )
+        yield end
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not readable JSON ({error}); copy the file again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got a {type(content).__name__}; copy the file again")
+    return content
+
+
+def _load(directory: Path) -> PreTrainedTokenizerFast:
+    try:
+        loaded = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
+        )
+    except Exception as error:
+        # The tokenizers library reports a malformed tokenizer.json as a bare Exception.
+        if type(error) is not Exception and not isinstance(error, (OSError, ValueError, KeyError, TypeError)):
+            raise
+        raise CheckpointError(
+            f"the tokenizer in {directory} cannot be loaded ({error}); copy its files again"
+        ) from error
+    if not isinstance(loaded, PreTrainedTokenizerFast):
+        raise CheckpointError(
+            f"the tokenizer in {directory} must be a fast one, got {type(loaded).__name__}; convert it with "
+            "transformers and save it beside the weights"
+        )
+    return loaded
+
+
+def _check_end_and_padding(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    end, pad = tokenizer.eos_token, tokenizer.pad_token
+    where = directory / "tokenizer_config.json"
+    if end is None or not isinstance(tokenizer.eos_token_id, int):
+        raise CheckpointError(
+            f"a tokenizer must have an end token, got eos_token={end!r}; set eos_token in {where} to the token that "
+            "ends the model's turns"
+        )
+    if pad is None or tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
+        found = "none" if pad is None else f"the end token {pad!r}"
+        raise CheckpointError(
+            f"a tokenizer must have a padding token that is not its end token, got {found}; the trainer masks padding "
+            f"by id and would mask the end too. Set pad_token in {where} to a token the model never writes"
+            f"{_suggestion(tokenizer)}"
+        )
+
+
+def _suggestion(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Some special tokens that could serve as padding, those with a telling name first."""
+    others = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
+    others = [t for t in others if t != tokenizer.eos_token]
+    others.sort(key=lambda token: "pad" not in token.lower() and "endoftext" not in token.lower())
+    return f", for example one of {others[:3]}" if others else ""

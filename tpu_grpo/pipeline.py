@@ -1,0 +1,142 @@
+"""A GRPO run, top to bottom.
+
+    prompts -> rollout -> rewards -> update -> weight sync, and again
+
+Every stage is a call on a part that ``assembly.py`` built; what a stage passes on is a record of ``types.py``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tpu_grpo.assembly import Parts, build_parts
+from tpu_grpo.config import RunConfig
+from tpu_grpo.errors import Interrupted
+from tpu_grpo.evaluation import Evaluation, EvaluationLog, evaluate
+from tpu_grpo.metrics.compilations import CompilationCounter
+from tpu_grpo.metrics.jsonl import read_records
+from tpu_grpo.metrics.report import write_report
+from tpu_grpo.metrics.run_log import RunLog, open_run_log
+from tpu_grpo.metrics.sinks import METRICS_FILE
+from tpu_grpo.metrics.summary import build_summary, versions, write_summary
+from tpu_grpo.metrics.values import reward_names, rollout_metrics, sync_metrics, update_metrics
+from tpu_grpo.run_dir import prepare_run_dir
+from tpu_grpo.types import ScoredRollout
+
+
+def train(config: RunConfig, stop_requested: Callable[[], bool] = lambda: False) -> dict[str, Any]:
+    """Run the config to its end and leave its files in ``run.dir``.
+
+    Args:
+        config: the run.
+        stop_requested: asked after every step; when it says yes, a checkpoint is saved and the run ends early.
+
+    Returns:
+        What summary.json holds.
+
+    Raises:
+        Interrupted: if a stop was requested; the checkpoint is saved.
+        TpuGrpoError: for anything wrong with the config, the model, the data, a reward or a number.
+    """
+    moved = prepare_run_dir(config)
+    with CompilationCounter() as compilations:
+        parts = build_parts(config)
+        start = parts.learner.restored_step
+        with open_run_log(config, start) as log:
+            run = Run(config, parts, log, EvaluationLog(config.run_dir, start), compilations)
+            if moved is not None:
+                log.note(f"an earlier run's files were moved to {moved}")
+            run.train(start, stop_requested)
+    return run.finish()
+
+
+@dataclass
+class Run:
+    """A run in progress."""
+
+    config: RunConfig
+    parts: Parts
+    log: RunLog
+    evaluations: EvaluationLog
+    compilations: CompilationCounter
+
+    def train(self, start: int, stop_requested: Callable[[], bool]) -> None:
+        """Do steps ``start + 1`` to ``run.max_steps``."""
+        if start:
+            self.log.note(f"continuing after step {start}")
+        self._evaluate_if_due(start)
+        for step in range(start + 1, self.config.run.max_steps + 1):
+            self._step(step)
+            stopping = stop_requested() and step < self.config.run.max_steps
+            if stopping or self._due(step, self.config.checkpoint.every):
+                self.parts.learner.save(step)
+            if stopping:
+                self.parts.learner.close()
+                raise Interrupted(f"stopped after step {step} as asked; start the same command again to continue")
+        self.parts.learner.close()
+
+    def _step(self, step: int) -> None:
+        parts = self.parts
+        batch = parts.task.prompts.batch(step)
+        rollout = parts.sampler.rollout(batch)
+        scored = ScoredRollout(rollout, parts.task.rewards.score(rollout))
+        update = parts.learner.update(scored)
+        sync = parts.policy.install(parts.learner.params())
+        if _every(step, self.config.logging.samples_every):
+            self.log.samples(step, scored, update.advantages)
+        self.log.step(
+            {
+                "step": step,
+                **rollout_metrics(scored),
+                **update_metrics(update),
+                **sync_metrics(sync),
+                "compile/count": self.compilations.count,
+                **self._evaluate_if_due(step),
+            }
+        )
+
+    def _evaluate_if_due(self, step: int) -> dict[str, float]:
+        task = self.parts.task
+        due = step == 0 or self._due(step, self.config.evaluation.every)
+        if task.evaluation_prompts is None or task.evaluation_rewards is None or not due:
+            return {}
+        if any(done.step == step for done in self.evaluations.done):
+            return {}
+        evaluation = evaluate(
+            self.parts.sampler.answer,
+            task.evaluation_rewards.score,
+            task.evaluation_prompts,
+            step=step,
+            temperature=self.config.rollout.temperature,
+            display_names=reward_names(task.evaluation_rewards.names),
+        )
+        self.evaluations.add(evaluation)
+        self.log.note(describe(evaluation, len(task.evaluation_prompts)))
+        return evaluation.metrics()
+
+    def _due(self, step: int, every: int) -> bool:
+        """After every ``every`` steps, and after the last."""
+        return step == self.config.run.max_steps or _every(step, every)
+
+    def finish(self) -> dict[str, Any]:
+        """Write summary.json and report.html."""
+        summary = build_summary(
+            list(read_records(self.config.run_dir / METRICS_FILE)),
+            params_digest=self.parts.learner.params_digest(),
+            versions=versions(),
+            evaluation=self.evaluations.summary(),
+        )
+        write_summary(self.config.run_dir, summary)
+        write_report(self.config.run_dir)
+        return summary
+
+
+def describe(evaluation: Evaluation, prompts: int) -> str:
+    """One line: ``held out (512 prompts) after step 0: exact_answer greedy 0.291, sampled 0.442``."""
+    names = evaluation.means["greedy"]
+    shown = [f"{n} greedy {names[n]:.3f}, sampled {evaluation.means['sampled'][n]:.3f}" for n in names]
+    return f"held out ({prompts} prompts) after step {evaluation.step}: " + "; ".join(shown)
+
+
+def _every(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,40 @@
+"""The directory a run leaves its files in: kept, continued, or moved aside, never overwritten."""
+
+from pathlib import Path
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.errors import ConfigError
+
+CONFIG_FILE = "config.yaml"
+
+
+def prepare_run_dir(config: RunConfig) -> Path | None:
+    """Create ``run.dir`` and write the resolved config into it.
+
+    With ``checkpoint.resume=never`` the files of an earlier run are moved to the first free ``<dir>.1``, ``<dir>.2``...
+
+    Returns:
+        Where earlier files were moved, or None.
+
+    Raises:
+        ConfigError: if the directory cannot be made or written.
+    """
+    directory = config.run_dir
+    try:
+        moved = _move_aside(directory) if config.checkpoint.resume == "never" and _used(directory) else None
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / CONFIG_FILE).write_text(config.to_yaml())
+    except OSError as error:
+        raise ConfigError(f"run.dir must be a directory this process can write, got {directory}: {error}") from error
+    return moved
+
+
+def _used(directory: Path) -> bool:
+    return directory.is_dir() and any(directory.iterdir())
+
+
+def _move_aside(directory: Path) -> Path:
+    number = 1
+    while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
+        number += 1
+    return directory.rename(aside)

@@ -1,0 +1,81 @@
+"""The built-in task: ``a+b=`` with both numbers from 10 to 99, and a teacher who usually forgets to carry.
+
+    47+38= -> 85    (the answer)
+    47+38= -> 75    (without the carry: 7+8 writes 5, 4+3 writes 7)
+
+A model taught by this teacher learns both habits and prefers the wrong one; rewards for exactly right answers then
+choose between them. About a quarter of the problems need no carry, so both habits agree on those.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations
+from typing import Literal
+
+import numpy as np
+
+Split = Literal["train", "heldout"]
+
+SMALLEST, LARGEST = 10, 99
+HELDOUT_PAIRS = 256
+TEACHER_RIGHT = 0.25
+"""How often the teacher remembers the carry."""
+_SPLIT_SEED = 20240207  # fixed: what is held out never depends on a run
+
+
+def problems(split: Split) -> list[dict[str, str]]:
+    """All problems of a split as records with ``question`` ("47+38=") and ``answer`` ("85"), ordered by a, then b.
+
+    Held out are 256 unordered pairs of distinct numbers, each in both orders: 512 of the 8100 problems. The training
+    split is the other 7588; it has none of them in either order.
+    """
+    return [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in operands(split)]
+
+
+def operands(split: Split) -> list[tuple[int, int]]:
+    """The numbers (a, b) of every problem of a split, in the order of ``problems``."""
+    numbers = range(SMALLEST, LARGEST + 1)
+    heldout = _heldout_pairs()
+    wanted = split == "heldout"
+    return [(a, b) for a in numbers for b in numbers if ((min(a, b), max(a, b)) in heldout) == wanted]
+
+
+def without_carry(a: int, b: int) -> int:
+    """The sum with every carry dropped: each column's last digit alone, also in the leading column.
+
+    47+38 -> 75;  57+68 -> 15 (5+6 writes 1);  50+60 -> 10;  57+53 -> 0, since leading zeros are not written.
+    """
+    total, place = 0, 1
+    while a or b:
+        total += (a % 10 + b % 10) % 10 * place
+        a, b, place = a // 10, b // 10, place * 10
+    return total
+
+
+def needs_carry(a: int, b: int) -> bool:
+    """Whether any column, the leading one included, adds up to 10 or more, so that forgetting carries is wrong."""
+    return without_carry(a, b) != a + b
+
+
+def teacher_answer(a: int, b: int, rng: np.random.Generator) -> str:
+    """What the teacher writes: the right sum with probability ``TEACHER_RIGHT``, else the sum without carries."""
+    return str(a + b if rng.random() < TEACHER_RIGHT else without_carry(a, b))
+
+
+def forgot_carry(completions: Sequence[str], question: Sequence[str]) -> list[float | None]:
+    """A reward to watch, not to learn from: 1 where the answer is wrong by exactly the carries left out.
+
+    None where the problem needs no carry, so that forgetting it would be right.
+    """
+    values: list[float | None] = []
+    for completion, asked in zip(completions, question, strict=True):
+        a, b = map(int, asked.rstrip("=").split("+"))
+        values.append(float(completion.strip() == str(without_carry(a, b))) if needs_carry(a, b) else None)
+    return values
+
+
+@cache
+def _heldout_pairs() -> frozenset[tuple[int, int]]:
+    pairs = list(combinations(range(SMALLEST, LARGEST + 1), 2))
+    chosen = np.random.default_rng(_SPLIT_SEED).choice(len(pairs), HELDOUT_PAIRS, replace=False)
+    return frozenset(pairs[i] for i in chosen)
