@@ -27,7 +27,7 @@ USAGE = "python scripts/run.py [CONFIG.yaml] [section.key=value ...] [--dry-run 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code of the contract: 0 done, 2 bad input, 3 hosts disagree, 4 interrupted."""
-    options = _parser().parse_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     if options.help:
         print(help_text())
         return 0
@@ -106,7 +106,8 @@ def closing_lines(config: RunConfig, summary: dict) -> str:
     before, after = summary.get("evaluation/before"), summary.get("evaluation/after")
     if before and after:
         for name in before["greedy"]:
-            shown = ", ".join(f"{mode} {before[mode][name]:.3f} -> {after[mode][name]:.3f}" for mode in before)
-            lines.append(f"held out, {name}: {shown}")
+            modes = [mode for mode in before if name in before[mode] and name in after[mode]]
+            shown = ", ".join(f"{mode} {before[mode][name]:.3f} -> {after[mode][name]:.3f}" for mode in modes)
+            lines += [f"held out, {name}: {shown}"] if shown else []
     lines.append(f"look at {config.run_dir}/report.html")
     return "\n".join(lines)

@@ -6,13 +6,14 @@ Imports nothing heavy, so that ``--help`` and a typing error cost nothing.
 """
 
 import difflib
+import re
 import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from tpu_grpo.errors import ConfigError
 
@@ -26,6 +27,13 @@ class Section(BaseModel):
     """A part of the config: frozen, strict about its keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _switches_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+            raise ValueError(f"must not be a switch, got {str(value).lower()}; `--help` lists what it takes")
+        return value
 
 
 class RunSection(Section):
@@ -103,6 +111,13 @@ class RolloutSection(Section):
     """Keep computed prefixes, so that a group's prompt is prefilled once."""
     batch_paddings: tuple[PositiveInt, ...] | None = None
     """Decode batch sizes to compile; powers of 2 from 8 up to max_running_requests when unset."""
+
+    @field_validator("batch_paddings")
+    @classmethod
+    def _some_batch_size(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if value == ():
+            raise ValueError("must name a batch size, got []; leave it unset for powers of 2")
+        return value
 
 
 class RewardSpec(Section):
@@ -210,7 +225,10 @@ class HostsSection(Section):
     @model_validator(mode="after")
     def _single(self) -> "HostsSection":
         if self.coordinator is not None or self.count != 1 or self.index != 0:
-            raise ValueError("one process only: leave coordinator unset, count=1, index=0")
+            raise ValueError(
+                f"must describe one process, got coordinator={self.coordinator or 'unset'}, count={self.count}, "
+                f"index={self.index}; leave them at unset, 1 and 0"
+            )
         return self
 
 
@@ -274,7 +292,7 @@ class RunConfig(Section):
     @property
     def run_dir(self) -> Path:
         """Where the run leaves its files."""
-        return self.run.dir or Path("runs") / self.run.name
+        return (self.run.dir or Path("runs") / self.run.name).expanduser()
 
     @property
     def batch_rows(self) -> int:
@@ -288,7 +306,7 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """The resolved config, every setting written out."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=120)
+        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, width=120)
 
 
 # --- rules between sections ------------------------------------------------------------------------------------------
@@ -318,8 +336,9 @@ def _cache_fits(config: RunConfig) -> None:
     if rollout.kv_tokens is not None and rollout.kv_tokens < needed:
         raise ValueError(
             f"rollout.kv_tokens must hold one whole request: >= {needed} tokens (data.max_prompt_tokens="
-            f"{config.data.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens}, {CACHE_MARGIN_TOKENS} spare, whole "
-            f"pages of {page}), got {rollout.kv_tokens}; raise it or shorten prompts or completions"
+            f"{config.data.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens}, "
+            f"{CACHE_MARGIN_TOKENS} spare, whole pages of {page}), got "
+            f"{rollout.kv_tokens}; raise it or shorten prompts or completions"
         )
 
 
@@ -340,6 +359,42 @@ def _groups_vary(config: RunConfig) -> None:
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------
+
+_PLAIN_VALUES = {
+    "null": r"(~|null|Null|NULL|)",
+    "bool": r"(true|True|TRUE|false|False|FALSE)",
+    "int": r"[-+]?[0-9]+",
+    "float": r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))",
+    "merge": r"<<",
+}
+"""What unquoted YAML is, beside text: the core schema of YAML 1.2 (section 10.3), and merge keys."""
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML reads YAML 1.1, where off is a switch, 1e-4 a text, 010 eight and 2026-01-01 a date; people mean 1.2.
+
+    A key that is set twice is refused; PyYAML keeps the last.
+    """
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012  # PyYAML's way to drop the parent's
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """A mapping with distinct keys."""
+        keys = [key.value for key, _ in node.value]
+        if twice := [key for number, key in enumerate(keys) if key in keys[:number]]:
+            problem = f"{twice[0]!r} is set twice; keep one of them"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes texts that either version of YAML would read as something else."""
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+for _name, _pattern in _PLAIN_VALUES.items():
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^{_pattern}$"), None)
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -400,11 +455,11 @@ def _yaml_scalar(value: Any) -> str:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except FileNotFoundError:
         shipped = sorted(str(p) for p in Path("configs").glob("*.yaml"))
         raise ConfigError(f"config file not found: {path}; shipped configs: {shipped or 'none here'}") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"config file {path} is not readable YAML: {error}") from error
     if tree is None:
         return {}
@@ -418,11 +473,9 @@ def _apply_override(tree: dict[str, Any], text: str) -> None:
     if not equals or not name:
         raise ConfigError(f"an override must read section.key=value, got {text!r}; example: run.seed=1")
     try:
-        value = yaml.safe_load(raw) if raw else ""
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{name}: the value {raw!r} is not YAML ({error}); quote it") from None
-    if isinstance(value, str):
-        value = _number(value)
+        value = yaml.load(raw, _Loader) if raw else ""
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{name}: the value {raw!r} is not YAML ({error}); {_quoted(name)}") from None
     node = tree
     *sections, key = name.split(".")
     for section in sections:
@@ -434,26 +487,48 @@ def _apply_override(tree: dict[str, Any], text: str) -> None:
     node[key] = value
 
 
-def _number(text: str) -> Any:
-    """YAML 1.1 reads 1e-4 as text; people mean the number."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
+def _quoted(name: str) -> str:
+    return f"put a text in quotes of its own: {name}='\"...\"'"
 
 
 def _explain(error: Any) -> str:
     where = ".".join(str(part) for part in error["loc"])
     value = error["input"]
-    if error["type"] == "extra_forbidden":
-        known = [name for name, *_ in settings()]
-        section = where.rpartition(".")[0]
-        siblings = [n for n in known if n.rpartition(".")[0] == section] or sorted({n.split(".")[0] for n in known})
-        near = difflib.get_close_matches(where, known + sorted({n.split(".")[0] for n in known}), n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known here: {', '.join(siblings)}"
-        return f"{where} is not a setting (got {value!r}); {hint}"
-    if error["type"] == "value_error":
-        message = str(error["ctx"]["error"])
-        return f"{where} {message}" if where else message
+    match error["type"]:
+        case "extra_forbidden":
+            return f"{where} is not a setting (got {value!r}); {_nearest(where)}"
+        case "value_error":
+            return f"{where} {error['ctx']['error']}".lstrip()
+        case "model_type":
+            return f"{where} must be a section, got {value!r}; {_known_in(where)}"
+        case "tuple_type":
+            return f"{where} must be a list, got {value!r}; write it in brackets: {where}='[...]'"
+        case "string_type":
+            return f"{where} must be text, got {value!r}; {_quoted(where)}"
     message = error["msg"][0].lower() + error["msg"][1:]
     return f"{where}: {message}, got {value!r}; `--help` lists every setting with its type and default"
+
+
+def _nearest(where: str) -> str:
+    section = where.rpartition(".")[0]
+    candidates = [name for name in _names() if name != section]
+    near = difflib.get_close_matches(_in_list(where), candidates, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else _known_in(section)
+
+
+def _known_in(section: str) -> str:
+    inside = [name for name in _names() if name.rpartition(".")[0] == _in_list(section)]
+    return f"known {f'in {section}' if section else 'sections'}: {', '.join(n.rpartition('.')[2] for n in inside)}"
+
+
+def _names() -> list[str]:
+    """Every setting and every section."""
+    settable = [name for name, *_ in settings()]
+    sections = (name.rpartition(".")[0] for name in settable)
+    around = [part for name in sections if "[" not in name for part in (name.split(".")[0], name) if part]
+    return list(dict.fromkeys([*around, *settable]))
+
+
+def _in_list(where: str) -> str:
+    """An entry's name as ``settings`` has it: rewards.0.weight is rewards[i].weight."""
+    return re.sub(r"\.\d+(?=\.|$)", "[i]", where)

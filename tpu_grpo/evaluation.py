@@ -52,7 +52,7 @@ class EvaluationLog:
     def __init__(self, run_dir: Path, start_step: int):
         self._path = run_dir / FILE
         if self._path.exists():
-            keep_records(self._path, lambda record: record["step"] <= start_step)
+            keep_records(self._path, lambda record: 0 < start_step >= record["step"])  # a fresh start keeps none
         records = read_records(self._path) if self._path.exists() else ()
         self.done = [Evaluation(record["step"], record["means"]) for record in records]
 

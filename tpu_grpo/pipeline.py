@@ -132,9 +132,11 @@ class Run:
 
 
 def describe(evaluation: Evaluation, prompts: int) -> str:
-    """One line: ``held out (512 prompts) after step 0: exact_answer greedy 0.291, sampled 0.442``."""
-    names = evaluation.means["greedy"]
-    shown = [f"{n} greedy {names[n]:.3f}, sampled {evaluation.means['sampled'][n]:.3f}" for n in names]
+    """One line: ``held out (512 prompts) after step 0: greedy exact_answer 0.291; sampled exact_answer 0.442``."""
+    shown = [
+        f"{mode} " + ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
+        for mode, means in evaluation.means.items()
+    ]
     return f"held out ({prompts} prompts) after step {evaluation.step}: " + "; ".join(shown)
 
 

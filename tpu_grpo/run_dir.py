@@ -17,7 +17,7 @@ def prepare_run_dir(config: RunConfig) -> Path | None:
         Where earlier files were moved, or None.
 
     Raises:
-        ConfigError: if the directory cannot be made or written.
+        ConfigError: if the directory cannot be made or written, or would have to be moved from under this process.
     """
     directory = config.run_dir
     try:
@@ -34,6 +34,11 @@ def _used(directory: Path) -> bool:
 
 
 def _move_aside(directory: Path) -> Path:
+    if Path.cwd().is_relative_to(directory.resolve()):
+        raise ConfigError(
+            f"run.dir must not hold the working directory with checkpoint.resume=never, which moves earlier files "
+            f"aside, got {directory}; name a directory of the run's own"
+        )
     number = 1
     while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
         number += 1

@@ -71,8 +71,18 @@ def make_mesh(fsdp: int = 2, tp: int = 1) -> Mesh:
 
 def make_model(mesh: Mesh, seed: int = 0, scale: float = 0.3) -> qwen3.Qwen3:
     """Two layers, width 64, all matrices random: Tunix leaves the MLP at zero."""
-    sizes = {"num_layers": 2, "vocab_size": VOCAB, "embed_dim": 64, "hidden_dim": 96, "num_heads": 4, "head_dim": 16}
-    config = qwen3.ModelConfig(**sizes, num_kv_heads=2, rope_theta=1_000_000, norm_eps=1e-6, use_tied_embedding=True)
+    config = qwen3.ModelConfig(
+        num_layers=2,
+        vocab_size=VOCAB,
+        embed_dim=64,
+        hidden_dim=96,
+        num_heads=4,
+        head_dim=16,
+        num_kv_heads=2,
+        rope_theta=1_000_000,
+        norm_eps=1e-6,
+        use_tied_embedding=True,
+    )
 
     @nnx.jit
     def create() -> qwen3.Qwen3:
@@ -133,7 +143,7 @@ def model_logps(
     ids = np.zeros((len(prompts), PROMPT_TOKENS + NEW_TOKENS), np.int32)
     for line, prompt, completion in zip(ids, prompts, completions, strict=True):
         line[: len(prompt) + len(completion)] = [*prompt, *completion]
-    scores = np.asarray(_logits(model, ids), np.float64) / temperature
+    scores = np.asarray(_logits(model, jnp.asarray(ids)), np.float64) / temperature
     peak = scores.max(axis=-1, keepdims=True)
     normal = scores - peak - np.log(np.exp(scores - peak).sum(axis=-1, keepdims=True))
     return [

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,19 +12,18 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
-from transformers import Qwen3Config
+from transformers import PreTrainedTokenizerFast, Qwen3Config
 from tunix.models.qwen3.model import Qwen3
 from tunix.models.qwen3.params import create_model_from_safe_tensors
 
 from tpu_grpo.errors import CheckpointError, ConfigError
 from tpu_grpo.models import builtin
 from tpu_grpo.models.builtin import builtin_checkpoint
-from tpu_grpo.models.builtin_files import hugging_face_tensors
-from tpu_grpo.models.builtin_teaching import Recipe, teach
+from tpu_grpo.models.builtin_teaching import Recipe, initial_params, teach
 from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer, stop_token_ids
 from tpu_grpo.tasks import addition
 
-TINY = Recipe(layers=2, width=32, mlp_width=48, heads=4, kv_heads=2, head_dim=8, steps=2, batch=8, warmup_steps=1)
+TINY = Recipe(layers=2, width=32, mlp_width=48, heads=4, kv_heads=2, head_dim=16, steps=2, batch=8, warmup_steps=1)
 
 
 @pytest.fixture
@@ -34,16 +33,28 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def lessons(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The seed of every teaching that happens."""
+def lessons(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The seed of every teaching, which stops at the first parameters so that nothing is compiled."""
     seeds: list[int] = []
 
-    def counted(*args: object, seed: int, **kwargs: object) -> nnx.State:
+    def untaught(
+        recipe: Recipe, tokenizer: PreTrainedTokenizerFast, *, seed: int, on_step: Callable[[int, float], None]
+    ) -> nnx.State:
         seeds.append(seed)
-        return teach(*args, seed=seed, **kwargs)  # pyright: ignore[reportArgumentType]
+        on_step(recipe.steps, 1.5)
+        shapes = nnx.state(nnx.eval_shape(lambda: Qwen3(recipe.model_config(len(tokenizer)), rngs=nnx.Rngs(0))))
+        return initial_params(recipe, shapes, np.random.default_rng(seed))
 
-    monkeypatch.setattr(builtin, "teach", counted)
+    monkeypatch.setattr(builtin, "teach", untaught)
     return seeds
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model that was really taught, if only for two steps, with seed 3."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(builtin.CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        yield builtin_checkpoint("addition", 3, progress=False, recipe=TINY)
 
 
 def tiny(seed: int = 0, recipe: Recipe = TINY) -> Path:
@@ -88,7 +99,7 @@ def test_damaged_entry_is_remade(cache: Path, lessons: list[int], damage: Callab
     assert lessons == [0, 0]
 
 
-def test_interrupted_teaching_leaves_no_entry(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_teaching_leaves_no_entry(cache: Path, lessons: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
@@ -109,7 +120,7 @@ def test_unknown_name_and_unwritable_cache_are_refused(tmp_path: Path, monkeypat
         tiny()
 
 
-def test_bar_is_shown_only_on_request(cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_bar_is_shown_only_on_request(lessons: list[int], capfd: pytest.CaptureFixture[str]) -> None:
     tiny(0)
     assert capfd.readouterr().err == ""
     builtin_checkpoint("addition", 1, progress=True, recipe=TINY)
@@ -122,26 +133,18 @@ def test_bar_is_shown_only_on_request(cache: Path, capfd: pytest.CaptureFixture[
 # --- the files -------------------------------------------------------------------------------------------------------
 
 
-def test_weights_are_decided_by_the_seed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = (tiny(0) / "model.safetensors").read_bytes()
-    other = (tiny(1) / "model.safetensors").read_bytes()
-    monkeypatch.setenv(builtin.CACHE_VARIABLE, str(tmp_path / "elsewhere"))
-    assert (tiny(0) / "model.safetensors").read_bytes() == first
-    assert other != first
-
-
-def test_tensors_have_hugging_faces_names_and_shapes(cache: Path) -> None:
-    tensors = load_file(tiny() / "model.safetensors")
+def test_tensors_have_hugging_faces_names_and_shapes(taught: Path) -> None:
+    tensors = load_file(taught / "model.safetensors")
     expected = {"model.embed_tokens.weight": (264, 32), "model.norm.weight": (32,)}
     for layer in ("model.layers.0.", "model.layers.1."):
         expected |= {
             layer + "input_layernorm.weight": (32,),
-            layer + "self_attn.q_proj.weight": (32, 32),
-            layer + "self_attn.k_proj.weight": (16, 32),
-            layer + "self_attn.v_proj.weight": (16, 32),
-            layer + "self_attn.q_norm.weight": (8,),
-            layer + "self_attn.k_norm.weight": (8,),
-            layer + "self_attn.o_proj.weight": (32, 32),
+            layer + "self_attn.q_proj.weight": (64, 32),
+            layer + "self_attn.k_proj.weight": (32, 32),
+            layer + "self_attn.v_proj.weight": (32, 32),
+            layer + "self_attn.q_norm.weight": (16,),
+            layer + "self_attn.k_norm.weight": (16,),
+            layer + "self_attn.o_proj.weight": (32, 64),
             layer + "post_attention_layernorm.weight": (32,),
             layer + "mlp.gate_proj.weight": (48, 32),
             layer + "mlp.up_proj.weight": (48, 32),
@@ -151,34 +154,42 @@ def test_tensors_have_hugging_faces_names_and_shapes(cache: Path) -> None:
     assert {t.dtype for t in tensors.values()} == {np.dtype(np.float32)}
 
 
-def test_tunixs_own_loader_reads_back_what_was_taught(cache: Path) -> None:
-    recipe = replace(TINY, head_dim=16)  # heads * head_dim is not the width: a wrong transpose cannot fit
-    taught = teach(recipe, build_byte_tokenizer(), seed=3)
-    loaded = nnx.state(_load(tiny(3, recipe), recipe))
-    taught_leaves, loaded_leaves = dict(nnx.to_flat_state(taught)), dict(nnx.to_flat_state(loaded))
-    assert taught_leaves.keys() == loaded_leaves.keys()
-    for path, leaf in taught_leaves.items():
-        np.testing.assert_array_equal(np.asarray(loaded_leaves[path][...]), np.asarray(leaf[...]), str(path))
-    tensors = hugging_face_tensors(taught, recipe.layers)
-    q_DNH = np.asarray(taught_leaves["layers", 1, "attn", "q_proj", "w"][...])
+def test_the_seed_decides_every_bit(taught: Path, cache: Path) -> None:
+    weights = (taught / "model.safetensors").read_bytes()
+    assert tiny(3) != taught
+    assert (tiny(3) / "model.safetensors").read_bytes() == weights
+    assert (tiny(4) / "model.safetensors").read_bytes() != weights
+
+
+def test_tunixs_own_loader_reads_back_what_was_taught(taught: Path) -> None:
+    params = teach(TINY, build_byte_tokenizer(), seed=3)
+    wanted = dict(nnx.to_flat_state(params))
+    loaded = dict(nnx.to_flat_state(nnx.state(_load(taught, TINY))))
+    assert wanted.keys() == loaded.keys()
+    for path, leaf in wanted.items():
+        np.testing.assert_array_equal(np.asarray(loaded[path][...]), np.asarray(leaf[...]), str(path))
+
+
+def test_rows_of_a_projection_are_its_outputs(taught: Path) -> None:
+    tensors, params = load_file(taught / "model.safetensors"), nnx.state(_load(taught, TINY))
+    leaves = dict(nnx.to_flat_state(params))
+    q_DNH, o_NHD = (np.asarray(leaves["layers", 1, "attn", name, "w"][...]) for name in ("q_proj", "o_proj"))
     assert tensors["model.layers.1.self_attn.q_proj.weight"][2 * 16 + 5, 7] == q_DNH[7, 2, 5]
-    o_NHD = np.asarray(taught_leaves["layers", 1, "attn", "o_proj", "w"][...])
     assert tensors["model.layers.1.self_attn.o_proj.weight"][7, 2 * 16 + 5] == o_NHD[2, 5, 7]
 
 
-def test_transformers_and_the_tokenizer_loader_accept_the_directory(cache: Path) -> None:
-    entry = tiny()
-    config, tokenizer = Qwen3Config.from_pretrained(entry), load_tokenizer(entry)
-    assert (config.num_hidden_layers, config.head_dim, config.vocab_size) == (2, 8, len(tokenizer))
+def test_transformers_and_the_tokenizer_loader_accept_the_directory(taught: Path) -> None:
+    config, tokenizer = Qwen3Config.from_pretrained(taught), load_tokenizer(taught)
+    assert (config.num_hidden_layers, config.head_dim, config.vocab_size) == (2, 16, len(tokenizer))
     assert (config.architectures, config.tie_word_embeddings) == (["Qwen3ForCausalLM"], True)
     assert (config.rope_theta, config.max_position_embeddings) == (1_000_000, 4096)
-    assert stop_token_ids(tokenizer, entry) == (config.pad_token_id, config.eos_token_id) == (256, 257)
+    assert stop_token_ids(tokenizer, taught) == (config.pad_token_id, config.eos_token_id) == (256, 257)
 
 
-def test_record_says_how_it_was_taught(cache: Path) -> None:
-    record = json.loads((tiny(7) / "teaching.json").read_text())
-    assert (record["task"], record["seed"], record["recipe"]["steps"]) == ("addition", 7, 2)
-    assert set(record["files"]) == {p.name for p in tiny(7).iterdir()} - {"teaching.json"}
+def test_record_says_how_it_was_taught(taught: Path) -> None:
+    record = json.loads((taught / "teaching.json").read_text())
+    assert (record["task"], record["seed"], record["recipe"]["steps"]) == ("addition", 3, 2)
+    assert set(record["files"]) == {p.name for p in taught.iterdir()} - {"teaching.json"}
 
 
 # --- what it has learned ---------------------------------------------------------------------------------------------

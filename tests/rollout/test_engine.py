@@ -1,5 +1,6 @@
 """The engine against Tunix's forward pass on the same tokens, and against itself under other schedules."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ def test_stop_tokens_end_a_completion_and_limits_cut_it(engine: Engine, referenc
     stop = reference_tokens[0][5]
     first = reference_tokens[0].index(stop)
     request = requests(sampling=SamplingParams(16))[0]
-    free = Engine(engine._scheduler, EngineOptions(**(vars(engine.options) | {"stop_token_ids": frozenset({stop})})))
+    free = Engine(engine._scheduler, replace(engine.options, stop_token_ids=frozenset({stop})))
     stopped = free.generate([request])[0]
     assert stopped.token_ids.tolist() == reference_tokens[0][: first + 1]
     assert stopped.finish_reason == "stop"
@@ -191,7 +192,12 @@ def test_nothing_compiles_after_compile_all(checkpoint: Path, model: nnx.Module)
     engine = build_engine(checkpoint, model, max_running_requests=6, batch_paddings=(2, 4), prefill_tokens=64)
     assert engine.compile_all() == 3 + 1
     events: list[str] = []
-    jax.monitoring.register_event_duration_secs_listener(lambda name, _, **__: events.append(name))
+
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
+        del duration_secs, kwargs
+        events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         engine.generate(requests(group=3))
         engine.generate(requests(sampling=GREEDY))

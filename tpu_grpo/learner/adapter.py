@@ -37,7 +37,7 @@ class SamplingEngine(Protocol):
         """Sample one completion for every prompt; a group's prompt comes as often as its size."""
         ...
 
-    def install(self, params: nnx.State) -> None:
+    def install(self, params: nnx.State) -> object:
         """Use these parameters (the trainer's ``nnx.Param``) from now on and forget what was computed with others."""
         ...
 

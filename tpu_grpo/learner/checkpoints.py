@@ -1,13 +1,16 @@
 """Saving and restoring the policy and its optimizer, through Tunix's checkpoint manager (Orbax).
 
-    <run.dir>/checkpoints/<step>/   model_params, optimizer_state, and {"global_step": step}
+    <run.dir>/checkpoints/<step>/   model_params, optimizer_state, and {"global_step": step, "checksums": {...}}
 
 A step is saved on a thread of its own into a directory with a temporary name, renamed when it is complete: a process
 that is killed leaves the previous checkpoint as the newest, and the next start removes what was unfinished.
+
+Orbax stores no checksum of its own: a file with bytes changed in place may be read back without complaint, and a
+checkpoint without its optimizer is restored by Tunix as if that were meant. Both are found here.
 """
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
@@ -15,10 +18,10 @@ from flax import nnx
 from tunix.sft.checkpoint_manager import CheckpointManager
 
 from tpu_grpo.errors import CheckpointError
+from tpu_grpo.learner.digest import checksums
 
 Resume = Literal["auto", "never", "require"]
-_UNREADABLE = (OSError, ValueError, TypeError, KeyError, AttributeError, jax.errors.JaxRuntimeError)
-"""What Orbax was seen to raise for missing, truncated and overwritten files, and for other shapes."""
+_ITEMS = ("model_params", "optimizer_state")
 
 
 class Checkpoints:
@@ -31,10 +34,13 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, *, keep: int):
+        # By default Orbax cuts an array that several devices hold into pieces, by a program compiled for each shape at the
+        # first save; only small arrays are held so. The choice is one of the process.
+        whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+        ocp.type_handlers.register_type_handler(jax.Array, whole, override=True)
         self._directory = directory.absolute()
-        self._manager = CheckpointManager(
-            str(self._directory), options=ocp.CheckpointManagerOptions(max_to_keep=keep, save_interval_steps=1)
-        )
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self._manager = CheckpointManager(str(self._directory), options=options)
 
     def restore(self, model: nnx.Module, optimizer: nnx.Optimizer, *, resume: Resume) -> int:
         """Load the newest checkpoint into both, exactly, and return its step; 0 if there is none.
@@ -49,35 +55,47 @@ class Checkpoints:
                     f"checkpoint.resume=require needs a checkpoint in {self._directory}, found none; check run.dir, or "
                     "use checkpoint.resume=auto"
                 )
+            _checksums(model, optimizer)  # compiles them now, not at the first save
             return 0
         if resume == "never":
             raise CheckpointError(
                 f"checkpoint.resume=never needs an empty {self._directory}, found step {step}; move it away, or use "
                 "another run.dir"
             )
-        try:
-            self._manager.maybe_restore(model, optimizer, step)
-        except _UNREADABLE as error:
-            raise CheckpointError(
-                f"checkpoint {self._directory / str(step)} must hold this model and optimizer whole, but could not be "
-                f"read ({type(error).__name__}: {_first_line(error)}); remove that directory to continue from the one "
-                "before, or set checkpoint.resume=never to start over"
-            ) from error
+        self._read(step, model, optimizer)
         return step
 
     def save(self, step: int, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
         """Start saving; returns when the values are copied and may change. A step that is saved is left alone."""
         if step != self._manager.latest_step():
-            self._manager.save(step, model, optimizer, force=True, custom_metadata={"global_step": step})
+            metadata = {"global_step": step, "checksums": _checksums(model, optimizer)}
+            self._manager.save(step, model, optimizer, force=True, custom_metadata=metadata)
 
     def close(self) -> None:
-        """Wait until every save is complete.
-
-        Raises:
-            Whatever the saving thread raised, such as OSError for a full disk.
-        """
+        """Wait until every save is complete; raises what the saving thread raised, such as OSError for a full disk."""
         self._manager.close()
 
+    def _read(self, step: int, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
+        if missing := [item for item in _ITEMS if not (self._directory / str(step) / item).is_dir()]:
+            raise self._damaged(step, f"{' and '.join(missing)} is missing")
+        try:
+            _, metadata = self._manager.maybe_restore(model, optimizer, step)
+        except Exception as error:  # Orbax raises many types, and for a truncated array the bare Exception
+            raise self._damaged(step, f"{type(error).__name__}: {str(error).strip()[:300]}") from error
+        saved: dict[str, int] | None = metadata.get("checksums")
+        if saved is None:
+            raise self._damaged(step, "its checksums are missing")
+        if wrong := [name for name, value in _checksums(model, optimizer).items() if saved.get(name) != value]:
+            raise self._damaged(step, f"{len(wrong)} arrays are not what was saved, the first {wrong[0]}")
 
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0][:300]
+    def _damaged(self, step: int, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"checkpoint {self._directory / str(step)} must hold this model and optimizer, whole, but could not be "
+            f"restored ({reason}); remove that directory to continue from the one before, undo a change of model, "
+            "optimizer or algorithm.micro_batch_prompts, or start over with checkpoint.resume=never"
+        )
+
+
+def _checksums(model: nnx.Module, optimizer: nnx.Optimizer) -> dict[str, Any]:
+    parts = {"model": nnx.state(model), "optimizer": nnx.state(optimizer, nnx.optimizer.OptState)}
+    return {f"{part}.{name}": value for part, state in parts.items() for name, value in checksums(state).items()}

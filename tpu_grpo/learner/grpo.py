@@ -13,10 +13,10 @@ import dataclasses
 import functools
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from tunix.rl import rl_cluster as rl_cluster_lib
@@ -30,7 +30,7 @@ from tpu_grpo.types import Completion
 Role = rl_cluster_lib.Role
 
 
-@flax.struct.dataclass(frozen=True)
+@struct.dataclass(frozen=True)
 class TrainExample(grpo_learner.TrainExample):
     """Tunix's example of B rows, and the log-probabilities the engine sampled with."""
 
@@ -89,18 +89,20 @@ class Grpo(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
         old_logps, weights = rollout_logps, None
         if self.algo_config.old_policy == "trainer":
             old_logps = self._resharded(self.rl_cluster.get_old_per_token_logps(prompt_ids, completion_ids))
-            weights = truncated_weights(old_logps, rollout_logps, cap=self.algo_config.importance_cap)
-        return TrainExample(
-            prompt_ids=prompt_ids,
-            prompt_mask=self._put(rows.prompt_mask),
-            completion_ids=completion_ids,
-            completion_mask=self._put(rows.completion_mask),
-            advantages=self._put(rows.advantages),
-            ref_per_token_logps=self._reference_logps(prompt_ids, completion_ids),
-            old_per_token_logps=old_logps,
-            sampler_is_weights=weights if weights is None else self._resharded(weights),
-            rollout_per_token_logps=rollout_logps,
-        )
+            cap = self.algo_config.importance_cap
+            weights = self._resharded(truncated_weights(old_logps, rollout_logps, cap=cap))
+        fields: dict[str, jax.Array | None] = {  # a type checker does not see what Tunix's class inherits
+            "prompt_ids": prompt_ids,
+            "prompt_mask": self._put(rows.prompt_mask),
+            "completion_ids": completion_ids,
+            "completion_mask": self._put(rows.completion_mask),
+            "advantages": self._put(rows.advantages),
+            "ref_per_token_logps": self._reference_logps(prompt_ids, completion_ids),
+            "old_per_token_logps": old_logps,
+            "sampler_is_weights": weights,
+            "rollout_per_token_logps": rollout_logps,
+        }
+        return TrainExample(**fields)
 
     def _generate_and_compute_advantage(
         self, training_input: Any, mode: rl_cluster_lib.Mode = rl_cluster_lib.Mode.TRAIN

@@ -48,8 +48,8 @@ class Learner:
     Args:
         config: the run.
         model: the policy, on ``mesh``; updated in place.
-        reference: the initial policy, if ``algorithm.beta`` > 0. It may share its arrays with ``model``: an update
-            makes new ones.
+        reference: the initial policy, if ``algorithm.beta`` > 0. It may be ``model`` itself or share its arrays, which
+            costs nothing until they part: an update makes new arrays.
         mesh: the trainer's, with the axes fsdp and tp.
         tokenizer: a Hugging Face tokenizer, or anything with encode, decode, bos_id, eos_id and pad_id.
         pad_id: fills rows.
@@ -79,7 +79,7 @@ class Learner:
         self._shape = RowShape(config.data.max_prompt_tokens, config.rollout.max_new_tokens, pad_id)
         self._cluster = Cluster(
             actor=model,
-            reference=reference if config.algorithm.beta > 0.0 else None,
+            reference=nnx.clone(reference) if config.algorithm.beta > 0.0 else None,  # own variables, same arrays
             tokenizer=tokenizer,
             cluster_config=_cluster_config(
                 config, mesh, functools.partial(RolloutAdapter, engine=engine, pad_id=pad_id, eos_id=eos_id)
@@ -130,10 +130,8 @@ class Learner:
 
     def _advantages(self, scored: ScoredRollout) -> np.ndarray:
         algorithm, totals = self._config.algorithm, scored.scores.total
-        if len(totals) != len(scored.rollout.completions):
-            raise RewardError(
-                f"every completion needs a reward, got {len(totals)} for {len(scored.rollout.completions)}; score them all"
-            )
+        if len(totals) != (rows := len(scored.rollout.completions)):
+            raise RewardError(f"every completion needs a reward, got {len(totals)} for {rows}; score them all")
         return group_advantages(totals, group_size=algorithm.group_size, estimator=algorithm.advantage)
 
     def _examples(self, scored: ScoredRollout, advantages: np.ndarray) -> list[TrainExample]:
@@ -149,8 +147,8 @@ class Learner:
         for name, value in (("loss", sum(losses)), ("gradient norm", float(record.grad_norm))):
             if not math.isfinite(value):
                 raise NonFiniteError(
-                    f"the {name} of step {step} must be finite, got {value}; the policy is spoilt: resume from the last "
-                    "checkpoint with a lower optimizer.learning_rate, or model.dtype=float32"
+                    f"the {name} of step {step} must be finite, got {value}; the policy is spoilt: resume "
+                    "from the last checkpoint with a lower optimizer.learning_rate, or model.dtype=float32"
                 )
         return micro_steps, record
 

@@ -82,6 +82,6 @@ def _recorded(schedule: optax.Schedule) -> optax.GradientTransformation:
         assert isinstance(state, UpdateRecord)
         rate = jnp.asarray(schedule(state.count), jnp.float32)
         norm = jnp.asarray(optax.global_norm(updates), jnp.float32)
-        return updates, UpdateRecord(optax.safe_increment(state.count), norm, rate)
+        return updates, UpdateRecord(jnp.asarray(optax.safe_increment(state.count)), norm, rate)
 
     return optax.GradientTransformation(init, update)

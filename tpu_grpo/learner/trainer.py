@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
+from jax.interpreters import pxla
 from tunix.rl import trainer as rl_trainer
 
 
@@ -26,7 +27,7 @@ class CollectingTrainer(rl_trainer.Trainer):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._loss: jax.Array | None = None
-        self._layout: Any = None
+        self._shard_optimizer(pxla.thread_resources.env.physical_mesh)  # now, so that whoever saves finds it so
         self._micro_steps: list[MicroStep] = []
 
     def take_micro_steps(self) -> list[MicroStep]:
@@ -35,7 +36,7 @@ class CollectingTrainer(rl_trainer.Trainer):
         return taken
 
     def _shard_optimizer(self, mesh: jax.sharding.Mesh) -> None:
-        super()._shard_optimizer(mesh)  # comes before the train step is compiled
+        super()._shard_optimizer(mesh)
         self._layout = jax.tree.map(lambda leaf: leaf.sharding, self._trained(self.model, self.optimizer))
 
     def _train_step(self, model: nnx.Module, optimizer: nnx.Optimizer, inputs: Any) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jaxtyping import Array, Float, Int
-from transformers import PreTrainedTokenizerFast
+from transformers import BatchEncoding, PreTrainedTokenizerFast
 from tunix.models.qwen3.model import ModelConfig, Qwen3
 
 from tpu_grpo.errors import NonFiniteError
@@ -38,14 +38,16 @@ class Recipe:
     rope_theta: int = 1_000_000
     norm_eps: float = 1e-6
     embedding_std: float = 0.1
-    steps: int = 200
-    batch: int = 256
+    steps: int = 400
+    batch: int = 128
+    """400 steps of 128 teach more than 200 of 256, for the same computation."""
     learning_rate: float = 2e-3
-    warmup_steps: int = 30
+    warmup_steps: int = 60
     final_rate: float = 0.05
     """The cosine falls to this share of the learning rate."""
     b2: float = 0.95
-    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    """Without it, the carry is learned twice as late."""
 
     def model_config(self, vocab_size: int) -> ModelConfig:
         """Tunix's description of the model, float32."""
@@ -63,11 +65,12 @@ class Recipe:
         )
 
     def optimizer(self) -> optax.GradientTransformation:
-        """AdamW with a linear warm-up, then a cosine."""
+        """Adam on clipped gradients, with a linear warm-up, then a cosine."""
         rate = optax.warmup_cosine_decay_schedule(
             0.0, self.learning_rate, self.warmup_steps, self.steps, self.learning_rate * self.final_rate
         )
-        return optax.adamw(rate, b2=self.b2, weight_decay=self.weight_decay)
+        clip = optax.clip_by_global_norm(self.max_grad_norm)
+        return optax.chain(clip, optax.adam(rate, b2=self.b2))
 
 
 class Batch(NamedTuple):
@@ -136,7 +139,8 @@ def initial_params(recipe: Recipe, shapes: nnx.State, rng: np.random.Generator) 
 
 def taught_loss(model: Qwen3, batch: Batch) -> Float[Array, ""]:
     """Cross-entropy in nats, the mean over all taught tokens of the batch."""
-    inputs_BL, targets_BL = batch.tokens_BT[:, :-1], batch.tokens_BT[:, 1:]
+    tokens_BT = jnp.asarray(batch.tokens_BT)
+    inputs_BL, targets_BL = tokens_BT[:, :-1], tokens_BT[:, 1:]
     rows, length = inputs_BL.shape
     positions_BL = jnp.broadcast_to(jnp.arange(length), (rows, length))
     causal_BLL = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
@@ -161,6 +165,7 @@ def encode_batch(tokenizer: PreTrainedTokenizerFast, answered: list[tuple[str, s
     encoded = tokenizer.apply_chat_template(
         chats, padding="max_length", max_length=length, return_tensors="np", return_dict=True
     )
+    assert isinstance(encoded, BatchEncoding)
     written_BT = np.asarray(encoded["attention_mask"], np.float32)
     written_BT[:, : len(asked)] = 0
     return Batch(np.asarray(encoded["input_ids"], np.int32), written_BT[:, 1:])

@@ -48,8 +48,11 @@ def build_byte_tokenizer() -> PreTrainedTokenizerFast:
     bytes_in_order = bytes_to_unicode()
     vocabulary = {bytes_in_order[byte]: byte for byte in range(256)}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
+    # The library's type stubs declare both properties without their setters.
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(  # pyright: ignore[reportAttributeAccessIssue]
+        add_prefix_space=False, use_regex=False
+    )
+    core.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
     core.add_special_tokens([PAD, END, *_MARKERS, *_RESERVED])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,

@@ -11,7 +11,7 @@ one prefills the prompt, the others wait for it and reuse it.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -206,7 +206,7 @@ class Engine:
             raise RequestError(f"request {index}: token ids must be in [0, {vocabulary}), got {request.token_ids}")
 
 
-def engine_mesh(devices: Sequence[jax.Device]) -> Mesh:
+def engine_mesh(devices: Sequence[Any]) -> Mesh:
     """A mesh for one engine that splits heads and hidden units over ``devices``."""
     return Mesh(np.asarray(devices).reshape(1, len(devices), 1), ("data", "tensor", "expert"))
 

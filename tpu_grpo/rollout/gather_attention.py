@@ -13,7 +13,7 @@ K key-value heads, G query heads per key-value head, D head width, C tokens of a
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from jaxtyping import Array, Float, Int
 from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+
+from tpu_grpo.rollout.arrays import AnyArray
 
 QUERY_BLOCK = 16
 BLOCKS_AT_ONCE = 8
@@ -34,15 +36,15 @@ MASKED = -1e30
 class GatherMetadata(NamedTuple):
     """Where the rows' tokens lie; the block fields are used by prefill only."""
 
-    pages_BN: Int[Array, "B N"]
-    block_row: Int[Array, " blocks"]
-    block_start: Int[Array, " blocks"]
+    pages_BN: Int[AnyArray, "B N"]
+    block_row: Int[AnyArray, " blocks"]
+    block_start: Int[AnyArray, " blocks"]
     """First query of the block, counted from the row's first new token."""
-    block_length: Int[Array, " blocks"]
+    block_length: Int[AnyArray, " blocks"]
     """New tokens of the block's row; 0 for padding blocks."""
-    block_token: Int[Array, "blocks Q"]
+    block_token: Int[AnyArray, "blocks Q"]
     """Index among the T new tokens of each query of the block."""
-    token_slot: Int[Array, " T"]
+    token_slot: Int[AnyArray, " T"]
     """Index of each new token among the blocks' queries, flattened."""
 
 
@@ -115,8 +117,8 @@ def decode_attention(
 ) -> Float[Array, "B K G D"]:
     """One query per row against the row's first ``seq_lens`` cached tokens."""
     groups = DECODE_GROUPS if q.shape[0] % DECODE_GROUPS == 0 else 1
-    parts = (jnp.split(array, groups) for array in (q[:, None], pages_BN, seq_lens_B[:, None]))
-    out = [paged_attention(*part, paged, scale) for part in zip(*parts, strict=True)]
+    queries, pages, lens = (jnp.split(array, groups) for array in (q[:, None], pages_BN, seq_lens_B[:, None]))
+    out = [paged_attention(*part, paged, scale) for part in zip(queries, pages, lens, strict=True)]
     return jnp.concatenate(out)[:, 0]
 
 
@@ -168,12 +170,15 @@ def paged_attention(
         out = out * shrink[..., None] + _mix(weights, cached[..., 1, :])
         return new_peak, mass * shrink + weights.sum(-1), out
 
-    rows = q.shape[:-1]
-    start = jnp.full(rows, MASKED, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros(q.shape, jnp.float32)
+    start: Any = (
+        jnp.full(q.shape[:-1], MASKED, jnp.float32),
+        jnp.zeros(q.shape[:-1], jnp.float32),
+        jnp.zeros(q.shape, jnp.float32),
+    )
     chunks = -(-jnp.max(visible_RQ) // chunk)
     _, mass, out = jax.lax.fori_loop(0, chunks, attend_chunk, start)
-    seen_any = (visible_RQ > 0)[..., None, None, None]
-    return jnp.where(seen_any, out / jnp.where(mass > 0, mass, 1.0)[..., None], 0.0).astype(q.dtype)
+    sees_any = (visible_RQ > 0)[..., None, None, None]
+    return (sees_any * out / jnp.maximum(mass, jnp.finfo(jnp.float32).tiny)[..., None]).astype(q.dtype)
 
 
 def _scores(q: Float[Array, "R Q K G D"], keys: Float[Array, "R C K D"]) -> Float[Array, "R Q K G C"]:

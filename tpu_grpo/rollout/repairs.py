@@ -59,9 +59,9 @@ def in_process(mesh: Mesh, runner_class: type) -> Iterator[None]:
     environment = {k: v for k, v in os.environ.items() if k != "SGLANG_CI_SMALL_KV_SIZE"}
     with (
         mock.patch.dict(os.environ, environment, clear=True),
-        mock.patch.object(scheduler.zmq, "Context", lambda *_: None),
-        mock.patch.object(scheduler, "get_zmq_socket", lambda *_, **__: None),
-        mock.patch.object(scheduler, "create_device_mesh", lambda **_: mesh),
+        mock.patch.object(scheduler.zmq, "Context", return_value=None),
+        mock.patch.object(scheduler, "get_zmq_socket", return_value=None),
+        mock.patch.object(scheduler, "create_device_mesh", return_value=mesh),
         mock.patch.object(scheduler, "threading", threading),
         mock.patch.object(tp_worker, "ModelRunner", runner_class),
     ):

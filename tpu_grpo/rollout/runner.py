@@ -8,7 +8,7 @@ Suffixes: B rows (padded), T tokens of the step (padded), N pages per row.
 
 import copy
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ from sgl_jax.srt.model_loader.loader import get_model_architecture
 
 from tpu_grpo.errors import WeightsError
 from tpu_grpo.rollout import repairs
+from tpu_grpo.rollout.arrays import AnyArray
 from tpu_grpo.rollout.gather_attention import GatherAttention, block_metadata, decode_metadata
 from tpu_grpo.rollout.sampling import SamplingColumns, sample_tokens
 from tpu_grpo.rollout.shapes import Shapes, pad_to
@@ -34,15 +35,15 @@ from tpu_grpo.types import Request
 class StepInputs(NamedTuple):
     """What one step needs on the devices, all of it replicated."""
 
-    input_ids: Int[np.ndarray, " T"]
-    positions: Int[np.ndarray, " T"]
-    out_cache_loc: Int[np.ndarray, " T"]
+    input_ids: Int[AnyArray, " T"]
+    positions: Int[AnyArray, " T"]
+    out_cache_loc: Int[AnyArray, " T"]
     """Cache slot of each new token; -1 for padding."""
-    seq_lens: Int[np.ndarray, " B"]
+    seq_lens: Int[AnyArray, " B"]
     """Tokens of each row after this step; 0 for padding."""
-    prefix_lens: Int[np.ndarray, " B"]
-    extend_lens: Int[np.ndarray, " B"]
-    cache_loc: Int[np.ndarray, " S"]
+    prefix_lens: Int[AnyArray, " B"]
+    extend_lens: Int[AnyArray, " B"]
+    cache_loc: Int[AnyArray, " S"]
     """Cache slots of all rows, concatenated; used by the library's native attention only."""
     attention: Any
     """The attention backend's metadata."""
@@ -83,7 +84,9 @@ class Runner(ModelRunner):
     def profile_max_num_token(self, total_device_memory: int) -> int:
         """The configured size: measuring free memory would differ between hosts and drop compiled programs."""
         del total_device_memory
-        return self.server_args.max_total_tokens
+        size = self.server_args.max_total_tokens
+        assert size is not None
+        return size
 
     def get_available_device_memory(self) -> int:
         """Never measured; see ``profile_max_num_token``."""
@@ -163,9 +166,8 @@ class Runner(ModelRunner):
         """The jitted step: (weights, cache, inputs, mode) -> (tokens, log-probabilities, cache). Donates the cache."""
         replicated = NamedSharding(self.mesh, P())
         cache = [self.token_to_kv_pool.kv_sharding] * self.token_to_kv_pool.layer_num
-        return partial(
-            jax.jit, static_argnames="mode", donate_argnames="cache", out_shardings=(replicated, replicated, cache)
-        )(self._step)
+        outputs = (replicated, replicated, cache)
+        return jax.jit(self._step, static_argnames="mode", donate_argnames="cache", out_shardings=outputs)
 
     def _step(self, weights: list[Array], cache: list[Array], inputs: StepInputs, *, mode: ForwardMode) -> Any:
         state = jax.tree.unflatten(jax.tree.structure(self._abstract), weights)
@@ -236,7 +238,8 @@ class Runner(ModelRunner):
 
     def _inputs(self, batch: ScheduleBatch, *, mode: ForwardMode, **columns: Int[np.ndarray, " n"]) -> StepInputs:
         seq_lens = columns["seq_lens"]
-        slots = self.req_to_token_pool.req_to_token[batch.req_pool_indices, : self.shapes.context]
+        table = batch.req_to_token_pool.req_to_token
+        slots = table[batch.req_pool_indices, : self.shapes.context]
         cache_loc = self._cache_loc(slots, seq_lens)
         return StepInputs(
             **columns,

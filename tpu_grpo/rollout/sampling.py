@@ -14,19 +14,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+from tpu_grpo.rollout.arrays import AnyArray
+
 
 class SamplingColumns(NamedTuple):
     """Per-row settings and keys, as arrays, so that no setting is compiled in."""
 
-    temperature: Float[Array, " B"]
+    temperature: Float[AnyArray, " B"]
     """0 is greedy."""
-    top_k: Int[Array, " B"]
+    top_k: Int[AnyArray, " B"]
     """0 keeps all."""
-    top_p: Float[Array, " B"]
-    min_p: Float[Array, " B"]
-    key: UInt32[Array, "B 4"]
+    top_p: Float[AnyArray, " B"]
+    min_p: Float[AnyArray, " B"]
+    key: UInt32[AnyArray, "B 4"]
     """(seed, step, prompt, sample)."""
-    position: Int[Array, " B"]
+    position: Int[AnyArray, " B"]
     """Index in the sequence that the sampled token will have."""
 
 
@@ -40,7 +42,7 @@ def sample_tokens(
         temperature 1 for greedy rows).
     """
     greedy_B = columns.temperature == 0.0
-    scaled_BV = logits_BV.astype(jnp.float32) / jnp.where(greedy_B, 1.0, columns.temperature)[:, None]
+    scaled_BV = logits_BV.astype(jnp.float32) / (columns.temperature + greedy_B)[:, None]
     filters_on = jnp.any((columns.top_k > 0) | (columns.top_p < 1.0) | (columns.min_p > 0.0))
     kept_BV = jax.lax.cond(filters_on, filter_logits, lambda scaled, _: scaled, scaled_BV, columns)
     noise_BV = jax.vmap(_gumbel, in_axes=(0, 0, None))(columns.key, columns.position, scaled_BV.shape[-1])

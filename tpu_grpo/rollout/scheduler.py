@@ -14,6 +14,8 @@ from jax.sharding import Mesh
 from sgl_jax.srt.managers.io_struct import TokenizedGenerateReqInput
 from sgl_jax.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
 from sgl_jax.srt.managers.scheduler import GenerationBatchResult, Scheduler
+from sgl_jax.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sgl_jax.srt.mem_cache.memory_pool import ReqToTokenPool
 from sgl_jax.srt.sampling.sampling_params import SamplingParams as LibrarySamplingParams
 from sgl_jax.srt.server_args import PortArgs, ServerArgs
 
@@ -70,7 +72,8 @@ class SteppedScheduler(Scheduler):
     @property
     def runner(self) -> Runner:
         """Our model runner inside the library's worker."""
-        return self.tp_worker.model_runner
+        worker: Any = self.tp_worker
+        return worker.model_runner
 
     def submit(self, request: Request, stop_token_ids: frozenset[int]) -> Running:
         """Queue a request; the first submitted is the first served."""
@@ -81,19 +84,9 @@ class SteppedScheduler(Scheduler):
         )
         params.normalize(None)
         rid = str(len(self.running))
-        self.handle_generate_request(
-            TokenizedGenerateReqInput(
-                rid=rid,
-                text="",
-                input_ids=list(request.token_ids),
-                sampling_params=params,
-                return_logprob=False,
-                logprob_start_len=-1,
-                top_logprobs_num=0,
-                token_ids_logprob=None,
-                stream=False,
-            )
-        )
+        fields: dict[str, Any] = {"rid": rid, "text": "", "input_ids": list(request.token_ids)}
+        fields |= {"sampling_params": params, "logprob_start_len": -1, "token_ids_logprob": None}
+        self.handle_generate_request(TokenizedGenerateReqInput(**fields))
         running = Running(request, self.waiting_queue[-1])
         self.running[rid] = running
         return running
@@ -120,8 +113,8 @@ class SteppedScheduler(Scheduler):
         start = time.perf_counter()
         self.forward_ct += 1
         if batch.forward_mode.is_extend():
-            for req in batch.reqs:
-                self.runner.admit(req.req_pool_idx, self.running[req.rid].request)
+            for row, req in zip(batch.req_pool_indices, batch.reqs, strict=True):
+                self.runner.admit(row, self.running[req.rid].request)
         tokens_device, logprobs_device = self.runner.launch(batch)
         launched = time.perf_counter()
         tokens, self._logprobs = jax.device_get((tokens_device, logprobs_device))
@@ -160,10 +153,12 @@ class SteppedScheduler(Scheduler):
 
         Cached prefixes belong to the weights that computed them, so every weight sync is followed by this.
         """
-        assert not self.waiting_queue and self.running_batch.is_empty(), "requests are still running"
+        assert not self.waiting_queue, "requests are still waiting"
+        assert self.running_batch.is_empty(), "requests are still running"
+        request_table, allocator = self._pools()
         self.tree_cache.reset()
-        self.req_to_token_pool.clear()
-        self.token_to_kv_pool_allocator.clear()
+        request_table.clear()
+        allocator.clear()
         self.cur_batch = self.last_batch = None
         self.running = {}
 
@@ -184,4 +179,12 @@ class SteppedScheduler(Scheduler):
         self.new_token_ratio = self.init_new_token_ratio
 
     def _available_tokens(self) -> int:
-        return self.token_to_kv_pool_allocator.available_size() + self.tree_cache.evictable_size()
+        _, allocator = self._pools()
+        return allocator.available_size() + self.tree_cache.evictable_size()
+
+    def _pools(self) -> tuple[ReqToTokenPool, BaseTokenToKVPoolAllocator]:
+        """Which cache slots each running request has, and which slots are free."""
+        request_table, allocator = self.req_to_token_pool, self.token_to_kv_pool_allocator
+        assert request_table is not None
+        assert allocator is not None
+        return request_table, allocator

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
@@ -83,9 +84,14 @@ def _move(name: str, leaf: Array | Spec, rule: Rule, target: str, spec: Spec) ->
         raise WeightsError(f"{name} {list(leaf.shape)} cannot become {list(spec.shape)}: {error}") from error
     if shape != spec.shape:
         raise WeightsError(f"{name} {list(leaf.shape)} becomes {list(shape)}, the sampler wants {list(spec.shape)}")
-    alike = rule.transform is same and leaf.dtype == spec.dtype
-    shared = alike and leaf.sharding is not None and leaf.sharding.is_equivalent_to(spec.sharding, len(spec.shape))
+    shared = (
+        rule.transform is same and leaf.dtype == spec.dtype and _same_layout(leaf.sharding, spec.sharding, leaf.ndim)
+    )
     return LeafMove(name, target, rule.transform, spec, shared)
+
+
+def _same_layout(source: Any, target: Any, rank: int) -> bool:
+    return source is not None and source.is_equivalent_to(target, rank)
 
 
 class WeightSync:

@@ -1,0 +1,318 @@
+"""The learner as the pipeline uses it, on a tiny model over two virtual devices."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tunix.models.qwen3.model import Qwen3
+
+from tests.learner.toy import (
+    flat_params,
+    make_config,
+    make_learner,
+    make_mesh,
+    make_model,
+    make_scored,
+    model_logps,
+    with_completion,
+    with_noise,
+)
+from tpu_grpo.config import RunConfig
+from tpu_grpo.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RewardError
+from tpu_grpo.learner import Learner
+from tpu_grpo.types import ScoredRollout
+
+MICRO = {"micro_batch_prompts": 2}
+PENALTY = {"beta": 0.1, "iterations": 2, "micro_batch_prompts": 2}
+
+
+@contextmanager
+def counted_compilations() -> Iterator[list[str]]:
+    """Grows by one name per program that XLA is asked for."""
+    names: list[str] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            names.append(event)
+
+    listener = cast(Any, listen)
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def scored_steps(config: RunConfig, count: int) -> list[ScoredRollout]:
+    model = make_model(make_mesh())
+    return [make_scored(model, config, step) for step in range(1, count + 1)]
+
+
+def policy(learner: Learner) -> Qwen3:
+    return learner._trainer.model  # type: ignore[return-value]
+
+
+def old_logps(learner: Learner, scored: ScoredRollout) -> np.ndarray:
+    completions = [c.token_ids.tolist() for c in scored.rollout.completions]
+    return np.concatenate(model_logps(policy(learner), [p.token_ids for p in scored.rollout.row_prompts], completions))
+
+
+def test_one_update(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    learner = make_learner(config)
+    (scored,) = scored_steps(config, 1)
+    before, digest = old_logps(learner, scored), learner.params_digest()
+    result = learner.update(scored)
+    after = old_logps(learner, scored)
+
+    lengths = [len(c.token_ids) for c in scored.rollout.completions]
+    groups = scored.scores.total.reshape(4, 2)
+    by_hand = (groups - groups.mean(1, keepdims=True)) / (groups.std(1, ddof=1, keepdims=True) + 1e-6)
+    np.testing.assert_allclose(result.advantages, by_hand.ravel(), atol=1e-12)
+    weights = np.repeat(result.advantages / lengths, lengths)
+    assert (weights * (after - before)).sum() > 0.1  # what was better than its group became likelier
+    assert learner.params_digest() != digest
+
+    metrics = result.metrics
+    # At ratio 1 the loss of a row is minus its advantage, and advantages of a group cancel.
+    assert metrics["update/loss"] == pytest.approx(-by_hand.mean(), abs=1e-6)
+    assert metrics["update/kl"] == metrics["update/clip_fraction"] == 0.0
+    assert metrics["update/learning_rate"] == pytest.approx(1e-3)
+    assert 0 < metrics["update/entropy"] < np.log(64)
+    assert metrics["agreement/logprob_abs_diff_max"] < 1e-5
+    assert metrics["agreement/effective_sample_size"] == pytest.approx(1.0)
+    assert metrics["update/seconds"] == result.seconds > 0
+    learner.close()
+
+
+def test_agreement_is_measured_against_the_engine(tmp_path: Path) -> None:
+    config = make_config(tmp_path, {"algorithm": MICRO})
+    learner = make_learner(config)
+    (honest,) = scored_steps(config, 1)
+    logprobs = honest.rollout.completions[3].logprobs.copy()
+    logprobs[0] += 0.1
+    metrics = learner.update(with_completion(honest, 3, logprobs=logprobs)).metrics
+    n, weight = honest.rollout.total_tokens, np.exp(-0.1)
+    assert metrics["agreement/logprob_abs_diff_max"] == pytest.approx(0.1, abs=1e-5)
+    assert metrics["agreement/logprob_abs_diff_mean"] == pytest.approx(0.1 / n, abs=1e-6)
+    assert metrics["agreement/ratio_mean"] == pytest.approx((n - 1 + weight) / n, abs=1e-6)
+    assert metrics["agreement/kl"] == pytest.approx((weight - 1 + 0.1) / n, abs=1e-7)
+    ess = (n - 1 + weight) ** 2 / (n * (n - 1 + weight**2))
+    assert metrics["agreement/effective_sample_size"] == pytest.approx(ess, abs=1e-6)
+    learner.close()
+
+
+GENTLE = {"learning_rate": 1e-4}
+"""Adam's first step is the sign of a gradient, also of one that is nothing but rounding."""
+
+
+def first_moments(learner: Learner) -> dict[str, np.ndarray]:
+    """(1 - b1) times the clipped gradient of the first update, by name."""
+    state = nnx.to_flat_state(nnx.state(learner._trainer.optimizer, nnx.optimizer.OptState))
+    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in state if "mu" in path}
+
+
+def assert_same_step(left: Learner, right: Learner, *, atol: float) -> None:
+    moments = zip(first_moments(left).values(), first_moments(right).values(), strict=True)
+    for one, other in moments:
+        np.testing.assert_allclose(other, one, atol=1e-6)
+    params = flat_params(right)
+    for name, value in flat_params(left).items():
+        np.testing.assert_allclose(params[name], value, atol=atol, err_msg=name)
+
+
+def test_micro_batches_take_the_same_step_as_one_batch(tmp_path: Path) -> None:
+    whole = make_learner(make_config(tmp_path / "whole", {"optimizer": GENTLE}))
+    micro = make_learner(make_config(tmp_path / "micro", {"optimizer": GENTLE, "algorithm": MICRO}))
+    (scored,) = scored_steps(make_config(tmp_path), 1)
+    noisy = with_noise(scored, 0.3)
+    expected, found = whole.update(noisy).metrics, micro.update(noisy).metrics
+    assert_same_step(whole, micro, atol=1e-6)
+    for name in set(expected) - {"update/seconds"}:
+        assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
+    whole.close()
+    micro.close()
+
+
+def test_mesh_does_not_change_the_step(tmp_path: Path) -> None:
+    one = make_learner(make_config(tmp_path / "2x1", {"optimizer": GENTLE}), make_mesh(2, 1))
+    other = make_learner(make_config(tmp_path / "2x2", {"optimizer": GENTLE}), make_mesh(2, 2))
+    (scored,) = scored_steps(make_config(tmp_path), 1)
+    assert one.update(scored).metrics["update/grad_norm"] == pytest.approx(
+        other.update(scored).metrics["update/grad_norm"], rel=1e-5
+    )
+    assert_same_step(one, other, atol=2e-5)
+    one.close()
+    other.close()
+
+
+def test_the_second_iteration_still_compares_with_the_engine(tmp_path: Path) -> None:
+    config = make_config(tmp_path, {"algorithm": {"iterations": 2, "clip_low": 0.01, "clip_high": 0.01}})
+    learner = make_learner(config)
+    (scored,) = scored_steps(config, 1)
+    engine = np.concatenate([c.logprobs for c in scored.rollout.completions])
+    lengths = [len(c.token_ids) for c in scored.rollout.completions]
+    examples = learner._examples(scored, learner._advantages(scored))
+    advantages = np.repeat(learner._advantages(scored), lengths)
+    for _ in range(2):
+        ratio = np.exp(old_logps(learner, scored) - engine)  # of the weights this pass starts from
+        (micro,), record = learner._one_pass(1, examples)
+        clipped = (advantages > 0) & (ratio > 1.01) | (advantages < 0) & (ratio < 0.99)
+        assert float(micro.aux["pg_clipfrac"]) == pytest.approx(clipped.mean())
+        assert float(micro.aux["is_ratio/mean"]) == pytest.approx(ratio.mean(), rel=1e-5)
+    assert clipped.any()
+    assert int(record.count) == 2
+
+    again = make_learner(make_config(tmp_path / "again", {"algorithm": {"iterations": 2}}))
+    metrics = again.update(scored).metrics
+    assert metrics["agreement/logprob_abs_diff_max"] < 1e-5  # of the first pass only
+    learner.close()
+    again.close()
+
+
+def test_trainer_as_old_policy_is_corrected_towards_the_engine(tmp_path: Path) -> None:
+    config = make_config(tmp_path, {"algorithm": {"old_policy": "trainer", "importance_cap": 1.2}})
+    learner = make_learner(config)
+    (honest,) = scored_steps(config, 1)
+    noisy = with_noise(honest, 0.5)
+    trainer = old_logps(learner, noisy)
+    engine = np.concatenate([c.logprobs for c in noisy.rollout.completions])
+    weights = np.minimum(np.exp(trainer - engine), 1.2)
+    assert 0.1 < (weights == 1.2).mean() < 0.9
+    lengths = [len(c.token_ids) for c in noisy.rollout.completions]
+    (example,) = learner._examples(noisy, learner._advantages(noisy))
+    mask = np.asarray(example.completion_mask)
+    np.testing.assert_allclose(np.asarray(example.sampler_is_weights)[mask], weights, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(example.old_per_token_logps)[mask], trainer, atol=1e-5)
+
+    result = learner.update(noisy)
+    rows = np.split(weights, np.cumsum(lengths)[:-1])  # the ratio to the trainer itself is 1
+    by_hand = -np.mean([advantage * row.mean() for advantage, row in zip(result.advantages, rows, strict=True)])
+    assert result.metrics["update/loss"] == pytest.approx(by_hand, abs=1e-5)
+    assert result.metrics["agreement/logprob_abs_diff_mean"] == pytest.approx(np.abs(trainer - engine).mean(), abs=1e-5)
+    learner.close()
+
+
+def test_penalty_is_taken_against_the_initial_policy(tmp_path: Path) -> None:
+    """The reference may be the model itself: it stays what it was when the model moves on."""
+    config = make_config(tmp_path, {"algorithm": PENALTY})
+    mesh = make_mesh()
+    model = make_model(mesh)
+    learner = make_learner(config, mesh, model=model, reference=nnx.merge(*nnx.split(model)))  # an alias
+    scored = scored_steps(config, 2)
+    initial = old_logps(learner, scored[1])
+    learner.update(scored[0])
+    after_one = old_logps(learner, scored[1])
+    (first, second), _ = learner._one_pass(2, learner._examples(scored[1], learner._advantages(scored[1])))
+    tokens = [float(micro.aux["agreement"].tokens) for micro in (first, second)]
+    gap = initial - after_one
+    found = np.average([float(first.aux["kl"]), float(second.aux["kl"])], weights=tokens)
+    assert found == pytest.approx(np.mean(np.exp(gap) - gap - 1), rel=1e-4)
+    assert found > 1e-4
+    learner.close()
+
+
+@pytest.mark.parametrize("algorithm", [{}, MICRO, PENALTY, {"old_policy": "trainer"}], ids=str)
+def test_nothing_is_compiled_after_the_first_update(tmp_path: Path, algorithm: dict[str, Any]) -> None:
+    config = make_config(tmp_path, {"algorithm": algorithm})
+    steps = scored_steps(config, 4)
+    for start in (0, 2):  # fresh, then restored
+        learner = make_learner(config)
+        assert learner.restored_step == start
+        learner.update(steps[start])
+        with counted_compilations() as compiled:
+            learner.params_digest()
+            learner.update(steps[start + 1])
+            learner.save(start + 2)
+            learner.update(steps[start + 1])
+        assert compiled == []
+        learner.close()
+
+
+@pytest.mark.parametrize("algorithm", [MICRO, PENALTY], ids=str)
+def test_training_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, algorithm: dict[str, Any]) -> None:
+    schedule = {"schedule": "cosine", "warmup_steps": 2}
+    configs = [make_config(tmp_path / name, {"algorithm": algorithm, "optimizer": schedule}) for name in ("one", "two")]
+    steps = scored_steps(configs[0], 4)
+    straight = make_learner(configs[0])
+    for scored in steps:
+        expected = straight.update(scored).metrics
+    straight.close()
+
+    first = make_learner(configs[1])
+    for scored in steps[:2]:
+        first.update(scored)
+    first.save(2)
+    saved = first.params_digest()
+    first.update(steps[3])  # while the save runs: it must not see this
+    first.close()
+
+    second = make_learner(configs[1])  # what a process started after a kill does
+    assert second.restored_step == 2
+    assert second.params_digest() == saved
+    for scored in steps[2:]:
+        found = second.update(scored).metrics
+    assert second.params_digest() == straight.params_digest()
+    assert {**found, "update/seconds": 0} == {**expected, "update/seconds": 0}
+    second.close()
+
+
+def test_resume_settings_reach_the_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="resume=require needs a checkpoint in .*/checkpoints, found none"):
+        make_learner(make_config(tmp_path, {"checkpoint": {"resume": "require"}}))
+
+
+def test_a_bad_rollout_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    learner = make_learner(config)
+    (good,) = scored_steps(config, 1)
+    digest = learner.params_digest()
+    nan = np.full(8, np.nan)
+    bad: list[tuple[ScoredRollout, type[Exception], str]] = [
+        (with_completion(good, 2, logprobs=None), DataError, "row 2 has"),
+        (with_completion(good, 2, logprobs=np.zeros(9, np.float32)), DataError, "row 2 has"),
+        (
+            with_completion(good, 5, logprobs=good.rollout.completions[5].logprobs * np.float32(np.nan)),
+            NonFiniteError,
+            "token 0 in row 5",
+        ),
+        (replace(good, scores=replace(good.scores, total=nan)), RewardError, "got nan in row 0"),
+        (replace(good, scores=replace(good.scores, total=nan[:2])), RewardError, "got 2 for 8"),
+    ]
+    for scored, error, message in bad:
+        with pytest.raises(error, match=message):
+            learner.update(scored)
+    assert learner.params_digest() == digest
+    learner.close()
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    learner = make_learner(config)
+    (scored,) = scored_steps(config, 1)
+    embedding = policy(learner).embedder.input_embedding
+    embedding[...] = embedding[...] * jnp.nan
+    with pytest.raises(NonFiniteError, match="the loss of step 1 must be finite, got nan"):
+        learner.update(scored)
+    learner.close()
+
+
+def test_rows_must_divide_over_the_mesh(tmp_path: Path) -> None:
+    config = make_config(tmp_path, {"algorithm": {"micro_batch_prompts": 1}})
+    expected = "2 rows must divide over meshes.trainer.fsdp=4 devices; use algorithm.micro_batch_prompts in [2, 4], or "
+    with pytest.raises(ConfigError, match=re.escape(expected + "meshes.trainer.fsdp in [1, 2]")):
+        make_learner(config, make_mesh(4), model=object())
+
+
+def test_a_penalty_needs_a_reference(tmp_path: Path) -> None:
+    config = make_config(tmp_path, {"algorithm": {"beta": 0.5}})
+    with pytest.raises(ConfigError, match=r"algorithm.beta=0.5 needs a reference model, got none"):
+        make_learner(config, model=object(), reference=None)

@@ -1,0 +1,336 @@
+"""The rules of the design that a reader of one file cannot see: who imports whom, and how large things get.
+
+Rooms may import rooms of lower levels, and nothing of their own level: the stages are joined in assembly and pipeline.
+Everything is read from the source with ``ast``; imports inside functions count like those at the top.
+"""
+
+import ast
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+LEVELS = (
+    {"types", "errors"},
+    {"config"},
+    {"tasks", "hosts", "metrics"},
+    {"models", "prompts", "rollout", "rewards", "weights", "learner"},
+    {"evaluation", "run_dir", "assembly"},
+    {"pipeline"},
+    {"cli"},
+    {"scripts"},
+)
+LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
+
+ONLY_IN = {"sgl_jax": "rollout", "tunix.rl": "learner"}
+"""Libraries that one room keeps to itself."""
+
+BROAD_EXCEPTS = {
+    "tpu_grpo/learner/checkpoints.py:_read": "Orbax raises many types, some of them the bare Exception; re-raised",
+    "tpu_grpo/metrics/run_log.py:open_run_log": "gives the terminal back whatever happens; re-raised",
+    "tpu_grpo/models/tokenizers.py:_load": "the tokenizers library raises the bare Exception; others are re-raised",
+    "tpu_grpo/rewards/loading.py:_load_file": "runs the user's code; re-raised with its name",
+    "tpu_grpo/rewards/loading.py:_load_module": "runs the user's code; re-raised with its name",
+    "tpu_grpo/rewards/scoring.py:_first_failing_row": "runs the user's code, to find the row that raises",
+    "tpu_grpo/rewards/scoring.py:_values": "runs the user's code; re-raised with its name",
+}
+LONG_FUNCTIONS: dict[str, str] = {}
+LONG_FILES = {
+    "tpu_grpo/config.py": "one list of every setting, which people read as a whole, and how it is loaded",
+    "tpu_grpo/rollout/runner.py": "one class that replaces one class of sglang-jax",
+}
+LONGEST_FUNCTION, LONGEST_FILE = 40, 300
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the product."""
+
+    path: Path
+    name: str
+    """Relative to the repository, with slashes."""
+
+    @cached_property
+    def text(self) -> str:
+        return self.path.read_text(encoding="utf-8")
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.name)
+
+    @property
+    def room(self) -> str:
+        """``rollout`` for tpu_grpo/rollout/engine.py, ``cli`` for tpu_grpo/cli.py, ``scripts``; "" for the package."""
+        first, *rest = Path(self.name).with_suffix("").parts
+        return (rest[0] if rest != ["__init__"] else "") if first == "tpu_grpo" else first
+
+    @cached_property
+    def imports(self) -> list[tuple[int, str]]:
+        """(line, dotted name) of everything imported, at any depth, also by ``import_module("...")``."""
+        nodes = (node for node in ast.walk(self.tree) if isinstance(node, ast.stmt | ast.expr))
+        return [(node.lineno, name) for node in nodes for name in self._imported(node)]
+
+    def _imported(self, node: ast.AST) -> list[str]:
+        match node:
+            case ast.Import(names=names):
+                return [alias.name for alias in names]
+            case ast.ImportFrom(module=module, names=names, level=level):
+                package = Path(self.name).parts[:-level] if level else ()
+                base = ".".join([*package, *([module] if module else [])])
+                return [f"{base}.{alias.name}" for alias in names]
+            case ast.Call(func=function, args=[ast.Constant(value=str(name)), *_]):
+                called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+                return [name] if called in ("import_module", "__import__") else []
+        return []
+
+    def functions(self) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                yield node
+
+    def function_at(self, line: int) -> str:
+        """The innermost function around a line."""
+        around = [f for f in self.functions() if f.lineno <= line <= (f.end_lineno or f.lineno)]
+        return max(around, key=lambda f: f.lineno).name if around else "<module>"
+
+
+def sources(root: Path) -> list[Source]:
+    paths = sorted(path for folder in ("tpu_grpo", "scripts") for path in (root / folder).rglob("*.py"))
+    return [Source(path, path.relative_to(root).as_posix()) for path in paths]
+
+
+# --- the rules: each yields "file:line what is wrong" ----------------------------------------------------------------
+
+
+def broken_order(files: Iterable[Source]) -> Iterator[str]:
+    for file in files:
+        if file.room and file.room not in LEVEL_OF:
+            yield f"{file.name}:1 the room {file.room} has no level; give it one in this test"
+            continue
+        for line, name in file.imports:
+            first, *rest = name.split(".")
+            imported = rest[0] if first == "tpu_grpo" and rest else first
+            if imported == file.room or imported not in LEVEL_OF or (first != "tpu_grpo" and imported != "scripts"):
+                continue
+            if not file.room or LEVEL_OF[imported] >= LEVEL_OF[file.room]:
+                yield f"{file.name}:{line} {file.room or 'the package'} imports {imported}"
+
+
+def imports_of_tests(files: Iterable[Source]) -> Iterator[str]:
+    for file in files:
+        for line, name in file.imports:
+            if name.split(".")[0] in ("tests", "pytest", "hypothesis", "benchmarks"):
+                yield f"{file.name}:{line} imports {name}"
+
+
+def library_outside_its_room(files: Iterable[Source]) -> Iterator[str]:
+    for file in files:
+        for line, name in file.imports:
+            for library, room in ONLY_IN.items():
+                if f"{name}.".startswith(f"{library}.") and file.room != room:
+                    yield f"{file.name}:{line} {file.room} imports {name}, which only {room} may"
+
+
+def process_index_outside_hosts(files: Iterable[Source]) -> Iterator[str]:
+    for file in files:
+        if file.room == "hosts":
+            continue
+        for node in ast.walk(file.tree):
+            named = (getattr(node, part, None) for part in ("id", "attr", "arg", "name", "value"))
+            if "process_index" in (name for name in named if isinstance(name, str)):
+                yield f"{file.name}:{getattr(node, 'lineno', 0)} names process_index"
+
+
+def broad_excepts(files: Iterable[Source]) -> Iterator[tuple[str, str]]:
+    """(file:function, what) of every handler that catches Exception or more."""
+    for file in files:
+        for node in ast.walk(file.tree):
+            match node:
+                case ast.ExceptHandler(type=None):
+                    yield f"{file.name}:{file.function_at(node.lineno)}", f"{file.name}:{node.lineno} bare except"
+                case ast.ExceptHandler(type=ast.expr() as caught):
+                    if broad := _broad(caught):
+                        where = f"{file.name}:{file.function_at(node.lineno)}"
+                        yield where, f"{file.name}:{node.lineno} except {broad}"
+                case ast.Call(func=ast.Attribute(attr="suppress") | ast.Name(id="suppress"), args=args):
+                    if broad := next(filter(None, map(_broad, args)), None):
+                        where = f"{file.name}:{file.function_at(node.lineno)}"
+                        yield where, f"{file.name}:{node.lineno} suppress {broad}"
+
+
+def _broad(caught: ast.expr) -> str | None:
+    names = caught.elts if isinstance(caught, ast.Tuple) else [caught]
+    return next((n.id for n in names if isinstance(n, ast.Name) and n.id in ("Exception", "BaseException")), None)
+
+
+def unfinished(files: Iterable[Source]) -> Iterator[str]:
+    for file in files:
+        for number, line in enumerate(file.text.splitlines(), start=1):
+            if found := re.search(r"\b(TODO|FIXME|XXX|HACK)\b", line):
+                yield f"{file.name}:{number} {found[1]}"
+
+
+def long_functions(files: Iterable[Source]) -> Iterator[tuple[str, int]]:
+    """(file:function, lines), from ``def`` to the last line, docstring included."""
+    for file in files:
+        for function in file.functions():
+            lines = (function.end_lineno or function.lineno) - function.lineno + 1
+            if lines > LONGEST_FUNCTION:
+                yield f"{file.name}:{function.name}", lines
+
+
+def long_files(files: Iterable[Source]) -> Iterator[tuple[str, int]]:
+    for file in files:
+        lines = len(file.text.splitlines())
+        if lines > LONGEST_FILE:
+            yield file.name, lines
+
+
+# --- they hold -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def product() -> list[Source]:
+    return sources(REPOSITORY)
+
+
+def test_the_product_is_looked_at(product: list[Source]) -> None:
+    assert {file.room for file in product} >= {"", "scripts", "types", "rollout", "learner", "pipeline", "hosts"}
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [broken_order, imports_of_tests, library_outside_its_room, process_index_outside_hosts, unfinished],
+    ids=lambda rule: rule.__name__,
+)
+def test_a_rule_holds(product: list[Source], rule) -> None:
+    assert list(rule(product)) == []
+
+
+def test_broad_excepts_are_those_with_a_reason(product: list[Source]) -> None:
+    found = dict(broad_excepts(product))
+    assert {where: what for where, what in found.items() if where not in BROAD_EXCEPTS} == {}
+    assert set(BROAD_EXCEPTS) - set(found) == set(), "no longer there: remove the entry"
+
+
+def test_long_functions_are_those_with_a_reason(product: list[Source]) -> None:
+    assert {name for name, _ in long_functions(product)} == set(LONG_FUNCTIONS)
+
+
+def test_long_files_are_those_with_a_reason(product: list[Source]) -> None:
+    assert {name for name, _ in long_files(product)} == set(LONG_FILES)
+
+
+# --- and would be seen to be broken ----------------------------------------------------------------------------------
+
+
+def planted(root: Path, name: str, text: str) -> list[Source]:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return sources(root)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("tpu_grpo/types.py", "import tpu_grpo.config", "tpu_grpo/types.py:1 types imports config"),
+        ("tpu_grpo/types.py", "from tpu_grpo import errors", "tpu_grpo/types.py:1 types imports errors"),
+        ("tpu_grpo/hosts/a.py", "from tpu_grpo.metrics import x", "tpu_grpo/hosts/a.py:1 hosts imports metrics"),
+        (
+            "tpu_grpo/rollout/a.py",
+            "def f():\n    from tpu_grpo.learner.rows import x",
+            "tpu_grpo/rollout/a.py:2 rollout imports learner",
+        ),
+        ("tpu_grpo/rewards/a.py", "from ..prompts import x", "tpu_grpo/rewards/a.py:1 rewards imports prompts"),
+        ("tpu_grpo/assembly.py", "from . import pipeline", "tpu_grpo/assembly.py:1 assembly imports pipeline"),
+        ("tpu_grpo/weights/a.py", "import_module('tpu_grpo.cli')", "tpu_grpo/weights/a.py:1 weights imports cli"),
+        ("tpu_grpo/cli.py", "import scripts.run", "tpu_grpo/cli.py:1 cli imports scripts"),
+        ("tpu_grpo/__init__.py", "import tpu_grpo.types", "tpu_grpo/__init__.py:1 the package imports types"),
+        ("tpu_grpo/cellar/a.py", "", "tpu_grpo/cellar/a.py:1 the room cellar has no level; give it one in this test"),
+    ],
+)
+def test_a_wrong_import_is_found(tmp_path: Path, name: str, text: str, found: str) -> None:
+    assert list(broken_order(planted(tmp_path, name, text))) == [found]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tpu_grpo/rollout/a.py", "from tpu_grpo.rollout.b import x\nfrom . import b\nimport types\nimport jax"),
+        ("tpu_grpo/pipeline.py", "from tpu_grpo.assembly import x\nfrom tpu_grpo.learner.rows import y"),
+        ("tpu_grpo/config.py", "import types\nfrom tpu_grpo.errors import x"),
+        ("scripts/run.py", "from tpu_grpo.cli import main"),
+    ],
+)
+def test_a_right_import_is_not(tmp_path: Path, name: str, text: str) -> None:
+    assert list(broken_order(planted(tmp_path, name, text))) == []
+
+
+def test_imports_of_tests_are_found(tmp_path: Path) -> None:
+    files = planted(tmp_path, "tpu_grpo/a.py", "import pytest\nfrom tests.metrics import samples\nimport testing")
+    assert list(imports_of_tests(files)) == [
+        "tpu_grpo/a.py:1 imports pytest",
+        "tpu_grpo/a.py:2 imports tests.metrics.samples",
+    ]
+
+
+def test_libraries_outside_their_rooms_are_found(tmp_path: Path) -> None:
+    text = "import sgl_jax\nfrom tunix import rl\nfrom tunix.rl.x import y\nfrom tunix.models import z\nimport sgl_jaxx"
+    planted(tmp_path, "tpu_grpo/learner/a.py", text)
+    assert list(library_outside_its_room(planted(tmp_path, "tpu_grpo/rollout/a.py", text))) == [
+        "tpu_grpo/learner/a.py:1 learner imports sgl_jax, which only rollout may",
+        "tpu_grpo/rollout/a.py:2 rollout imports tunix.rl, which only learner may",
+        "tpu_grpo/rollout/a.py:3 rollout imports tunix.rl.x.y, which only learner may",
+    ]
+
+
+def test_process_index_outside_hosts_is_found(tmp_path: Path) -> None:
+    text = '"""About process_index."""\nfrom jax import process_index\nx = jax.process_index()\nf(process_index=1)\n'
+    planted(tmp_path, "tpu_grpo/hosts/a.py", text)
+    found = list(process_index_outside_hosts(planted(tmp_path, "tpu_grpo/metrics/a.py", text)))
+    assert sorted(found) == [f"tpu_grpo/metrics/a.py:{line} names process_index" for line in (2, 3, 4)]
+
+
+def test_broad_excepts_are_found(tmp_path: Path) -> None:
+    text = """\
+def f():
+    try: pass
+    except Exception: pass
+    def g():
+        try: pass
+        except (KeyError, BaseException): pass
+try: pass
+except: pass
+with suppress(OSError, Exception): pass
+try: pass
+except (KeyError, ValueError): pass
+"""
+    assert sorted(broad_excepts(planted(tmp_path, "tpu_grpo/a.py", text))) == [
+        ("tpu_grpo/a.py:<module>", "tpu_grpo/a.py:8 bare except"),
+        ("tpu_grpo/a.py:<module>", "tpu_grpo/a.py:9 suppress Exception"),
+        ("tpu_grpo/a.py:f", "tpu_grpo/a.py:3 except Exception"),
+        ("tpu_grpo/a.py:g", "tpu_grpo/a.py:6 except BaseException"),
+    ]
+
+
+def test_unfinished_work_is_found(tmp_path: Path) -> None:
+    marks = "TO" + "DO"
+    files = planted(tmp_path, "scripts/a.py", f"x = 1  # {marks}: more\ny = '{marks.lower()}'\n")
+    assert list(unfinished(files)) == [f"scripts/a.py:1 {marks}"]
+
+
+@pytest.mark.parametrize(("lines", "found"), [(40, []), (41, [("tpu_grpo/a.py:f", 41)])])
+def test_long_functions_are_found(tmp_path: Path, lines: int, found: list[tuple[str, int]]) -> None:
+    body = "    x = 1\n" * (lines - 1)
+    assert list(long_functions(planted(tmp_path, "tpu_grpo/a.py", f"class C: pass\ndef f():\n{body}"))) == found
+
+
+@pytest.mark.parametrize(("lines", "found"), [(300, []), (301, [("tpu_grpo/a.py", 301)])])
+def test_long_files_are_found(tmp_path: Path, lines: int, found: list[tuple[str, int]]) -> None:
+    assert list(long_files(planted(tmp_path, "tpu_grpo/a.py", "x = 1\n" * lines))) == found

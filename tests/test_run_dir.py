@@ -1,0 +1,117 @@
+"""The run's directory: made, kept, or moved aside, and never lost."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tpu_grpo.config import RunConfig, load_config, parse_config
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.run_dir import prepare_run_dir
+
+
+def config_for(directory: Path | str, resume: str = "auto", **run: Any) -> RunConfig:
+    return parse_config({"run": {"dir": str(directory), **run}, "checkpoint": {"resume": resume}})
+
+
+def leave_files(directory: Path, text: str) -> None:
+    (directory / "checkpoints").mkdir(parents=True)
+    (directory / "metrics.jsonl").write_text(text)
+
+
+@pytest.mark.parametrize("resume", ["auto", "never", "require"])
+def test_a_new_directory_is_made_with_the_resolved_config(tmp_path: Path, resume: str) -> None:
+    config = config_for(tmp_path / "a" / "b", resume, seed=7)
+    assert prepare_run_dir(config) is None
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["config.yaml"]
+    assert load_config(tmp_path / "a" / "b" / "config.yaml") == config
+
+
+def test_the_default_directory_is_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    prepare_run_dir(parse_config({"run": {"name": "x"}}))
+    assert (tmp_path / "runs" / "x" / "config.yaml").is_file()
+
+
+@pytest.mark.parametrize("resume", ["auto", "require"])
+def test_a_continued_run_keeps_its_files_and_gets_the_new_config(tmp_path: Path, resume: str) -> None:
+    leave_files(tmp_path / "run", "earlier")
+    prepare_run_dir(config_for(tmp_path / "run", max_steps=5))
+    longer = config_for(tmp_path / "run", resume, max_steps=10)
+    assert prepare_run_dir(longer) is None
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == "earlier"
+    assert load_config(tmp_path / "run" / "config.yaml") == longer
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_earlier_runs_are_moved_to_the_first_free_number(tmp_path: Path) -> None:
+    config = config_for(tmp_path / "run.v2", "never")
+    for number in (1, 2, 3):
+        leave_files(tmp_path / "run.v2", f"earlier {number}") if number == 1 else (
+            (tmp_path / "run.v2" / "metrics.jsonl").write_text(f"earlier {number}")
+        )
+        assert prepare_run_dir(config) == tmp_path / f"run.v2.{number}"
+        assert (tmp_path / f"run.v2.{number}" / "metrics.jsonl").read_text() == f"earlier {number}"
+    assert (tmp_path / "run.v2.1" / "checkpoints").is_dir()
+    assert [path.name for path in (tmp_path / "run.v2").iterdir()] == ["config.yaml"]
+
+
+def test_an_unrelated_file_of_that_number_is_stepped_over(tmp_path: Path) -> None:
+    leave_files(tmp_path / "run", "earlier")
+    (tmp_path / "run.1").write_text("mine")
+    assert prepare_run_dir(config_for(tmp_path / "run", "never")) == tmp_path / "run.2"
+    assert (tmp_path / "run.1").read_text() == "mine"
+
+
+def test_an_empty_directory_is_used_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert prepare_run_dir(config_for(tmp_path / "run", "never")) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_linked_directory_is_moved_without_its_target(tmp_path: Path) -> None:
+    leave_files(tmp_path / "disk", "earlier")
+    (tmp_path / "run").symlink_to(tmp_path / "disk")
+    assert prepare_run_dir(config_for(tmp_path / "run", "never")) == tmp_path / "run.1"
+    assert (tmp_path / "disk" / "metrics.jsonl").read_text() == "earlier"
+    assert (tmp_path / "run.1" / "metrics.jsonl").read_text() == "earlier"
+    assert not (tmp_path / "run").is_symlink()
+
+
+@pytest.mark.parametrize("name", [".", "..", "inside/.."])
+def test_the_working_directory_is_not_moved_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / "work" / "inside").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work")
+    with pytest.raises(ConfigError) as caught:
+        prepare_run_dir(config_for(name, "never"))
+    assert str(caught.value) == (
+        "run.dir must not hold the working directory with checkpoint.resume=never, which moves earlier files aside, "
+        f"got {name}; name a directory of the run's own"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["work"]
+
+
+def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(ConfigError) as caught:
+        prepare_run_dir(config_for(tmp_path / "run"))
+    start = f"run.dir must be a directory this process can write, got {tmp_path / 'run'}: [Errno 17] File exists"
+    assert str(caught.value).startswith(start)
+    assert isinstance(caught.value.__cause__, FileExistsError)
+    assert (tmp_path / "run").read_text() == "a file"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o555)
+    with pytest.raises(
+        ConfigError, match=r"^run\.dir must be a directory this process can write, got .*Permission denied"
+    ):
+        prepare_run_dir(config_for(tmp_path / "run"))
+
+
+def test_a_directory_below_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"^run\.dir must be .*Not a directory"):
+        prepare_run_dir(config_for(tmp_path / "file" / "run", "never"))
