@@ -171,8 +171,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = write_random_qwen3(
             Path(temporary) / "model",
-            layers=LAYERS, hidden=256, heads=8, kv_heads=KV_HEADS, head_dim=HEAD_DIM, intermediate=768, vocab=VOCABULARY,
-        )  # fmt: skip
+            layers=LAYERS,
+            hidden=256,
+            heads=8,
+            kv_heads=KV_HEADS,
+            head_dim=HEAD_DIM,
+            intermediate=768,
+            vocab=VOCABULARY,
+        )
         mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
         model = load_model(read_checkpoint(directory), mesh, dtype=jnp.float32, remat="none")
         engines = {

@@ -17,6 +17,7 @@ def config_for(directory: Path | str, resume: str = "auto", **run: Any) -> RunCo
 
 def leave_files(directory: Path, text: str) -> None:
     (directory / "checkpoints").mkdir(parents=True)
+    (directory / "config.yaml").write_text("")
     (directory / "metrics.jsonl").write_text(text)
 
 
@@ -115,3 +116,11 @@ def test_a_directory_below_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^run\.dir must be .*Not a directory"):
         prepare_run_dir(config_for(tmp_path / "file" / "run", "never"))
+
+
+def test_files_that_are_no_runs_are_never_moved(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("mine")
+    with pytest.raises(ConfigError, match=r"files that are no run's \(no config.yaml among them\), got .*run,"):
+        prepare_run_dir(config_for(tmp_path / "run", "never"))
+    assert (tmp_path / "run" / "thesis.tex").read_text() == "mine"

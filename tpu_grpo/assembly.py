@@ -194,7 +194,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint | None) -> Meshes:
         heads = checkpoint.config.num_attention_heads
         if heads % tensor:
             raise ConfigError(
-                f"meshes.sampler.tensor must divide the model's {heads} attention heads, got {tensor}; use fewer devices"
+                f"meshes.sampler.tensor must divide the model's {heads} attention heads, got {tensor}; use fewer"
             )
     return Meshes(Mesh(np.asarray(devices).reshape(fsdp, tp), ("fsdp", "tp")), engine_mesh(devices))
 

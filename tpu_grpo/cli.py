@@ -72,6 +72,7 @@ def _split(words: Sequence[str]) -> tuple[Path, list[str]]:
 
 def _prepare() -> None:
     choose_platform()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors of the compiler only
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every file a run reads is named in its config
     logging.getLogger("absl").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=DeprecationWarning)

@@ -285,7 +285,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":
-        for rule in (_micro_batches_divide, _rewards_named_once, _cache_fits, _native_pages, _groups_vary):
+        for rule in RULES:
             rule(self)
         return self
 
@@ -342,6 +342,15 @@ def _cache_fits(config: RunConfig) -> None:
         )
 
 
+def _paddings_within_limit(config: RunConfig) -> None:
+    paddings, most = config.rollout.batch_paddings, config.rollout.max_running_requests
+    if paddings and max(paddings) > most:
+        raise ValueError(
+            f"rollout.batch_paddings must be at most rollout.max_running_requests={most}, got {list(paddings)}; drop "
+            "the larger ones, or raise the limit"
+        )
+
+
 def _native_pages(config: RunConfig) -> None:
     if config.rollout.attention == "native" and config.rollout.page_size != 1:
         raise ValueError(
@@ -356,6 +365,16 @@ def _groups_vary(config: RunConfig) -> None:
             "rollout.temperature must be > 0 for training, got 0.0; greedy completions of a group are all the same, so "
             "every advantage is zero. Try 1.0"
         )
+
+
+RULES = (
+    _micro_batches_divide,
+    _rewards_named_once,
+    _cache_fits,
+    _native_pages,
+    _paddings_within_limit,
+    _groups_vary,
+)
 
 
 # --- loading ---------------------------------------------------------------------------------------------------------

@@ -39,6 +39,11 @@ def _move_aside(directory: Path) -> Path:
             f"run.dir must not hold the working directory with checkpoint.resume=never, which moves earlier files "
             f"aside, got {directory}; name a directory of the run's own"
         )
+    if not (directory / CONFIG_FILE).exists():
+        raise ConfigError(
+            f"run.dir holds files that are no run's (no {CONFIG_FILE} among them), got {directory}, and "
+            "checkpoint.resume=never would move them aside; name a directory of the run's own"
+        )
     number = 1
     while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
         number += 1

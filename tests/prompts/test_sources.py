@@ -39,7 +39,7 @@ def test_a_line_that_does_not_fit_is_named(tmp_path: Path, text: str, message: s
 
 
 def test_files_that_cannot_be_read(tmp_path: Path):
-    with pytest.raises(DataError, match=r"data file not found: .*missing\.jsonl .*correct the path"):
+    with pytest.raises(DataError, match=r"data file not found: .*missing\.jsonl .*correct it"):
         read_records(str(tmp_path / "missing.jsonl"))
     with pytest.raises(DataError, match=r"must be a \.jsonl file or builtin:addition, got .*data\.parquet"):
         read_records(str(tmp_path / "data.parquet"))

@@ -34,8 +34,8 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, *, keep: int):
-        # By default Orbax cuts an array that several devices hold into pieces, by a program compiled for each shape at the
-        # first save; only small arrays are held so. The choice is one of the process.
+        # By default Orbax cuts an array that several devices hold into pieces, by a program compiled for each shape at
+        # the first save; only small arrays are held so. The choice is one of the process.
         whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
         ocp.type_handlers.register_type_handler(jax.Array, whole, override=True)
         self._directory = directory.absolute()

@@ -82,7 +82,8 @@ class Grpo(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
         """Put rows on the trainer's devices, with what the loss needs of the reference and of the old policy.
 
         Every host passes all the rows and keeps its shards, so Tunix's own sharding of inputs, which would take each
-        host's rows for distinct ones, finds nothing left to do.
+        host's rows for distinct ones, finds nothing left to do. Returns when the arrays are ready: XLA's CPU backend
+        aborts when the forward passes of many micro-batches are under way at once.
         """
         prompt_ids, completion_ids = self._put(rows.prompt_ids), self._put(rows.completion_ids)
         rollout_logps = self._put(rows.rollout_logps)
@@ -102,7 +103,7 @@ class Grpo(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
             "sampler_is_weights": weights,
             "rollout_per_token_logps": rollout_logps,
         }
-        return TrainExample(**fields)
+        return jax.block_until_ready(TrainExample(**fields))
 
     def _generate_and_compute_advantage(
         self, training_input: Any, mode: rl_cluster_lib.Mode = rl_cluster_lib.Mode.TRAIN

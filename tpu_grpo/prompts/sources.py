@@ -12,10 +12,13 @@ from tpu_grpo.tasks import addition
 ADDITION = f"{BUILTIN}addition"
 
 
-def read_records(path: str, split: Literal["train", "heldout"] = "train") -> list[dict[str, Any]]:
+def read_records(
+    path: str, split: Literal["train", "heldout"] = "train", *, setting: str = "data.path"
+) -> list[dict[str, Any]]:
     """All records of a .jsonl file (one JSON object per line, all with the same keys) or of ``builtin:addition``.
 
-    ``split`` chooses between the built-in task's problems; a file has no splits.
+    ``split`` chooses between the built-in task's problems; a file has no splits. ``setting`` is where the path was
+    given, for errors.
 
     Raises:
         DataError: for a file that is missing, empty or not UTF-8, or a line that does not fit; names file and line.
@@ -23,8 +26,8 @@ def read_records(path: str, split: Literal["train", "heldout"] = "train") -> lis
     if path == ADDITION:
         return _addition(split)
     if path.startswith(BUILTIN):
-        raise DataError(f"the only built-in data is {ADDITION}, got {path!r}")
-    return _read_jsonl(Path(path))
+        raise DataError(f"{setting}: the only built-in data is {ADDITION}, got {path!r}")
+    return _read_jsonl(Path(path).expanduser(), setting)
 
 
 def _addition(split: Literal["train", "heldout"]) -> list[dict[str, Any]]:
@@ -39,20 +42,20 @@ def _addition(split: Literal["train", "heldout"]) -> list[dict[str, Any]]:
     return records
 
 
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+def _read_jsonl(path: Path, setting: str) -> list[dict[str, Any]]:
     if path.suffix != ".jsonl":
-        raise DataError(f"data must be a .jsonl file or {ADDITION}, got {path}; write one JSON object per line")
+        raise DataError(f"{setting} must be a .jsonl file (one JSON object per line) or {ADDITION}, got {path}")
     try:
         with path.open(encoding="utf-8-sig") as file:  # with or without a byte-order mark
             lines = list(file)
     except FileNotFoundError:
-        raise DataError(f"data file not found: {path} (relative to {Path.cwd()}); correct the path") from None
+        raise DataError(f"{setting}: data file not found: {path} (relative to {Path.cwd()}); correct it") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data file {path} must be readable UTF-8 text, got {type(error).__name__}: {error}") from error
+        raise DataError(f"{setting}: {path} must be readable UTF-8, got {type(error).__name__}: {error}") from error
     while lines and not lines[-1].strip():
         lines.pop()
     if not lines:
-        raise DataError(f"data file {path} must hold at least one record, got none; write one JSON object per line")
+        raise DataError(f"{setting}: {path} must hold at least one record, got none; write one JSON object a line")
     records = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
     for number, record in enumerate(records, start=1):
         _check_keys(record, records[0], f"{path}:{number}")

@@ -102,5 +102,5 @@ def open_evaluation_prompts(
         if data.path != ADDITION:
             return None
         path = ADDITION
-    records = read_records(path, "heldout")
+    records = read_records(path, "heldout", setting="evaluation.path")
     return render_records(PromptRenderer(data, tokenizer), records, data, path, limit=evaluation.prompts).prompts

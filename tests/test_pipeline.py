@@ -1,0 +1,200 @@
+"""Whole runs of a small random model: files, metrics, determinism, and continuing after a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models.random_checkpoint import edit_config, write_random_qwen3
+from tpu_grpo.config import RunConfig, parse_config
+from tpu_grpo.errors import Interrupted, RewardError
+from tpu_grpo.models.tokenizers import build_byte_tokenizer
+from tpu_grpo.pipeline import train
+
+CONTRACT = {
+    "step", "rewards/mean", "rewards/std", "rewards/exact_answer/mean", "rewards/ascii_share/mean", "rewards/seconds",
+    "groups/zero_variance_fraction", "completions/mean_tokens", "completions/truncated_fraction", "rollout/seconds",
+    "rollout/tokens_per_second", "rollout/tokens_digest", "agreement/logprob_abs_diff_max",
+    "agreement/logprob_abs_diff_mean", "agreement/ratio_mean", "agreement/kl", "agreement/effective_sample_size",
+    "update/loss", "update/grad_norm", "update/kl", "update/entropy", "update/clip_fraction", "update/learning_rate",
+    "update/seconds", "weights/sync_seconds", "weights/bytes_moved", "compile/count",
+}  # fmt: skip
+REWARD = """
+def ascii_share(prompts, completions):
+    return [sum(c.isascii() for c in text) / max(1, len(text)) for text in completions]
+
+
+def fails_at_three(prompts, completions, question):
+    raise RuntimeError("no luck with " + question[0])
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint with the byte tokenizer, and a reward file."""
+    directory = tmp_path_factory.mktemp("inputs")
+    tokenizer = build_byte_tokenizer()
+    model = write_random_qwen3(directory / "model", vocab=len(tokenizer), scale=0.3)
+    tokenizer.save_pretrained(str(model))
+    edit_config(model, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    (directory / "rewards.py").write_text(REWARD)
+    return directory
+
+
+def settings(files: Path, run_dir: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {
+        "run": {"dir": str(run_dir), "max_steps": 4, "seed": 5},
+        "model": {"path": str(files / "model")},
+        "data": {"prompts_per_step": 4, "max_prompt_tokens": 12},
+        "rollout": {"max_new_tokens": 6, "prefill_tokens": 64, "batch_paddings": [16], "max_running_requests": 16},
+        "rewards": [{"name": "exact_answer"}, {"name": f"{files}/rewards.py:ascii_share", "weight": 0.5}],
+        "algorithm": {"group_size": 4},
+        "optimizer": {"learning_rate": 1e-3},
+        "evaluation": {"prompts": 16},
+        "logging": {"samples_every": 2},
+    }
+    for name, values in sections.items():
+        tree[name] = values if isinstance(values, list) else tree.get(name, {}) | values
+    return tree
+
+
+def config(files: Path, run_dir: Path, **sections: Any) -> RunConfig:
+    return parse_config(settings(files, run_dir, **sections))
+
+
+def lines(run_dir: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / name).read_text().splitlines()]
+
+
+def digests(run_dir: Path) -> dict[int, str]:
+    return {line["step"]: line["rollout/tokens_digest"] for line in lines(run_dir)}
+
+
+@pytest.fixture(scope="module")
+def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that others are compared with."""
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    train(config(files, run_dir))
+    return run_dir
+
+
+def test_a_run_leaves_its_files(whole: Path) -> None:
+    names = {path.name for path in whole.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "report.html", "checkpoints"} <= names
+    samples = lines(whole, "samples.jsonl")
+    assert [s["step"] for s in samples] == [2] * 16 + [4] * 16
+    assert set(samples[0]["rewards"]) == {"exact_answer", "ascii_share"}
+
+
+def test_every_step_has_every_metric_of_the_contract(whole: Path) -> None:
+    steps = lines(whole)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4]
+    for line in steps:
+        assert line.keys() >= CONTRACT
+        assert line["agreement/logprob_abs_diff_max"] <= 1e-4
+        assert line["agreement/logprob_abs_diff_mean"] <= 1e-5
+        assert line["agreement/ratio_mean"] == pytest.approx(1.0, abs=1e-4)
+        weighted = line["rewards/exact_answer/mean"] + 0.5 * line["rewards/ascii_share/mean"]
+        assert line["rewards/mean"] == pytest.approx(weighted)
+    assert len(set(digests(whole).values())) == 4
+    assert any(line["update/grad_norm"] > 0 for line in steps)
+
+
+def test_nothing_compiles_after_the_second_step(whole: Path) -> None:
+    counts = [line["compile/count"] for line in lines(whole)]
+    assert counts[1:] == [counts[1]] * (len(counts) - 1)
+
+
+def test_the_summary_repeats_and_adds(whole: Path) -> None:
+    summary = json.loads((whole / "summary.json").read_text())
+    steps = lines(whole)
+    assert summary["rewards/first_mean"] == pytest.approx(sum(s["rewards/mean"] for s in steps) / 4)
+    assert summary["update/loss"] == steps[-1]["update/loss"]
+    assert len(summary["params_digest"]) == 64
+    assert summary["versions"]["google-tunix"] == "0.1.7"
+    assert set(summary["evaluation/before"]) == {"greedy", "sampled"}
+
+
+def test_the_same_config_and_seed_repeat_exactly(files: Path, whole: Path, tmp_path: Path) -> None:
+    again = train(config(files, tmp_path / "run"))
+    assert digests(tmp_path / "run") == digests(whole)
+    assert again["params_digest"] == json.loads((whole / "summary.json").read_text())["params_digest"]
+
+
+def test_another_seed_does_not(files: Path, whole: Path, tmp_path: Path) -> None:
+    train(config(files, tmp_path / "run", run={"dir": str(tmp_path / "run"), "max_steps": 1, "seed": 6}))
+    assert digests(tmp_path / "run")[1] != digests(whole)[1]
+
+
+def test_micro_batches_iterations_and_a_reference(files: Path, tmp_path: Path) -> None:
+    """beta > 0 keeps the initial policy: its KL is 0 at the first update and grows; the run still agrees."""
+    algorithm = {"beta": 0.1, "iterations": 2, "micro_batch_prompts": 2, "old_policy": "trainer"}
+    run = {"dir": str(tmp_path / "run"), "max_steps": 3}
+    train(config(files, tmp_path / "run", run=run, algorithm={"group_size": 4, **algorithm}))
+    steps = lines(tmp_path / "run")
+    assert [line["compile/count"] for line in steps[1:]] == [steps[1]["compile/count"]] * 2
+    assert all(line["agreement/logprob_abs_diff_max"] <= 1e-4 for line in steps)
+    assert 0 < steps[0]["update/kl"] < steps[2]["update/kl"]
+
+
+def test_killed_after_a_checkpoint_the_run_continues_exactly(files: Path, whole: Path, tmp_path: Path) -> None:
+    """SIGKILL in the middle; then the same command: step 3 is sampled from the restored weights, batch and keys."""
+    run_dir = tmp_path / "run"
+    tree = settings(files, run_dir, checkpoint={"every": 2})
+    (tmp_path / "config.yaml").write_text(json.dumps(tree))
+    command = [sys.executable, "scripts/run.py", str(tmp_path / "config.yaml")]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 240
+        while not (run_dir / "checkpoints" / "2").exists() and not _saved(run_dir, 2):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "continuing after step 2" in done.stdout
+    assert digests(run_dir) == digests(whole)
+    assert (
+        json.loads((run_dir / "summary.json").read_text())["params_digest"]
+        == json.loads((whole / "summary.json").read_text())["params_digest"]
+    )
+
+
+def _saved(run_dir: Path, step: int) -> bool:
+    return any(path.name == str(step) for path in run_dir.glob("checkpoints/**/*"))
+
+
+def test_asked_to_stop_a_run_saves_and_says_so(files: Path, whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with pytest.raises(Interrupted, match="stopped after step 1 as asked"):
+        train(config(files, run_dir), stop_requested=lambda: True)
+    train(config(files, run_dir))
+    assert digests(run_dir) == digests(whole)
+
+
+def test_a_failing_reward_stops_the_run_with_its_name(files: Path, tmp_path: Path) -> None:
+    rewards = [{"name": f"{files}/rewards.py:fails_at_three"}]
+    with pytest.raises(RewardError, match=r"fails_at_three.*no luck with \d\d\+\d\d="):
+        train(config(files, tmp_path / "run", rewards=rewards, evaluation={"prompts": 1}))
+
+
+def test_four_devices(files: Path, tmp_path: Path) -> None:
+    """The same command on four virtual devices: trainer fsdp 2 x tp 2, sampler tensor 4."""
+    run = {"dir": str(tmp_path / "run"), "max_steps": 2}
+    (tmp_path / "config.yaml").write_text(
+        json.dumps(settings(files, tmp_path / "run", run=run, meshes={"trainer": {"fsdp": 2, "tp": 2}}))
+    )
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    command = [sys.executable, "scripts/run.py", str(tmp_path / "config.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert all(line["agreement/logprob_abs_diff_max"] <= 1e-4 for line in lines(tmp_path / "run"))
