@@ -101,8 +101,8 @@ def test_the_file_has_a_line_per_evaluation(tmp_path: Path) -> None:
     log.add(evaluation(10, 1.0))
     lines = (tmp_path / "evaluation.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
-        {"step": 0, "means": {"greedy": {"r": 0.5}, "sampled": {"r": 0.25}}},
-        {"step": 10, "means": {"greedy": {"r": 1.0}, "sampled": {"r": 0.5}}},
+        {"step": 0, "evaluation/greedy/r": 0.5, "evaluation/sampled/r": 0.25},
+        {"step": 10, "evaluation/greedy/r": 1.0, "evaluation/sampled/r": 0.5},
     ]
 
 

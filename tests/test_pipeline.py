@@ -132,15 +132,24 @@ def test_another_seed_does_not(files: Path, whole: Path, tmp_path: Path) -> None
     assert digests(tmp_path / "run")[1] != digests(whole)[1]
 
 
-def test_micro_batches_iterations_and_a_reference(files: Path, tmp_path: Path) -> None:
-    """beta > 0 keeps the initial policy: its KL is 0 at the first update and grows; the run still agrees."""
-    algorithm = {"beta": 0.1, "iterations": 2, "micro_batch_prompts": 2, "old_policy": "trainer"}
+def test_micro_batches_a_reference_and_the_trainers_old_policy(files: Path, tmp_path: Path) -> None:
+    """beta > 0 keeps the initial policy: no distance from it at the first update, some later; the run still agrees."""
+    algorithm = {"beta": 0.1, "micro_batch_prompts": 2, "old_policy": "trainer"}
     run = {"dir": str(tmp_path / "run"), "max_steps": 3}
     train(config(files, tmp_path / "run", run=run, algorithm={"group_size": 4, **algorithm}))
     steps = lines(tmp_path / "run")
     assert [line["compile/count"] for line in steps[1:]] == [steps[1]["compile/count"]] * 2
     assert all(line["agreement/logprob_abs_diff_max"] <= 1e-4 for line in steps)
-    assert 0 < steps[0]["update/kl"] < steps[2]["update/kl"]
+    assert steps[0]["update/kl"] < 1e-9 < 1e-5 < steps[2]["update/kl"]
+
+
+def test_two_iterations_compile_no_more(files: Path, tmp_path: Path) -> None:
+    """The agreement is measured by the first of them, whose weights are the engine's."""
+    run = {"dir": str(tmp_path / "run"), "max_steps": 3}
+    train(config(files, tmp_path / "run", run=run, algorithm={"group_size": 4, "iterations": 2}))
+    steps = lines(tmp_path / "run")
+    assert [line["compile/count"] for line in steps[1:]] == [steps[1]["compile/count"]] * 2
+    assert all(line["agreement/logprob_abs_diff_max"] <= 1e-4 for line in steps)
 
 
 def test_killed_after_a_checkpoint_the_run_continues_exactly(files: Path, whole: Path, tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ class OptimizerSection(Section):
     learning_rate: float = Field(default=1e-6, ge=0.0)
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: stay, or fall to zero at the last update."""
+    """After the warm-up: stay, or fall so that zero would come one update after the last."""
     warmup_steps: int = Field(default=0, ge=0)
     """Updates over which the rate rises linearly from 0."""
     b1: float = Field(default=0.9, ge=0.0, lt=1.0)

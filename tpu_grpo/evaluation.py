@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from tpu_grpo.metrics.jsonl import encode_line, keep_records, read_records
+from tpu_grpo.metrics.report import EVALUATION_FILE
 from tpu_grpo.types import Prompt, Rollout, Scores
-
-FILE = "evaluation.jsonl"
 
 
 @dataclass(frozen=True)
@@ -50,20 +49,29 @@ class EvaluationLog:
     """``evaluation.jsonl``: one line per evaluation, continued when a run is."""
 
     def __init__(self, run_dir: Path, start_step: int):
-        self._path = run_dir / FILE
+        self._path = run_dir / EVALUATION_FILE
         if self._path.exists():
             keep_records(self._path, lambda record: 0 < start_step >= record["step"])  # a fresh start keeps none
         records = read_records(self._path) if self._path.exists() else ()
-        self.done = [Evaluation(record["step"], record["means"]) for record in records]
+        self.done = [_from_record(record) for record in records]
 
     def add(self, evaluation: Evaluation) -> None:
         """Remember an evaluation."""
         self.done.append(evaluation)
         with self._path.open("ab") as file:
-            file.write(encode_line({"step": evaluation.step, "means": evaluation.means}))
+            file.write(encode_line({"step": evaluation.step, **evaluation.metrics()}))
 
     def summary(self) -> dict[str, Any]:
         """The first and the last evaluation, as summary.json has them."""
         if not self.done:
             return {}
         return {"evaluation/before": self.done[0].means, "evaluation/after": self.done[-1].means}
+
+
+def _from_record(record: dict[str, Any]) -> Evaluation:
+    means: dict[str, dict[str, float]] = {}
+    for name, value in record.items():
+        if name != "step":
+            _, mode, reward = name.split("/", 2)
+            means.setdefault(mode, {})[reward] = value
+    return Evaluation(record["step"], means)

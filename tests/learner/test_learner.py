@@ -1,13 +1,10 @@
 """The learner as the pipeline uses it, on a tiny model over two virtual devices."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +12,7 @@ from flax import nnx
 from tunix.models.qwen3.model import Qwen3
 
 from tests.learner.toy import (
+    counted_compilations,
     flat_params,
     make_config,
     make_learner,
@@ -32,23 +30,6 @@ from tpu_grpo.types import ScoredRollout
 
 MICRO = {"micro_batch_prompts": 2}
 PENALTY = {"beta": 0.1, "iterations": 2, "micro_batch_prompts": 2}
-
-
-@contextmanager
-def counted_compilations() -> Iterator[list[str]]:
-    """Grows by one name per program that XLA is asked for."""
-    names: list[str] = []
-
-    def listen(event: str, duration: float, **_: Any) -> None:
-        if event.endswith("backend_compile_duration"):
-            names.append(event)
-
-    listener = cast(Any, listen)
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    try:
-        yield names
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
 
 
 def scored_steps(config: RunConfig, count: int) -> list[ScoredRollout]:
@@ -283,6 +264,11 @@ def test_a_bad_rollout_is_refused_and_changes_nothing(tmp_path: Path) -> None:
             with_completion(good, 5, logprobs=good.rollout.completions[5].logprobs * np.float32(np.nan)),
             NonFiniteError,
             "token 0 in row 5",
+        ),
+        (
+            replace(good, rollout=replace(good.rollout, completions=good.rollout.completions[:6])),
+            DataError,
+            "= 8 rows, got 6",
         ),
         (replace(good, scores=replace(good.scores, total=nan)), RewardError, "got nan in row 0"),
         (replace(good, scores=replace(good.scores, total=nan[:2])), RewardError, "got 2 for 8"),

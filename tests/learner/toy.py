@@ -1,9 +1,10 @@
 """A tiny policy and rollouts made up for it, with the engine's log-probabilities from an independent forward pass."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -185,3 +186,20 @@ def with_noise(scored: ScoredRollout, scale: float, seed: int = 0) -> ScoredRoll
 
 def flat_params(learner: Learner) -> dict[str, np.ndarray]:
     return {".".join(map(str, k)): np.asarray(v[...]) for k, v in nnx.to_flat_state(learner.params())}
+
+
+@contextmanager
+def counted_compilations() -> Iterator[list[str]]:
+    """Grows by one name per program that XLA is asked for."""
+    names: list[str] = []
+
+    def listen(event: str, duration: float, **_: Any) -> None:
+        if event.endswith("backend_compile_duration"):
+            names.append(event)
+
+    listener = cast(Any, listen)
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)

@@ -10,7 +10,6 @@ from tpu_grpo.errors import DataError
 from tpu_grpo.metrics.plots import render_plots, series
 from tpu_grpo.metrics.report import write_report
 from tpu_grpo.metrics.sinks import JsonlSink, SampleRow
-from tpu_grpo.metrics.summary import write_summary
 
 ALL_PLOTS = [
     "Reward",
@@ -85,7 +84,9 @@ def titles(html: str) -> list[str]:
 def test_a_run_on_one_page(tmp_path: Path) -> None:
     leave_run(tmp_path, 10)
     (tmp_path / "config.yaml").write_text("run:\n  name: my-run\nmodel: <script>\n")
-    write_summary(tmp_path, {"evaluation/before/accuracy": 0.125, "evaluation/after/accuracy": 0.875})
+    (tmp_path / "evaluation.jsonl").write_text(
+        '{"step": 0, "evaluation/greedy/accuracy": 0.125}\n{"step": 12, "evaluation/greedy/accuracy": 0.875}\n'
+    )
     path = write_report(tmp_path)
     html = path.read_text()
     page = Page(html)
@@ -100,8 +101,7 @@ def test_a_run_on_one_page(tmp_path: Path) -> None:
         "first reward": "0.300",  # 0.1 .. 0.5
         "last reward": "0.800",  # 0.6 .. 1.0
         "change of reward": "+0.500",
-        "evaluation: before accuracy": "0.125",
-        "evaluation: after accuracy": "0.875",
+        "greedy accuracy": "0.125 → 0.875",
         "tokens per second": "6,000",
         "log-probability gap": "2.0e-05",
         "compilations": "42",
@@ -152,8 +152,7 @@ def test_an_interrupted_run_still_gives_a_report(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("summary.json", "{", "summary.json must be JSON"),
-        ("summary.json", "[1]", "must be a JSON object, got a list"),
+        ("evaluation.jsonl", "[1]\n{}", "evaluation.jsonl:1 must be one JSON object"),
         ("config.yaml", "a: [", "config.yaml must be YAML"),
     ],
 )

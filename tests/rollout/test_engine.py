@@ -157,6 +157,8 @@ def test_stop_tokens_end_a_completion_and_limits_cut_it(engine: Engine, referenc
     stopped = free.generate([request])[0]
     assert stopped.token_ids.tolist() == reference_tokens[0][: first + 1]
     assert stopped.finish_reason == "stop"
+    exactly = Request(request.token_ids, SamplingParams(first + 1), request.key)
+    assert free.generate([exactly])[0].finish_reason == "stop"  # the stop token is the last one allowed
     limits = [1, 3, 16]
     cut = engine.generate(
         [Request(request.token_ids, SamplingParams(n, ignore_stop=True), request.key) for n in limits]

@@ -12,13 +12,12 @@ checkpoint without its optimizer is restored by Tunix as if that were meant. Bot
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import orbax.checkpoint as ocp
 from flax import nnx
-from tunix.sft.checkpoint_manager import CheckpointManager
 
 from tpu_grpo.errors import CheckpointError
 from tpu_grpo.learner.digest import checksums
+from tpu_grpo.learner.repairs import WholeArrayCheckpointManager
 
 Resume = Literal["auto", "never", "require"]
 _ITEMS = ("model_params", "optimizer_state")
@@ -34,13 +33,9 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, *, keep: int):
-        # By default Orbax cuts an array that several devices hold into pieces, by a program compiled for each shape at
-        # the first save; only small arrays are held so. The choice is one of the process.
-        whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-        ocp.type_handlers.register_type_handler(jax.Array, whole, override=True)
         self._directory = directory.absolute()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
-        self._manager = CheckpointManager(str(self._directory), options=options)
+        self._manager = WholeArrayCheckpointManager(str(self._directory), options)
 
     def restore(self, model: nnx.Module, optimizer: nnx.Optimizer, *, resume: Resume) -> int:
         """Load the newest checkpoint into both, exactly, and return its step; 0 if there is none.

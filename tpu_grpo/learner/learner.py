@@ -25,7 +25,7 @@ from tunix.rl import rl_cluster as rl_cluster_lib
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import ConfigError, NonFiniteError, RewardError
+from tpu_grpo.errors import ConfigError, DataError, NonFiniteError, RewardError
 from tpu_grpo.learner.adapter import RolloutAdapter, SamplingEngine
 from tpu_grpo.learner.checkpoints import Checkpoints
 from tpu_grpo.learner.digest import params_digest
@@ -130,7 +130,12 @@ class Learner:
 
     def _advantages(self, scored: ScoredRollout) -> np.ndarray:
         algorithm, totals = self._config.algorithm, scored.scores.total
-        if len(totals) != (rows := len(scored.rollout.completions)):
+        if (rows := len(scored.rollout.completions)) != self._config.batch_rows:
+            raise DataError(
+                f"a step must have data.prompts_per_step * algorithm.group_size = {self._config.batch_rows} rows, got "
+                f"{rows}; fill the batch up before it is sampled"
+            )
+        if len(totals) != rows:
             raise RewardError(f"every completion needs a reward, got {len(totals)} for {rows}; score them all")
         return group_advantages(totals, group_size=algorithm.group_size, estimator=algorithm.advantage)
 

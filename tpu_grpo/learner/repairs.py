@@ -6,6 +6,8 @@
 2. **Our trainer.** ``RLCluster`` names its trainer class; `Cluster` gives it `CollectingTrainer` while it is built.
 3. **The policy's log-probabilities, seen from the loss.** ``grpo_loss_fn`` computes them and keeps them to itself;
    `observed_logps` records them while the loss is traced, so that measuring them costs no second forward pass.
+4. **Arrays are saved whole.** Tunix's checkpoint manager takes Orbax's defaults, by which an array that several devices
+   hold is cut into pieces, by a program compiled for each shape at the first save. Only small arrays are held so.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,9 +16,11 @@ from importlib import metadata
 from typing import Any
 
 import jax
+import orbax.checkpoint as ocp
 from tunix.rl import common, rl_cluster
 from tunix.rl import trainer as rl_trainer
 from tunix.rl import utils as rl_utils
+from tunix.sft.checkpoint_manager import CheckpointManager
 
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.learner.trainer import CollectingTrainer
@@ -51,6 +55,25 @@ class Cluster(rl_cluster.RLCluster):
         """Push the actor's parameters to the sampler; counts a step, as Tunix's own does."""
         with _no_host_copy():
             super().sync_weights()
+
+
+class WholeArrayCheckpointManager(CheckpointManager):
+    """Tunix's checkpoint manager, that compiles nothing."""
+
+    def __init__(self, directory: str, options: ocp.CheckpointManagerOptions):
+        require_tunix()
+        super().__init__(root_directory=None)
+        whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
+        self._checkpoint_manager = ocp.CheckpointManager(
+            directory,
+            item_handlers={
+                "model_params": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+                "optimizer_state": ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+                "custom_metadata": ocp.JsonCheckpointHandler(),
+            },
+            options=options,
+        )
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 Shown is what is there: a metric no line has gives no plot, a file that is missing no section.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -20,6 +19,7 @@ from tpu_grpo.metrics.summary import EDGE_STEPS, SUMMARY_FILE
 
 REPORT_FILE = "report.html"
 CONFIG_FILE = "config.yaml"
+EVALUATION_FILE = "evaluation.jsonl"
 SHOWN_ROWS = 4
 
 Record = dict[str, Any]
@@ -35,11 +35,12 @@ def write_report(run_dir: Path) -> Path:
     if not path.is_file():
         raise DataError(f"a report needs {path}, which is missing; give the directory of a run (run.dir)")
     lines = list(read_records(path))
+    evaluations = _read_evaluations(run_dir / EVALUATION_FILE)
     config = _read_text(run_dir / CONFIG_FILE)
     body = [
         _header(_run_name(config, run_dir), lines),
-        _key_figures(lines, _read_summary(run_dir / SUMMARY_FILE)),
-        _plots(render_plots(lines)),
+        _key_figures(lines, evaluations),
+        _plots(render_plots(_with_step_zero(lines, evaluations))),
         _samples(*_first_and_last_samples(run_dir / SAMPLES_FILE)),
         _folded("Configuration", config),
         _folded("Summary", _read_text(run_dir / SUMMARY_FILE)),
@@ -56,17 +57,13 @@ def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def _read_summary(path: Path) -> Record:
-    text = _read_text(path)
-    if not text:
-        return {}
-    try:
-        summary = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{path} must be JSON ({error}); remove it, or let the run write it again") from error
-    if not isinstance(summary, dict):
-        raise DataError(f"{path} must be a JSON object, got a {type(summary).__name__}; remove it")
-    return summary
+def _read_evaluations(path: Path) -> list[Record]:
+    return list(read_records(path)) if path.is_file() else []
+
+
+def _with_step_zero(lines: Lines, evaluations: Lines) -> list[Mapping[str, Any]]:
+    """The steps, and before them an evaluation that was done before the first."""
+    return [record for record in evaluations if record["step"] == 0] + list(lines)
 
 
 def _run_name(config_text: str, run_dir: Path) -> str:
@@ -99,7 +96,7 @@ def _header(name: str, lines: Lines) -> str:
     return f"<header><h1>{escape(name)}</h1><p>{steps}</p></header>"
 
 
-def _key_figures(lines: Lines, summary: Mapping[str, Any]) -> str:
+def _key_figures(lines: Lines, evaluations: Lines) -> str:
     rewards = _numbers(line.get("rewards/mean") for line in lines)
     speeds = sorted(_numbers(line.get("rollout/tokens_per_second") for line in lines))
     gaps = _numbers(line.get("agreement/logprob_abs_diff_max") for line in lines)
@@ -110,7 +107,7 @@ def _key_figures(lines: Lines, summary: Mapping[str, Any]) -> str:
         over = f"mean of {min(EDGE_STEPS, len(rewards))}" if len(rewards) > 1 else ""
         figures += [("first reward", f"{first:.3f}", over), ("last reward", f"{last:.3f}", over)]
         figures += [("change of reward", f"{last - first:+.3f}", "")]
-    figures += [(_evaluation_label(name), f"{v:.3f}", "") for name, v in summary.items() if _shown_evaluation(name, v)]
+    figures += _evaluation_figures(evaluations)
     if speeds:
         figures.append(("tokens per second", f"{speeds[len(speeds) // 2]:,.0f}", "median"))
     if gaps:
@@ -124,12 +121,17 @@ def _key_figures(lines: Lines, summary: Mapping[str, Any]) -> str:
     return f'<dl class="figures">{"".join(cards)}</dl>' if cards else ""
 
 
-def _shown_evaluation(name: str, value: Any) -> bool:
-    return name.startswith("evaluation") and isinstance(value, int | float)
-
-
-def _evaluation_label(name: str) -> str:
-    return name.replace("/", ": ", 1).replace("/", " ").replace("_", " ")
+def _evaluation_figures(evaluations: Lines) -> list[tuple[str, str, str]]:
+    """Each value of the first and of the last evaluation."""
+    if not evaluations:
+        return []
+    first, last = evaluations[0], evaluations[-1]
+    names = [name for name in last if name != "step" and name in first]
+    return [
+        (name.removeprefix("evaluation/").replace("/", " ").replace("_", " "), f"{first[name]:.3f} → {last[name]:.3f}",
+         "held out")
+        for name in names
+    ]  # fmt: skip
 
 
 def _plots(plots: Sequence[Plot]) -> str:

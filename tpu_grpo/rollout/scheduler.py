@@ -42,6 +42,7 @@ class Running:
 
     request: Request
     req: Req
+    stop_token_ids: frozenset[int]
     logprobs: list[float] = field(default_factory=list)
 
     @property
@@ -50,11 +51,13 @@ class Running:
         return bool(self.req.output_ids)
 
     def completion(self) -> Completion:
-        """The finished completion."""
+        """The finished completion; one whose last allowed token is a stop token ended by it."""
+        stops = not self.request.sampling.ignore_stop and self.req.output_ids[-1] in self.stop_token_ids
+        cut = isinstance(self.req.finished_reason, FINISH_LENGTH) and not stops
         return Completion(
             token_ids=np.asarray(self.req.output_ids, np.int32),
             logprobs=np.asarray(self.logprobs, np.float32),
-            finish_reason="length" if isinstance(self.req.finished_reason, FINISH_LENGTH) else "stop",
+            finish_reason="length" if cut else "stop",
             cached_tokens=self.req.cached_tokens,
         )
 
@@ -87,7 +90,7 @@ class SteppedScheduler(Scheduler):
         fields: dict[str, Any] = {"rid": rid, "text": "", "input_ids": list(request.token_ids)}
         fields |= {"sampling_params": params, "logprob_start_len": -1, "token_ids_logprob": None}
         self.handle_generate_request(TokenizedGenerateReqInput(**fields))
-        running = Running(request, self.waiting_queue[-1])
+        running = Running(request, self.waiting_queue[-1], stop_token_ids)
         self.running[rid] = running
         return running
 
