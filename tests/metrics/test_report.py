@@ -96,7 +96,7 @@ def test_a_run_on_one_page(tmp_path: Path) -> None:
     assert page.links == []
     assert "http" not in html
     assert html.count("<h1>my-run</h1>") == 1
-    figures = dict(re.findall(r"<dt>([^<]*)</dt><dd>([^ ]*) ", html))
+    figures = dict(re.findall(r"<dt>([^<]*)</dt><dd>(.*?) <small>", html))
     assert figures == {
         "first reward": "0.300",  # 0.1 .. 0.5
         "last reward": "0.800",  # 0.6 .. 1.0

@@ -117,7 +117,7 @@ class SteppedScheduler(Scheduler):
         self.forward_ct += 1
         if batch.forward_mode.is_extend():
             for row, req in zip(batch.req_pool_indices, batch.reqs, strict=True):
-                self.runner.admit(row, self.running[req.rid].request)
+                self.runner.inputs.admit(row, self.running[req.rid].request)
         tokens_device, logprobs_device = self.runner.launch(batch)
         launched = time.perf_counter()
         tokens, self._logprobs = jax.device_get((tokens_device, logprobs_device))

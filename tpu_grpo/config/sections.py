@@ -1,25 +1,15 @@
-"""RunConfig: every setting of a run once, typed, documented and validated; unknown keys are refused.
+"""Every setting of a run, once."""
 
-    config = load_config("configs/demo_cpu.yaml", ["run.seed=1", "optimizer.learning_rate=3e-4"])
-
-Imports nothing heavy, so that ``--help`` and a typing error cost nothing.
-"""
-
-import difflib
-import re
-import types
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.config import rules
+from tpu_grpo.config.dialect import Dumper
 
 BUILTIN = "builtin:"
-CACHE_MARGIN_TOKENS = 2
-"""sglang-jax cuts a completion short when the cache has fewer tokens than this beside it."""
 PositiveInt = Annotated[int, Field(ge=1)]
 
 
@@ -285,7 +275,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":
-        for rule in RULES:
+        for rule in rules.RULES:
             rule(self)
         return self
 
@@ -306,248 +296,4 @@ class RunConfig(Section):
 
     def to_yaml(self) -> str:
         """The resolved config, every setting written out."""
-        return yaml.dump(self.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, width=120)
-
-
-# --- rules between sections ------------------------------------------------------------------------------------------
-
-
-def _micro_batches_divide(config: RunConfig) -> None:
-    prompts, micro = config.data.prompts_per_step, config.algorithm.micro_batch_prompts
-    if micro is not None and prompts % micro:
-        divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
-        raise ValueError(
-            f"algorithm.micro_batch_prompts must divide data.prompts_per_step={prompts}, got {micro}; "
-            f"use one of {divisors}"
-        )
-
-
-def _rewards_named_once(config: RunConfig) -> None:
-    names = [r.name for r in config.rewards]
-    if not names:
-        raise ValueError("rewards must name at least one reward, got none; add e.g. {name: exact_answer}")
-    if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise ValueError(f"rewards must be distinct, got {twice} twice; give one entry a larger weight instead")
-
-
-def _cache_fits(config: RunConfig) -> None:
-    rollout, page = config.rollout, config.rollout.page_size
-    needed = -(-(config.context_tokens + CACHE_MARGIN_TOKENS) // page) * page
-    if rollout.kv_tokens is not None and rollout.kv_tokens < needed:
-        raise ValueError(
-            f"rollout.kv_tokens must hold one whole request: >= {needed} tokens (data.max_prompt_tokens="
-            f"{config.data.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens}, "
-            f"{CACHE_MARGIN_TOKENS} spare, whole pages of {page}), got "
-            f"{rollout.kv_tokens}; raise it or shorten prompts or completions"
-        )
-
-
-def _paddings_within_limit(config: RunConfig) -> None:
-    paddings, most = config.rollout.batch_paddings, config.rollout.max_running_requests
-    if paddings and max(paddings) > most:
-        raise ValueError(
-            f"rollout.batch_paddings must be at most rollout.max_running_requests={most}, got {list(paddings)}; drop "
-            "the larger ones, or raise the limit"
-        )
-
-
-def _native_pages(config: RunConfig) -> None:
-    if config.rollout.attention == "native" and config.rollout.page_size != 1:
-        raise ValueError(
-            f"rollout.page_size must be 1 with rollout.attention=native, got {config.rollout.page_size}; the library's "
-            "native attention is wrong for larger pages: use gather (or flash on TPU)"
-        )
-
-
-def _groups_vary(config: RunConfig) -> None:
-    if config.rollout.temperature == 0.0:
-        raise ValueError(
-            "rollout.temperature must be > 0 for training, got 0.0; greedy completions of a group are all the same, so "
-            "every advantage is zero. Try 1.0"
-        )
-
-
-RULES = (
-    _micro_batches_divide,
-    _rewards_named_once,
-    _cache_fits,
-    _native_pages,
-    _paddings_within_limit,
-    _groups_vary,
-)
-
-
-# --- loading ---------------------------------------------------------------------------------------------------------
-
-_PLAIN_VALUES = {
-    "null": r"(~|null|Null|NULL|)",
-    "bool": r"(true|True|TRUE|false|False|FALSE)",
-    "int": r"[-+]?[0-9]+",
-    "float": r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))",
-    "merge": r"<<",
-}
-"""What unquoted YAML is, beside text: the core schema of YAML 1.2 (section 10.3), and merge keys."""
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML reads YAML 1.1, where off is a switch, 1e-4 a text, 010 eight and 2026-01-01 a date; people mean 1.2.
-
-    A key that is set twice is refused; PyYAML keeps the last.
-    """
-
-    yaml_implicit_resolvers = {}  # noqa: RUF012  # PyYAML's way to drop the parent's
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """A mapping with distinct keys."""
-        keys = [key.value for key, _ in node.value]
-        if twice := [key for number, key in enumerate(keys) if key in keys[:number]]:
-            problem = f"{twice[0]!r} is set twice; keep one of them"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes texts that either version of YAML would read as something else."""
-
-
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
-for _name, _pattern in _PLAIN_VALUES.items():
-    for _class in (_Loader, _Dumper):
-        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^{_pattern}$"), None)
-
-
-def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file and apply ``section.key=value`` overrides in order.
-
-    Raises:
-        ConfigError: for an unreadable file, an unknown key (with the nearest known one) or a wrong value.
-    """
-    tree: dict[str, Any] = _read_yaml(Path(path)) if path is not None else {}
-    for text in overrides:
-        _apply_override(tree, text)
-    return parse_config(tree)
-
-
-def parse_config(tree: dict[str, Any]) -> RunConfig:
-    """Validate a nested mapping of settings."""
-    try:
-        return RunConfig.model_validate(tree)
-    except ValidationError as error:
-        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
-
-
-def settings() -> Iterator[tuple[str, str, str, str]]:
-    """Every setting as (name, type, default, meaning), in the order of the sections."""
-    yield from _settings_of(RunConfig, "")
-
-
-def _settings_of(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, str, str, str]]:
-    for name, info in section.model_fields.items():
-        kind = info.annotation
-        if isinstance(kind, type) and issubclass(kind, Section):
-            yield from _settings_of(kind, f"{prefix}{name}.")
-        elif name == "rewards":
-            yield "rewards", "list", str([r.name for r in info.default]), info.description or ""
-            yield from _settings_of(RewardSpec, "rewards[i].")
-        else:
-            default = "required" if info.is_required() else _yaml_scalar(info.get_default())
-            yield prefix + name, _type_name(kind), default, " ".join((info.description or "").split())
-
-
-def _type_name(kind: Any) -> str:
-    if get_origin(kind) is Literal:
-        return " | ".join(map(str, get_args(kind)))
-    if get_origin(kind) in (Union, types.UnionType):
-        return " | ".join("unset" if a is type(None) else _type_name(a) for a in get_args(kind))
-    if get_origin(kind) is Annotated:
-        return _type_name(get_args(kind)[0])
-    if get_origin(kind) is tuple:
-        return f"list of {_type_name(get_args(kind)[0])}"
-    return getattr(kind, "__name__", str(kind)).lower() if not get_origin(kind) else "mapping"
-
-
-def _yaml_scalar(value: Any) -> str:
-    if value is None:
-        return "unset"
-    return yaml.safe_dump(value, default_flow_style=True).split("\n")[0]
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except FileNotFoundError:
-        shipped = sorted(str(p) for p in Path("configs").glob("*.yaml"))
-        raise ConfigError(f"config file not found: {path}; shipped configs: {shipped or 'none here'}") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"config file {path} is not readable YAML: {error}") from error
-    if tree is None:
-        return {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"config file {path} must hold sections (run:, model:, ...), got a {type(tree).__name__}")
-    return tree
-
-
-def _apply_override(tree: dict[str, Any], text: str) -> None:
-    name, equals, raw = text.partition("=")
-    if not equals or not name:
-        raise ConfigError(f"an override must read section.key=value, got {text!r}; example: run.seed=1")
-    try:
-        value = yaml.load(raw, _Loader) if raw else ""
-    except (ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{name}: the value {raw!r} is not YAML ({error}); {_quoted(name)}") from None
-    node = tree
-    *sections, key = name.split(".")
-    for section in sections:
-        node = node.setdefault(section, {})
-        if not isinstance(node, dict):
-            raise ConfigError(
-                f"{name}: {section} is not a section; write lists whole, e.g. rewards='[{{name: gsm8k}}]'"
-            )
-    node[key] = value
-
-
-def _quoted(name: str) -> str:
-    return f"put a text in quotes of its own: {name}='\"...\"'"
-
-
-def _explain(error: Any) -> str:
-    where = ".".join(str(part) for part in error["loc"])
-    value = error["input"]
-    match error["type"]:
-        case "extra_forbidden":
-            return f"{where} is not a setting (got {value!r}); {_nearest(where)}"
-        case "value_error":
-            return f"{where} {error['ctx']['error']}".lstrip()
-        case "model_type":
-            return f"{where} must be a section, got {value!r}; {_known_in(where)}"
-        case "tuple_type":
-            return f"{where} must be a list, got {value!r}; write it in brackets: {where}='[...]'"
-        case "string_type":
-            return f"{where} must be text, got {value!r}; {_quoted(where)}"
-    message = error["msg"][0].lower() + error["msg"][1:]
-    return f"{where}: {message}, got {value!r}; `--help` lists every setting with its type and default"
-
-
-def _nearest(where: str) -> str:
-    section = where.rpartition(".")[0]
-    candidates = [name for name in _names() if name != section]
-    near = difflib.get_close_matches(_in_list(where), candidates, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else _known_in(section)
-
-
-def _known_in(section: str) -> str:
-    inside = [name for name in _names() if name.rpartition(".")[0] == _in_list(section)]
-    return f"known {f'in {section}' if section else 'sections'}: {', '.join(n.rpartition('.')[2] for n in inside)}"
-
-
-def _names() -> list[str]:
-    """Every setting and every section."""
-    settable = [name for name, *_ in settings()]
-    sections = (name.rpartition(".")[0] for name in settable)
-    around = [part for name in sections if "[" not in name for part in (name.split(".")[0], name) if part]
-    return list(dict.fromkeys([*around, *settable]))
-
-
-def _in_list(where: str) -> str:
-    """An entry's name as ``settings`` has it: rewards.0.weight is rewards[i].weight."""
-    return re.sub(r"\.\d+(?=\.|$)", "[i]", where)
+        return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, width=120)

@@ -1,0 +1,55 @@
+"""Every setting of a run once, typed, documented and validated; unknown keys are refused.
+
+    config = load_config("configs/demo_cpu.yaml", ["run.seed=1", "optimizer.learning_rate=3e-4"])
+
+    sections.py   the settings themselves: read this
+    rules.py      what must hold between settings of different sections
+    loading.py    YAML and overrides -> RunConfig, with errors people can act on
+    listing.py    every setting with its type and default, for --help
+    dialect.py    the YAML that is read and written
+
+Imports nothing heavy, so that ``--help`` and a typing error cost nothing.
+"""
+
+from tpu_grpo.config.listing import settings
+from tpu_grpo.config.loading import load_config, parse_config
+from tpu_grpo.config.rules import CACHE_MARGIN_TOKENS
+from tpu_grpo.config.sections import (
+    BUILTIN,
+    AlgorithmSection,
+    CheckpointSection,
+    DataSection,
+    EvaluationSection,
+    HostsSection,
+    LoggingSection,
+    MeshesSection,
+    ModelSection,
+    OptimizerSection,
+    RewardSpec,
+    RolloutSection,
+    RunConfig,
+    RunSection,
+    Section,
+)
+
+__all__ = [
+    "BUILTIN",
+    "CACHE_MARGIN_TOKENS",
+    "AlgorithmSection",
+    "CheckpointSection",
+    "DataSection",
+    "EvaluationSection",
+    "HostsSection",
+    "LoggingSection",
+    "MeshesSection",
+    "ModelSection",
+    "OptimizerSection",
+    "RewardSpec",
+    "RolloutSection",
+    "RunConfig",
+    "RunSection",
+    "Section",
+    "load_config",
+    "parse_config",
+    "settings",
+]

@@ -1,0 +1,116 @@
+"""From YAML and overrides to a RunConfig, or to errors that name setting, value and remedy."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from tpu_grpo.config.dialect import Loader
+from tpu_grpo.config.listing import settings
+from tpu_grpo.config.sections import RunConfig
+from tpu_grpo.errors import ConfigError
+
+
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file and apply ``section.key=value`` overrides in order.
+
+    Raises:
+        ConfigError: for an unreadable file, an unknown key (with the nearest known one) or a wrong value.
+    """
+    tree: dict[str, Any] = _read_yaml(Path(path)) if path is not None else {}
+    for text in overrides:
+        _apply_override(tree, text)
+    return parse_config(tree)
+
+
+def parse_config(tree: dict[str, Any]) -> RunConfig:
+    """Validate a nested mapping of settings."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(e) for e in error.errors())) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader)
+    except FileNotFoundError:
+        shipped = sorted(str(p) for p in Path("configs").glob("*.yaml"))
+        raise ConfigError(f"config file not found: {path}; shipped configs: {shipped or 'none here'}") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"config file {path} is not readable YAML: {error}") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"config file {path} must hold sections (run:, model:, ...), got a {type(tree).__name__}")
+    return tree
+
+
+def _apply_override(tree: dict[str, Any], text: str) -> None:
+    name, equals, raw = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"an override must read section.key=value, got {text!r}; example: run.seed=1")
+    try:
+        value = yaml.load(raw, Loader) if raw else ""
+    except (ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{name}: the value {raw!r} is not YAML ({error}); {_quoted(name)}") from None
+    node = tree
+    *sections, key = name.split(".")
+    for section in sections:
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(
+                f"{name}: {section} is not a section; write lists whole, e.g. rewards='[{{name: gsm8k}}]'"
+            )
+    node[key] = value
+
+
+def _quoted(name: str) -> str:
+    return f"put a text in quotes of its own: {name}='\"...\"'"
+
+
+def _explain(error: Any) -> str:
+    where = ".".join(str(part) for part in error["loc"])
+    value = error["input"]
+    match error["type"]:
+        case "extra_forbidden":
+            return f"{where} is not a setting (got {value!r}); {_nearest(where)}"
+        case "value_error":
+            return f"{where} {error['ctx']['error']}".lstrip()
+        case "model_type":
+            return f"{where} must be a section, got {value!r}; {_known_in(where)}"
+        case "tuple_type":
+            return f"{where} must be a list, got {value!r}; write it in brackets: {where}='[...]'"
+        case "string_type":
+            return f"{where} must be text, got {value!r}; {_quoted(where)}"
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return f"{where}: {message}, got {value!r}; `--help` lists every setting with its type and default"
+
+
+def _nearest(where: str) -> str:
+    section = where.rpartition(".")[0]
+    candidates = [name for name in _names() if name != section]
+    near = difflib.get_close_matches(_in_list(where), candidates, n=1, cutoff=0.5)
+    return f"did you mean {near[0]}?" if near else _known_in(section)
+
+
+def _known_in(section: str) -> str:
+    inside = [name for name in _names() if name.rpartition(".")[0] == _in_list(section)]
+    return f"known {f'in {section}' if section else 'sections'}: {', '.join(n.rpartition('.')[2] for n in inside)}"
+
+
+def _names() -> list[str]:
+    """Every setting and every section."""
+    settable = [name for name, *_ in settings()]
+    sections = (name.rpartition(".")[0] for name in settable)
+    around = [part for name in sections if "[" not in name for part in (name.split(".")[0], name) if part]
+    return list(dict.fromkeys([*around, *settable]))
+
+
+def _in_list(where: str) -> str:
+    """An entry's name as ``settings`` has it: rewards.0.weight is rewards[i].weight."""
+    return re.sub(r"\.\d+(?=\.|$)", "[i]", where)

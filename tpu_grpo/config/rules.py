@@ -1,0 +1,74 @@
+"""What must hold between settings of different sections; each rule raises ValueError with value and remedy."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tpu_grpo.config.sections import RunConfig
+
+CACHE_MARGIN_TOKENS = 2
+"""sglang-jax cuts a completion short when the cache has fewer tokens than this beside it."""
+
+
+def _micro_batches_divide(config: "RunConfig") -> None:
+    prompts, micro = config.data.prompts_per_step, config.algorithm.micro_batch_prompts
+    if micro is not None and prompts % micro:
+        divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
+        raise ValueError(
+            f"algorithm.micro_batch_prompts must divide data.prompts_per_step={prompts}, got {micro}; "
+            f"use one of {divisors}"
+        )
+
+
+def _rewards_named_once(config: "RunConfig") -> None:
+    names = [r.name for r in config.rewards]
+    if not names:
+        raise ValueError("rewards must name at least one reward, got none; add e.g. {name: exact_answer}")
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise ValueError(f"rewards must be distinct, got {twice} twice; give one entry a larger weight instead")
+
+
+def _cache_fits(config: "RunConfig") -> None:
+    rollout, page = config.rollout, config.rollout.page_size
+    needed = -(-(config.context_tokens + CACHE_MARGIN_TOKENS) // page) * page
+    if rollout.kv_tokens is not None and rollout.kv_tokens < needed:
+        raise ValueError(
+            f"rollout.kv_tokens must hold one whole request: >= {needed} tokens (data.max_prompt_tokens="
+            f"{config.data.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens}, "
+            f"{CACHE_MARGIN_TOKENS} spare, whole pages of {page}), got "
+            f"{rollout.kv_tokens}; raise it or shorten prompts or completions"
+        )
+
+
+def _paddings_within_limit(config: "RunConfig") -> None:
+    paddings, most = config.rollout.batch_paddings, config.rollout.max_running_requests
+    if paddings and max(paddings) > most:
+        raise ValueError(
+            f"rollout.batch_paddings must be at most rollout.max_running_requests={most}, got {list(paddings)}; drop "
+            "the larger ones, or raise the limit"
+        )
+
+
+def _native_pages(config: "RunConfig") -> None:
+    if config.rollout.attention == "native" and config.rollout.page_size != 1:
+        raise ValueError(
+            f"rollout.page_size must be 1 with rollout.attention=native, got {config.rollout.page_size}; the library's "
+            "native attention is wrong for larger pages: use gather (or flash on TPU)"
+        )
+
+
+def _groups_vary(config: "RunConfig") -> None:
+    if config.rollout.temperature == 0.0:
+        raise ValueError(
+            "rollout.temperature must be > 0 for training, got 0.0; greedy completions of a group are all the same, so "
+            "every advantage is zero. Try 1.0"
+        )
+
+
+RULES = (
+    _micro_batches_divide,
+    _rewards_named_once,
+    _cache_fits,
+    _native_pages,
+    _paddings_within_limit,
+    _groups_vary,
+)
