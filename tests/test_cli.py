@@ -297,7 +297,7 @@ def test_a_dry_run_of_the_demo_finds_nothing_wrong_and_says_nothing_about_tpus(t
     ("override", "parts"),
     [
         ("data.path=nosuch.jsonl", ["DataError: data.path: data file not found: nosuch.jsonl", "correct it"]),
-        ("data.path=train.csv", ["DataError: data must be a .jsonl file or builtin:addition, got train.csv", "write"]),
+        ("data.path=train.csv", ["DataError: data.path must be a .jsonl file", "or builtin:addition", "got train.csv"]),
         (
             "model.path=/nosuch/model",
             [

@@ -41,13 +41,13 @@ def test_a_line_that_does_not_fit_is_named(tmp_path: Path, text: str, message: s
 def test_files_that_cannot_be_read(tmp_path: Path):
     with pytest.raises(DataError, match=r"data file not found: .*missing\.jsonl .*correct it"):
         read_records(str(tmp_path / "missing.jsonl"))
-    with pytest.raises(DataError, match=r"must be a \.jsonl file or builtin:addition, got .*data\.parquet"):
+    with pytest.raises(DataError, match=r"must be a \.jsonl file .*or builtin:addition, got .*data\.parquet"):
         read_records(str(tmp_path / "data.parquet"))
     (tmp_path / "latin.jsonl").write_bytes(b'{"q": "\xe9"}\n')
-    with pytest.raises(DataError, match=r"latin\.jsonl must be readable UTF-8 text, got UnicodeDecodeError"):
+    with pytest.raises(DataError, match=r"latin\.jsonl must be readable UTF-8, got UnicodeDecodeError"):
         read_records(str(tmp_path / "latin.jsonl"))
     (tmp_path / "folder.jsonl").mkdir()
-    with pytest.raises(DataError, match=r"folder\.jsonl must be readable UTF-8 text, got IsADirectoryError"):
+    with pytest.raises(DataError, match=r"folder\.jsonl must be readable UTF-8, got IsADirectoryError"):
         read_records(str(tmp_path / "folder.jsonl"))
     with pytest.raises(DataError, match="the only built-in data is builtin:addition, got 'builtin:sums'"):
         read_records("builtin:sums")
