@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tpu_grpo import errors
-from tpu_grpo.cli import closing_lines, help_text, main
+from tpu_grpo import cli, errors
+from tpu_grpo.cli import BUILDING, closing_lines, help_text, main
 from tpu_grpo.config import RunConfig, load_config
+from tpu_grpo.hosts import Hosts, Watch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPT = REPOSITORY / "scripts" / "run.py"
@@ -168,12 +169,13 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., dict[st
 
 
 def raising(error: BaseException) -> Callable[..., dict[str, Any]]:
-    def train(config: RunConfig, stop_requested: Callable[[], bool]) -> dict[str, Any]:
+    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop_requested: Callable[[], bool]) -> dict[str, Any]:
         raise error
 
     return train
 
 
+NOTICE = f"demo_cpu: {BUILDING}\n"
 CODES = {
     errors.TpuGrpoError: 1,
     errors.ConfigError: 2,
@@ -199,10 +201,15 @@ def test_exit_codes(
 ) -> None:
     pipeline(raising(error("what is wrong; what to do")))
     start = "" if error is errors.Interrupted else f"{error.__name__}: "
-    assert run_main(capsys) == (code, "", f"{start}what is wrong; what to do\n")
+    assert run_main(capsys) == (code, "", f"{NOTICE}{start}what is wrong; what to do\n")
 
 
-@pytest.mark.parametrize("error", [ValueError("a bug"), KeyError("x"), KeyboardInterrupt()])
+def test_ctrl_c_ends_without_a_traceback(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline(raising(KeyboardInterrupt()))
+    assert run_main(capsys) == (1, "", f"{NOTICE}interrupted; the newest checkpoint stays where it is\n")
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyError("x")])
 def test_other_errors_are_bugs_and_keep_their_traceback(pipeline: Any, error: BaseException) -> None:
     pipeline(raising(error))
     with pytest.raises(type(error)) as caught:
@@ -215,7 +222,7 @@ def test_training_gets_the_config_and_ends_with_what_it_came_to(
 ) -> None:
     given: list[RunConfig] = []
 
-    def train(config: RunConfig, stop_requested: Callable[[], bool]) -> dict[str, Any]:
+    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop_requested: Callable[[], bool]) -> dict[str, Any]:
         given.append(config)
         assert not stop_requested()
         return {"steps": 3, "rewards/first_mean": 0.25, "rewards/last_mean": 0.5}
@@ -223,29 +230,30 @@ def test_training_gets_the_config_and_ends_with_what_it_came_to(
     pipeline(train)
     code, out, err = run_main(capsys, "run.max_steps=3", "run.dir=out")
     assert given == [load_config(REPOSITORY / "configs" / "demo_cpu.yaml", ["run.max_steps=3", "run.dir=out"])]
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, NOTICE)
     assert out == (
         "done: 3 steps\nreward, mean of the first five steps 0.250, of the last five 0.500\nlook at out/report.html\n"
     )
 
 
 def test_sigterm_asks_the_run_to_stop(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    def train(config: RunConfig, stop_requested: Callable[[], bool]) -> dict[str, Any]:
+    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop_requested: Callable[[], bool]) -> dict[str, Any]:
         asked = [stop_requested()]
         os.kill(os.getpid(), signal.SIGTERM)
         assert [*asked, stop_requested()] == [False, True]
         raise errors.Interrupted("stopped after step 1 as asked")
 
     pipeline(train)
-    assert run_main(capsys) == (4, "", "stopped after step 1 as asked\n")
+    assert run_main(capsys) == (4, "", f"{NOTICE}stopped after step 1 as asked\n")
 
 
 def test_what_the_user_set_for_the_platform_is_kept(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    monkeypatch.setattr(cli, "start", lambda *_, **__: Hosts())  # would look for the slice
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     seen: dict[str, str] = {}
 
-    def train(config: RunConfig, stop_requested: Callable[[], bool]) -> dict[str, Any]:
+    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop_requested: Callable[[], bool]) -> dict[str, Any]:
         seen.update({name: os.environ[name] for name in ("JAX_PLATFORMS", "HF_HUB_OFFLINE")})
         return {"steps": 0}
 

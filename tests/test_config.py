@@ -64,6 +64,9 @@ def file_message(path: Path, text: str | bytes) -> str:
         ("hosts.coordinator", None),
         ("hosts.count", 1),
         ("hosts.index", 0),
+        ("hosts.check", "rollout"),
+        ("hosts.start_timeout_seconds", 300.0),
+        ("hosts.lost_timeout_seconds", 45.0),
         ("checkpoint.every", 0),
         ("checkpoint.resume", "auto"),
         ("evaluation.every", 0),
@@ -197,7 +200,11 @@ def test_run_dir_follows_the_name_unless_it_is_set(monkeypatch: pytest.MonkeyPat
             "foo is not a setting (got {'bar': 1}); known sections: run, model, data, rollout, algorithm, optimizer, "
             "meshes, hosts, checkpoint, evaluation, logging, rewards",
         ),
-        ("hosts.zzzzzzzzz=1", "hosts.zzzzzzzzz is not a setting (got 1); known in hosts: coordinator, count, index"),
+        (
+            "hosts.zzzzzzzzz=1",
+            "hosts.zzzzzzzzz is not a setting (got 1); known in hosts: coordinator, count, index, "
+            "check, start_timeout_seconds, lost_timeout_seconds",
+        ),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_known_one(override: str, expected: str) -> None:
@@ -273,12 +280,11 @@ def test_a_key_that_is_not_text_is_a_config_error(tmp_path: Path, text: str) -> 
         ),
         (
             "hosts.count=2",
-            "hosts must describe one process, got coordinator=unset, count=2, index=0; leave them at unset, 1 and 0",
+            "hosts.count=2 needs hosts.coordinator, got none; set it to host:port of process 0",
         ),
         (
-            "hosts.coordinator=127.0.0.1:1234",
-            "hosts must describe one process, got coordinator=127.0.0.1:1234, count=1, index=0; "
-            "leave them at unset, 1 and 0",
+            "hosts.index=1",
+            "hosts.index must be below hosts.count=1, got 1; indices start at 0",
         ),
     ],
 )

@@ -196,6 +196,7 @@ def test_a_failing_reward_stops_the_run_with_its_name(files: Path, tmp_path: Pat
         train(config(files, tmp_path / "run", rewards=rewards, evaluation={"prompts": 1}))
 
 
+@pytest.mark.slow
 def test_four_devices(files: Path, tmp_path: Path) -> None:
     """The same command on four virtual devices: trainer fsdp 2 x tp 2, sampler tensor 4."""
     run = {"dir": str(tmp_path / "run"), "max_steps": 2}

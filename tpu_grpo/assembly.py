@@ -14,11 +14,13 @@ from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import BUILTIN, RunConfig
 from tpu_grpo.errors import ConfigError
+from tpu_grpo.fingerprints import fingerprints
+from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import Learner, SampledTexts
 from tpu_grpo.models import Checkpoint, builtin, check_mesh, load_model, read_checkpoint
 from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer, stop_token_ids
 from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts
-from tpu_grpo.rewards import RewardSet, open_rewards
+from tpu_grpo.rewards import SharedRewards, open_rewards
 from tpu_grpo.rollout.engine import Engine, EngineOptions, choose_attention, engine_mesh
 from tpu_grpo.rollout.sampler import EVALUATION_SAMPLE, Sampler, sampling_params
 from tpu_grpo.types import Prompt, Request, SampleKey, SyncResult
@@ -30,9 +32,9 @@ class Task:
     """What is learnt: prompts, rewards and the prompts that are kept for evaluation."""
 
     prompts: PromptStream
-    rewards: RewardSet
+    rewards: SharedRewards
     evaluation_prompts: tuple[Prompt, ...] | None
-    evaluation_rewards: RewardSet | None
+    evaluation_rewards: SharedRewards | None
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,21 @@ class PolicyEngine:
         return SampledTexts(tuple(encoded), completions, texts)
 
 
-def build_parts(config: RunConfig) -> Parts:
-    """Build everything a training run needs; the sampler holds the policy the learner starts (or resumes) from."""
+def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
+    """Build everything a training run needs; the sampler holds the policy the learner starts (or resumes) from.
+
+    Raises:
+        LockstepError: if hosts were started with anything that differs.
+    """
     checkpoint, tokenizer = open_model(config)
+    if hosts.count > 1:
+        hosts.agree_all(fingerprints(config, checkpoint.directory))
     meshes = build_meshes(config, checkpoint)
-    task = open_task(config, tokenizer)
+    task = open_task(config, tokenizer, hosts)
     stop_ids = stop_token_ids(tokenizer, checkpoint.directory)
     engine = Engine.build(checkpoint.directory, meshes.sampler, EngineOptions.from_config(config, stop_ids))
+    if hosts.count > 1 and config.hosts.check == "step":
+        engine.check_every_step(lambda number, decisions: hosts.agree(f"scheduling of engine step {number}", decisions))
     policy = PolicyEngine(engine, checkpoint.family.model_type, tokenizer, config)
     model = load_model(checkpoint, meshes.trainer, dtype=jnp.dtype(config.model.dtype), remat=config.model.remat)
     learner = Learner(
@@ -124,7 +134,7 @@ def check(config: RunConfig) -> list[str]:
         mesh_shape = build_meshes(config, checkpoint)
         described = f"{checkpoint.family.model_type}, {checkpoint.parameter_count:,} parameters"
     attention = choose_attention(config.rollout.attention)
-    task = open_task(config, tokenizer)
+    task = open_task(config, tokenizer, Hosts())
     options = EngineOptions.from_config(config, [token_id(tokenizer.eos_token_id)])
     held_out = "none" if task.evaluation_prompts is None else f"{len(task.evaluation_prompts)} prompts"
     return [
@@ -161,13 +171,14 @@ def _builtin_name(config: RunConfig) -> str:
     return name
 
 
-def open_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast) -> Task:
-    """Prompts and rewards, checked against each other's columns."""
+def open_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts) -> Task:
+    """Prompts and rewards, checked against each other's columns; rewards are shared out over the hosts."""
     prompts = open_prompts(config.data, config.run.seed, tokenizer)
     rewards = open_rewards(config.rewards, prompts.columns)
     held_out = open_evaluation_prompts(config.evaluation, config.data, tokenizer)
     evaluation_rewards = open_rewards(config.rewards, tuple(held_out[0].columns)) if held_out else None
-    return Task(prompts, rewards, held_out, evaluation_rewards)
+    shared = None if evaluation_rewards is None else SharedRewards(evaluation_rewards, hosts)
+    return Task(prompts, SharedRewards(rewards, hosts), held_out, shared)
 
 
 def build_meshes(config: RunConfig, checkpoint: Checkpoint | None) -> Meshes:
@@ -191,12 +202,18 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint | None) -> Meshes:
         )
     if checkpoint is not None:
         check_mesh(checkpoint, fsdp, tp)
-        heads = checkpoint.config.num_attention_heads
-        if heads % tensor:
-            raise ConfigError(
-                f"meshes.sampler.tensor must divide the model's {heads} attention heads, got {tensor}; use fewer"
-            )
+        _check_sampler_heads(checkpoint, tensor)
     return Meshes(Mesh(np.asarray(devices).reshape(fsdp, tp), ("fsdp", "tp")), engine_mesh(devices))
+
+
+def _check_sampler_heads(checkpoint: Checkpoint, tensor: int) -> None:
+    heads, kv_heads = checkpoint.config.num_attention_heads, checkpoint.config.num_key_value_heads
+    fitting = [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
+    if tensor not in fitting:
+        raise ConfigError(
+            f"meshes.sampler.tensor must divide the model's {heads} attention heads, and divide its {kv_heads} "
+            f"key-value heads or be a multiple of them, got {tensor}; use as many devices as one of {fitting}"
+        )
 
 
 def token_id(value: Any) -> int:

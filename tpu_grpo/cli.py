@@ -10,18 +10,20 @@ import signal
 import sys
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from tpu_grpo.config import RunConfig, load_config, settings
 from tpu_grpo.errors import Interrupted, TpuGrpoError
-from tpu_grpo.hosts.platform import choose_platform
+from tpu_grpo.hosts import Watch, choose_platform, start
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "demo_cpu.yaml"
 ABOUT = """Trains a language model by GRPO with the rewards of the config.
 
 Without a config it runs configs/demo_cpu.yaml, which shows a small model learning on a CPU within minutes.
 --print-config shows the resolved config; --dry-run checks everything that can be checked without generating a token."""
+BUILDING = "building model and engine, then compiling; this takes a while"
 USAGE = "python scripts/run.py [CONFIG.yaml] [section.key=value ...] [--dry-run | --print-config]"
 
 
@@ -37,11 +39,11 @@ def main(arguments: Sequence[str]) -> int:
             print(config.to_yaml(), end="")
             return 0
         return _dry_run(config) if options.dry_run else _train(config)
-    except Interrupted as stop:
-        print(stop, file=sys.stderr)
-        return stop.exit_code
+    except KeyboardInterrupt:
+        print("interrupted; the newest checkpoint stays where it is", file=sys.stderr)
+        return 1
     except TpuGrpoError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        _say(error)
         return error.exit_code
 
 
@@ -89,13 +91,38 @@ def _dry_run(config: RunConfig) -> int:
 
 def _train(config: RunConfig) -> int:
     _prepare()
-    from tpu_grpo.pipeline import train
-
+    ours = config.hosts
+    hosts = start(ours.coordinator, ours.count, ours.index, timeout_seconds=ours.start_timeout_seconds)
     asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
-    summary = train(config, stop_requested=lambda: bool(asked))
-    print(closing_lines(config, summary))
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))  # after start: jax takes the signal there
+    if hosts.is_first:
+        print(f"{config.run.name}: {BUILDING}", file=sys.stderr)
+    silence = ours.lost_timeout_seconds
+    with Watch(hosts, silence, every=min(5.0, silence / 4)) as watch, _said_at_once():
+        from tpu_grpo.pipeline import train
+
+        summary = train(config, hosts, watch, stop_requested=lambda: bool(asked))
+    if hosts.is_first:
+        print(closing_lines(config, summary))
     return 0
+
+
+@contextmanager
+def _said_at_once() -> Iterator[None]:
+    """Print an error before the other hosts hear of it: the end of host 0 may end this process within a moment."""
+    try:
+        yield
+    except TpuGrpoError as error:
+        _say(error)
+        raise
+
+
+def _say(error: TpuGrpoError) -> None:
+    """Print an error, once."""
+    if not error.said:
+        error.said = True
+        what = str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
+        print(what, file=sys.stderr, flush=True)
 
 
 def closing_lines(config: RunConfig, summary: dict) -> str:

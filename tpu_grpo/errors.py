@@ -9,6 +9,8 @@ class TpuGrpoError(Exception):
     """Root of the package's errors."""
 
     exit_code = 1
+    said = False
+    """Whether the user has seen it."""
 
 
 class ConfigError(TpuGrpoError, ValueError):

@@ -48,16 +48,19 @@ def evaluate(
 class EvaluationLog:
     """``evaluation.jsonl``: one line per evaluation, continued when a run is."""
 
-    def __init__(self, run_dir: Path, start_step: int):
+    def __init__(self, run_dir: Path, start_step: int, *, writes: bool = True):
         self._path = run_dir / EVALUATION_FILE
-        if self._path.exists():
+        self._writes = writes
+        if writes and self._path.exists():
             keep_records(self._path, lambda record: 0 < start_step >= record["step"])  # a fresh start keeps none
-        records = read_records(self._path) if self._path.exists() else ()
+        records = read_records(self._path) if writes and self._path.exists() else ()
         self.done = [_from_record(record) for record in records]
 
     def add(self, evaluation: Evaluation) -> None:
         """Remember an evaluation."""
         self.done.append(evaluation)
+        if not self._writes:
+            return
         with self._path.open("ab") as file:
             file.write(encode_line({"step": evaluation.step, **evaluation.metrics()}))
 

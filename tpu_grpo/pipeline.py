@@ -13,22 +13,33 @@ from tpu_grpo.assembly import Parts, build_parts
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import Interrupted
 from tpu_grpo.evaluation import Evaluation, EvaluationLog, evaluate
+from tpu_grpo.hosts import Hosts, Watch
 from tpu_grpo.metrics.compilations import CompilationCounter
 from tpu_grpo.metrics.jsonl import read_records
 from tpu_grpo.metrics.report import write_report
 from tpu_grpo.metrics.run_log import RunLog, open_run_log
 from tpu_grpo.metrics.sinks import METRICS_FILE
 from tpu_grpo.metrics.summary import build_summary, versions, write_summary
-from tpu_grpo.metrics.values import reward_names, rollout_metrics, sync_metrics, update_metrics
+from tpu_grpo.metrics.values import reward_names, rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.run_dir import prepare_run_dir
-from tpu_grpo.types import ScoredRollout
+from tpu_grpo.types import Rollout, ScoredRollout
+
+ALONE = Hosts()
 
 
-def train(config: RunConfig, stop_requested: Callable[[], bool] = lambda: False) -> dict[str, Any]:
-    """Run the config to its end and leave its files in ``run.dir``.
+def _never() -> bool:
+    return False
+
+
+def train(
+    config: RunConfig, hosts: Hosts = ALONE, watch: Watch | None = None, stop_requested: Callable[[], bool] = _never
+) -> dict[str, Any]:
+    """Run the config to its end and leave its files in ``run.dir``; every host calls this, host 0 writes.
 
     Args:
         config: the run.
+        hosts: this process among those of the run.
+        watch: is told which stage the process is in, for the message when another is lost.
         stop_requested: asked after every step; when it says yes, a checkpoint is saved and the run ends early.
 
     Returns:
@@ -38,12 +49,14 @@ def train(config: RunConfig, stop_requested: Callable[[], bool] = lambda: False)
         Interrupted: if a stop was requested; the checkpoint is saved.
         TpuGrpoError: for anything wrong with the config, the model, the data, a reward or a number.
     """
-    moved = prepare_run_dir(config)
+    moved = prepare_run_dir(config) if hosts.is_first else None
+    hosts.barrier("run directory")
     with CompilationCounter() as compilations:
-        parts = build_parts(config)
+        parts = build_parts(config, hosts)
         start = parts.learner.restored_step
-        with open_run_log(config, start) as log:
-            run = Run(config, parts, log, EvaluationLog(config.run_dir, start), compilations)
+        with open_run_log(config, start) if hosts.is_first else RunLog([]) as log:
+            evaluations = EvaluationLog(config.run_dir, start, writes=hosts.is_first)
+            run = Run(config, hosts, watch or Watch(hosts), parts, log, evaluations, compilations)
             if moved is not None:
                 log.note(f"an earlier run's files were moved to {moved}")
             run.train(start, stop_requested)
@@ -55,6 +68,8 @@ class Run:
     """A run in progress."""
 
     config: RunConfig
+    hosts: Hosts
+    watch: Watch
     parts: Parts
     log: RunLog
     evaluations: EvaluationLog
@@ -64,24 +79,31 @@ class Run:
         """Do steps ``start + 1`` to ``run.max_steps``."""
         if start:
             self.log.note(f"continuing after step {start}")
-        self._evaluate_if_due(start)
+        if not start:
+            self._evaluate_if_due(0)
         for step in range(start + 1, self.config.run.max_steps + 1):
             self._step(step)
-            stopping = stop_requested() and step < self.config.run.max_steps
+            stopping = self._any_host(stop_requested()) and step < self.config.run.max_steps
             if stopping or self._due(step, self.config.checkpoint.every):
-                self.parts.learner.save(step)
+                with self.watch.stage(f"saving step {step}"):
+                    self.parts.learner.save(step)
             if stopping:
                 self.parts.learner.close()
                 raise Interrupted(f"stopped after step {step} as asked; start the same command again to continue")
         self.parts.learner.close()
 
     def _step(self, step: int) -> None:
-        parts = self.parts
+        parts, stage = self.parts, self.watch.stage
         batch = parts.task.prompts.batch(step)
-        rollout = parts.sampler.rollout(batch)
-        scored = ScoredRollout(rollout, parts.task.rewards.score(rollout))
-        update = parts.learner.update(scored)
-        sync = parts.policy.install(parts.learner.params())
+        with stage(f"rollout of step {step}"):
+            rollout = parts.sampler.rollout(batch)
+            self._agree_on_tokens(step, rollout)
+        with stage(f"rewards of step {step}"):
+            scored = ScoredRollout(rollout, parts.task.rewards.score(rollout))
+        with stage(f"update of step {step}"):
+            update = parts.learner.update(scored)
+        with stage(f"weight sync of step {step}"):
+            sync = parts.policy.install(parts.learner.params())
         if _every(step, self.config.logging.samples_every):
             self.log.samples(step, scored, update.advantages)
         self.log.step(
@@ -95,12 +117,20 @@ class Run:
             }
         )
 
+    def _agree_on_tokens(self, step: int, rollout: Rollout) -> None:
+        """Hosts sampled the same tokens by the same scheduling decisions, or the run ends here."""
+        if self.hosts.count > 1:
+            self.hosts.agree(f"tokens of step {step}", tokens_digest(rollout.completions))
+            self.hosts.agree(f"scheduling of step {step}", self.parts.policy.engine.decisions)
+
+    def _any_host(self, asked: bool) -> bool:
+        """Whether this or any other host was asked to stop; all of them then stop after the same step."""
+        return b"1" in self.hosts.gather("stop", b"1" if asked else b"0")
+
     def _evaluate_if_due(self, step: int) -> dict[str, float]:
         task = self.parts.task
         due = step == 0 or self._due(step, self.config.evaluation.every)
         if task.evaluation_prompts is None or task.evaluation_rewards is None or not due:
-            return {}
-        if any(done.step == step for done in self.evaluations.done):
             return {}
         evaluation = evaluate(
             self.parts.sampler.answer,
@@ -119,10 +149,14 @@ class Run:
         return step == self.config.run.max_steps or _every(step, every)
 
     def finish(self) -> dict[str, Any]:
-        """Write summary.json and report.html."""
+        """Write summary.json and report.html, and see that all hosts end with the same parameters."""
+        digest = self.parts.learner.params_digest()
+        self.hosts.agree("parameters after the last step", digest)
+        if not self.hosts.is_first:
+            return {"params_digest": digest}
         summary = build_summary(
             list(read_records(self.config.run_dir / METRICS_FILE)),
-            params_digest=self.parts.learner.params_digest(),
+            params_digest=digest,
             versions=versions(),
             evaluation=self.evaluations.summary(),
         )

@@ -64,6 +64,16 @@ def _groups_vary(config: "RunConfig") -> None:
         )
 
 
+def _hosts_described(config: "RunConfig") -> None:
+    hosts = config.hosts
+    if hosts.index >= hosts.count:
+        raise ValueError(f"hosts.index must be below hosts.count={hosts.count}, got {hosts.index}; indices start at 0")
+    if hosts.count > 1 and hosts.coordinator is None:
+        raise ValueError(
+            f"hosts.count={hosts.count} needs hosts.coordinator, got none; set it to host:port of process 0"
+        )
+
+
 RULES = (
     _micro_batches_divide,
     _rewards_named_once,
@@ -71,4 +81,5 @@ RULES = (
     _native_pages,
     _paddings_within_limit,
     _groups_vary,
+    _hosts_described,
 )

@@ -211,15 +211,13 @@ class HostsSection(Section):
     """Number of processes."""
     index: int = Field(default=0, ge=0)
     """Which of them this is."""
-
-    @model_validator(mode="after")
-    def _single(self) -> "HostsSection":
-        if self.coordinator is not None or self.count != 1 or self.index != 0:
-            raise ValueError(
-                f"must describe one process, got coordinator={self.coordinator or 'unset'}, count={self.count}, "
-                f"index={self.index}; leave them at unset, 1 and 0"
-            )
-        return self
+    check: Literal["rollout", "step"] = "rollout"
+    """How often processes compare their scheduling: after every rollout, or before every step of the engine, which
+    names the first step that differs."""
+    start_timeout_seconds: float = Field(default=300.0, gt=0.0)
+    """How long to wait for the other processes at start-up."""
+    lost_timeout_seconds: float = Field(default=45.0, ge=2.0)
+    """A process that gives no sign of life for this long is lost, and ends the others; a slow one does give signs."""
 
 
 class CheckpointSection(Section):

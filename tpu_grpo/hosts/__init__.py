@@ -1,5 +1,15 @@
-"""What a process knows about the machine it runs on, settled before jax starts."""
+"""The processes of a run: where they run, how they meet, what they agree on, and how they end together.
 
+choose_platform()
+hosts = start(coordinator, count, index)
+hosts.agree_all({"data.path": ...})
+with Watch(hosts) as watch, watch.stage("rollout"):
+    ...
+"""
+
+from tpu_grpo.hosts.agreement import Hosts
 from tpu_grpo.hosts.platform import choose_platform
+from tpu_grpo.hosts.start import start
+from tpu_grpo.hosts.watch import Watch
 
-__all__ = ["choose_platform"]
+__all__ = ["Hosts", "Watch", "choose_platform", "start"]

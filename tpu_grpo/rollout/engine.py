@@ -8,7 +8,7 @@ Everything happens on the calling thread. Requests of one group (equal prompts) 
 one prefills the prompt, the others wait for it and reuse it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -137,6 +137,16 @@ class Engine:
     def seconds(self) -> StepSeconds:
         """Where the time of all steps so far went."""
         return self._scheduler.seconds
+
+    @property
+    def decisions(self) -> str:
+        """sha256 of every scheduling decision so far; hosts that drive one engine in lockstep have the same."""
+        return self._scheduler.decisions
+
+    def check_every_step(self, check: Callable[[int, str], None]) -> None:
+        """Call ``check(number of the step, decisions)`` before each step is launched; it may raise."""
+        scheduler = self._scheduler
+        scheduler.before_launch = lambda: check(scheduler.forward_ct, scheduler.decisions)
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
         """Sample with these parameters from now on; prefixes computed by the old ones are forgotten.

@@ -3,7 +3,9 @@
 A decision depends on the requests submitted and on nothing else: no clock, free memory, thread or socket takes part.
 """
 
+import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +73,8 @@ class SteppedScheduler(Scheduler):
             super().__init__(server_args, no_ports)
         self.running: dict[str, Running] = {}
         self.seconds = StepSeconds()
+        self.before_launch: Callable[[], None] | None = None
+        self._decisions = hashlib.sha256()
 
     @property
     def runner(self) -> Runner:
@@ -111,10 +115,18 @@ class SteppedScheduler(Scheduler):
             self._rest()
         self.last_batch = batch
 
+    @property
+    def decisions(self) -> str:
+        """sha256 of every decision so far: which requests ran in each step, in which cache slots."""
+        return self._decisions.hexdigest()
+
     def run_batch(self, batch: ScheduleBatch) -> GenerationBatchResult:
         """Run the model and the sampler on a scheduled batch."""
         start = time.perf_counter()
         self.forward_ct += 1
+        self._note_decision(batch)
+        if self.before_launch is not None:
+            self.before_launch()
         if batch.forward_mode.is_extend():
             for row, req in zip(batch.req_pool_indices, batch.reqs, strict=True):
                 self.runner.inputs.admit(row, self.running[req.rid].request)
@@ -164,6 +176,12 @@ class SteppedScheduler(Scheduler):
         allocator.clear()
         self.cur_batch = self.last_batch = None
         self.running = {}
+
+    def _note_decision(self, batch: ScheduleBatch) -> None:
+        rids = ",".join(req.rid for req in batch.reqs)
+        self._decisions.update(f"{batch.forward_mode.name} {rids} ".encode())
+        self._decisions.update(np.asarray(batch.seq_lens, np.int64).tobytes())
+        self._decisions.update(np.asarray(batch.out_cache_loc, np.int64).tobytes())
 
     def _rest(self) -> None:
         """Between batches: check for leaked slots, as the library does, and for requests that nothing can help.

@@ -1,0 +1,110 @@
+"""What hosts exchange, between real processes, and with one."""
+
+import pytest
+
+from tests.hosts.processes import run
+from tpu_grpo.hosts import Hosts
+
+
+def test_values_of_all_hosts_reach_all_hosts() -> None:
+    ended = run(
+        """
+        print(hosts.gather("rewards", b"from %d" % index))
+        print(hosts.gather("an empty one", b""))
+        print(hosts.broadcast("seed", b"7" if hosts.is_first else None))
+        long = hosts.gather("a long one", bytes([index]) * 6_000_000)
+        print([(len(value), set(value)) for value in long])
+        hosts.agree("params", b"same" * 1000)
+        hosts.agree_all({"a": "1", "b": "x" * 1000})
+        began = time.monotonic()
+        for step in range(300):
+            assert hosts.gather("step", b"%d" % (step + index)) == [b"%d" % (step + other) for other in range(count)]
+        print((time.monotonic() - began) / 300, file=sys.stderr)
+        hosts.barrier("the end")
+        print(len(hosts.service.list("tpu_grpo/exchange")) <= 2 * count)
+        """,
+        3,
+    )
+    for end in ended.values():
+        assert (end.code, end.out.splitlines()) == (
+            0,
+            [
+                "[b'from 0', b'from 1', b'from 2']",
+                "[b'', b'', b'']",
+                "b'7'",
+                "[(6000000, {0}), (6000000, {1}), (6000000, {2})]",
+                "True",
+            ],
+        ), end
+
+
+def test_what_differs_is_named_on_every_host() -> None:
+    ended = run(
+        """
+        values = {"data.path": "b.jsonl" if index == 1 else "a.jsonl", "run.seed": "0", "template": "x" * (99 + index)}
+        if index == 2:
+            values["extra"] = "yes"
+        try:
+            hosts.agree_all(values)
+        except TpuGrpoError as error:
+            print(error)
+        hosts.agree("params_digest", b"abc" if index else b"")
+        """,
+        3,
+    )
+    for end in ended.values():
+        lines = end.out.splitlines()
+        assert lines[0] == "every host must have the same; start all from the same files"
+        assert lines[1] == "  data.path differs: host 1 has 'b.jsonl'; hosts 0, 2 have 'a.jsonl'"
+        assert lines[2].startswith("  template differs: host 0 has sha256 ")
+        assert lines[3:] == ["  extra differs: host 2 has 'yes'; hosts 0, 1 have no value"]
+        assert end.code == 3
+        assert "params_digest differs: host 0 has sha256 e3b0c44298fc...; hosts 1, 2 have sha256 ba7816bf8f01..." in (
+            end.errors
+        )
+
+
+def test_hosts_at_different_calls_are_told_at_once() -> None:
+    ended = run("hosts.barrier('rollout' if index == 1 else 'rewards')", 2)
+    for end in ended.values():
+        assert end.code == 3, end
+        assert "LockstepError: hosts must do the same in the same order; at exchange 1, " in end.errors
+        assert "host 0 has rewards; host 1 has rollout" in end.errors
+
+
+def test_a_host_that_does_not_come_is_named() -> None:
+    ended = run(
+        """
+        if index == 1:
+            time.sleep(3)
+        else:
+            began = time.monotonic()
+            try:
+                hosts.gather("the rewards", b"", timeout_seconds=1.5)
+            except TpuGrpoError as error:
+                print(error, 1.4 < time.monotonic() - began < 3)
+            time.sleep(1)
+        """,
+        3,
+    )
+    for index in (0, 2):
+        assert ended[index].out == (
+            "every host must reach the rewards within 1.5 s; host 1 did not; "
+            "see what they print, and whether they run the same command True\n"
+        ), ended
+
+
+def test_one_host_agrees_with_itself() -> None:
+    alone = Hosts()
+    assert alone.gather("a", b"1") == [b"1"]
+    assert alone.broadcast("b", b"2") == b"2"
+    alone.barrier("c")
+    alone.agree("d", "3")
+    alone.agree_all({"e": "4"})
+
+
+def test_what_cannot_be_asked() -> None:
+    with pytest.raises(ValueError, match="2 hosts need a service"):
+        Hosts(0, 2)
+    with pytest.raises(ValueError, match="host 0 must have a value for seed, got None"):
+        Hosts().broadcast("seed", None)

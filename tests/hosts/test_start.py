@@ -1,0 +1,99 @@
+"""Meeting: real processes, and the settings that cannot work."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.hosts.processes import run
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.hosts import start
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_hosts_meet_and_see_all_devices(count: int) -> None:
+    ended = run(
+        """
+        import jax
+        print(hosts.index, hosts.count, hosts.is_first, jax.process_count(), len(jax.devices()))
+        hosts.barrier("the end")
+        """,
+        count,
+    )
+    for index, end in ended.items():
+        assert (end.code, end.out) == (0, f"{index} {count} {index == 0} {count} {count}\n"), end
+
+
+@pytest.mark.parametrize(("came", "timeout"), [((0, 1), 4), ((1,), 2)])
+def test_missing_hosts_are_named_in_time(came: tuple[int, ...], timeout: int) -> None:
+    ended = run("print('started')", 3, only=came, timeout=timeout)
+    for index, end in ended.items():
+        assert (end.code, end.out) == (3, ""), end
+        last = end.errors.strip().splitlines()[-1]
+        if 0 in came:
+            assert last == (
+                f"LockstepError: all 3 hosts must start within 4 s; host 2 did not come (this is host {index}); "
+                "start the same command on every host, each with its own hosts.index"
+            )
+        else:
+            assert "within 2 s; host 0, the coordinator at 127.0.0.1:" in last
+            assert "did not answer host 1" in last
+        assert end.at < 25
+
+
+def test_every_host_refuses_another_count() -> None:
+    ended = run("print('started')", 2, counts={1: 3})
+    for end in ended.values():
+        assert (end.code, end.out) == (3, ""), end
+        assert "LockstepError: hosts.count must be the same on every host, got 2, 3 on hosts 0 to 1" in end.errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, 0, 0), "hosts.count must be >= 1, got 0"),
+        ((None, 1, 1), r"hosts.index must be from 0 to hosts.count - 1 = 0, got 1"),
+        (("127.0.0.1:80", 2, 2), r"hosts.index must be from 0 to hosts.count - 1 = 1, got 2"),
+        (("127.0.0.1:80", 2, -1), "got -1"),
+        ((None, 2, 0), "hosts.count=2 needs hosts.coordinator=ADDRESS:PORT"),
+        (("localhost", 2, 0), "hosts.coordinator must be ADDRESS:PORT of host 0, got 'localhost'"),
+        ((":80", 2, 0), "got ':80'"),
+        (("a:http", 2, 0), "got 'a:http'"),
+        (("a:70000", 2, 0), "got 'a:70000'"),
+        (("a:0", 2, 0), "got 'a:0'"),
+    ],
+)
+def test_settings_that_cannot_work(arguments: tuple, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        start(*arguments, timeout_seconds=1)
+
+
+def test_one_process_needs_nothing_and_jax_is_not_imported() -> None:
+    code = """
+import sys
+from tpu_grpo.hosts import Watch, start
+hosts = start(None, 1, 0, environment={"JAX_PLATFORMS": "cpu"})
+with Watch(hosts) as watch, watch.stage("rollout"):
+    hosts.agree_all({"a": "b"})
+print(hosts.index, hosts.count, hosts.service, "jax" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "0 1 None False\n"
+
+
+def test_a_tpu_slice_gives_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster
+
+    import tpu_grpo.hosts.service as service
+
+    met = []
+    monkeypatch.setattr(GceTpuCluster, "is_env_present", classmethod(lambda _: True))
+    monkeypatch.setattr(GceTpuCluster, "get_process_count", classmethod(lambda _: 4))
+    monkeypatch.setattr(GceTpuCluster, "get_process_id", classmethod(lambda _: 3))
+    monkeypatch.setattr(GceTpuCluster, "get_coordinator_address", classmethod(lambda *_: "10.0.0.1:8476"))
+    monkeypatch.setattr(service, "connect", lambda *arguments: met.append(arguments) or service.Service(None))
+    monkeypatch.setattr("tpu_grpo.hosts.ending.here.index", 0)
+    hosts = start(None, 1, 0, timeout_seconds=7, environment={"JAX_PLATFORMS": ""})
+    assert (hosts.index, hosts.count, met) == (3, 4, [("10.0.0.1:8476", 4, 3, 7)])
+    monkeypatch.setattr(GceTpuCluster, "get_process_count", classmethod(lambda _: 1))
+    assert start(None, 1, 0, environment={}).service is None

@@ -1,0 +1,147 @@
+"""Each thing that hosts must agree on changes its own fingerprint, and nothing else does."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.models.random_checkpoint import write_random_qwen3
+from tpu_grpo import fingerprints as module
+from tpu_grpo.config import RunConfig, parse_config
+from tpu_grpo.fingerprints import fingerprints
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    write_random_qwen3(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    (tmp_path / "train.jsonl").write_text('{"question": "1", "answer": "2"}\n' * 3)
+    (tmp_path / "held.jsonl").write_text('{"question": "3", "answer": "4"}\n')
+    (tmp_path / "mine.py").write_text("def score(completions):\n    return [0.0] * len(completions)\n")
+    return tmp_path
+
+
+def config(files: Path, **sections: Any) -> RunConfig:
+    tree: dict[str, Any] = {
+        "data": {"path": str(files / "train.jsonl")},
+        "evaluation": {"path": str(files / "held.jsonl")},
+        "rewards": [{"name": f"{files}/mine.py:score"}, {"name": "tpu_grpo.tasks.addition:forgot_carry"}],
+    }
+    return parse_config(tree | sections)
+
+
+def differing(first: dict[str, str], second: dict[str, str]) -> set[str]:
+    return {name for name in first.keys() | second.keys() if first.get(name) != second.get(name)}
+
+
+def rewrite(name: str, text: str) -> Callable[[Path], None]:
+    def write(files: Path) -> None:
+        (files / name).write_text(text)
+
+    return write
+
+
+def flip_a_byte(files: Path) -> None:
+    path = next((files / "model").glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (flip_a_byte, "model file model.safetensors"),
+        (rewrite("model/config.json", "{}"), "model file config.json"),
+        (rewrite("model/tokenizer.json", "{} "), "model file tokenizer.json"),
+        (rewrite("model/added.txt", "x"), "model file added.txt"),
+        (rewrite("train.jsonl", '{"question": "1", "answer": "3"}\n'), "data file of data.path"),
+        (rewrite("held.jsonl", '{"question": "3", "answer": "5"}\n'), "data file of evaluation.path"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_file_that_differs_is_named(files: Path, change: Callable[[Path], None], name: str) -> None:
+    before = fingerprints(config(files), files / "model")
+    change(files)
+    assert differing(before, fingerprints(config(files), files / "model")) == {name}
+
+
+def test_a_rewards_source_that_differs_is_named(files: Path) -> None:
+    before = fingerprints(config(files), files / "model")
+    (files / "mine.py").write_text("def score(completions):\n    return [1.0] * len(completions)\n")
+    assert differing(before, fingerprints(config(files), files / "model")) == {
+        f"source of reward {files}/mine.py:score"
+    }
+    assert "source of reward tpu_grpo.tasks.addition:forgot_carry" in before
+
+
+LEAVES = [
+    ("run.seed", 7),
+    ("run.max_steps", 7),
+    ("model.dtype", "bfloat16"),
+    ("model.remat", "block"),
+    ("data.prompts_per_step", 3),
+    ("data.prompt_template", "{question}?"),
+    ("data.shuffle", False),
+    ("rollout.temperature", 0.5),
+    ("rollout.top_k", 5),
+    ("rollout.top_p", 0.5),
+    ("rollout.min_p", 0.5),
+    ("rollout.max_new_tokens", 7),
+    ("rollout.page_size", 4),
+    ("rollout.prefix_cache", False),
+    ("algorithm.group_size", 3),
+    ("algorithm.beta", 0.5),
+    ("algorithm.iterations", 2),
+    ("algorithm.old_policy", "trainer"),
+    ("algorithm.clip_low", 0.1),
+    ("algorithm.advantage", "rloo"),
+    ("optimizer.learning_rate", 0.5),
+    ("optimizer.schedule", "cosine"),
+    ("meshes.trainer.tp", 2),
+    ("checkpoint.every", 3),
+    ("evaluation.prompts", 3),
+]
+
+
+@pytest.mark.parametrize(("setting", "value"), LEAVES, ids=str)
+def test_a_setting_that_differs_is_named(files: Path, setting: str, value: Any) -> None:
+    base = config(files).model_dump(mode="json")
+    *sections, key = setting.split(".")
+    node = base
+    for section in sections:
+        node = node[section]
+    assert node[key] != value
+    node[key] = value
+    changed = fingerprints(parse_config(base), files / "model")
+    assert differing(fingerprints(config(files), files / "model"), changed) == {f"setting {setting}"}
+
+
+@pytest.mark.parametrize("variable", ["XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64"])
+def test_an_environment_variable_that_differs_is_named(
+    files: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    before = fingerprints(config(files), files / "model")
+    monkeypatch.setenv(variable, "something")
+    assert differing(before, fingerprints(config(files), files / "model")) == {f"environment variable {variable}"}
+
+
+def test_what_is_a_hosts_own_does_not_matter(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprints(config(files), files / "model")
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
+    monkeypatch.setenv("HOSTNAME", "other")
+    own = config(files, run={"dir": str(files / "elsewhere")}, hosts={"coordinator": "a:1", "count": 2, "index": 1})
+    assert differing(before, fingerprints(own, files / "model")) == {"setting hosts.coordinator", "setting hosts.count"}
+
+
+def test_a_version_that_differs_is_named(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprints(config(files), files / "model")
+    monkeypatch.setattr(module, "versions", lambda: {"jax": "0.0"})
+    assert "version of jax" in differing(before, fingerprints(config(files), files / "model"))
+
+
+def test_a_copy_elsewhere_is_the_same_model(files: Path) -> None:
+    shutil.copytree(files / "model", files / "copy")
+    assert fingerprints(config(files), files / "copy") == fingerprints(config(files), files / "model")

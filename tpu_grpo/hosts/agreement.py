@@ -1,0 +1,143 @@
+"""What hosts tell each other, and what they must have in common.
+
+Every host makes the same calls in the same order, on its main thread: the calls are numbered, and one that finds the
+others at another call, or does not find them at all, raises instead of waiting for ever.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+
+from tpu_grpo.errors import LockstepError
+from tpu_grpo.hosts.ending import host_names
+from tpu_grpo.hosts.service import Service
+
+ROOT = "tpu_grpo/exchange"
+SHOWN = 60
+"""Values up to this many characters are shown in messages; longer ones as a digest."""
+ABSENT = "no value"
+
+
+class Hosts:
+    """The processes of a run. With ``count == 1`` every call is trivial and nothing is sent.
+
+    Args:
+        index: which of them this is.
+        count: how many there are.
+        service: what they talk through; None for one process.
+        timeout_seconds: how long an exchange waits for the slowest host. ``Watch`` notices a lost host long before;
+            this ends runs whose hosts are alive and do different things.
+    """
+
+    def __init__(
+        self, index: int = 0, count: int = 1, service: Service | None = None, *, timeout_seconds: float = 1800.0
+    ) -> None:
+        if count > 1 and service is None:
+            raise ValueError(f"{count} hosts need a service to talk through; tpu_grpo.hosts.start makes one")
+        self.index = index
+        self.count = count
+        self.service = service
+        self.timeout_seconds = timeout_seconds
+        self._exchanges = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this host writes the files that the run has once."""
+        return self.index == 0
+
+    def gather(self, name: str, value: bytes, *, timeout_seconds: float | None = None) -> list[bytes]:
+        """The values of all hosts, by host, on every host.
+
+        Args:
+            name: what is exchanged, for messages, the same on every host.
+            value: this host's.
+            timeout_seconds: instead of that of ``Hosts``.
+
+        Raises:
+            LockstepError: a host did not answer, or is at another exchange.
+        """
+        if self.service is None:
+            return [value]
+        self._exchanges += 1
+        number = self._exchanges
+        self.service.put(f"{ROOT}/{number}/{self.index}", name.encode() + b"\0" + value)
+        answers = self._collect(name, number, self.timeout_seconds if timeout_seconds is None else timeout_seconds)
+        # All hosts have answered this exchange, so all have read the one before: nobody needs this host's part of it.
+        if number > 1:
+            self.service.delete(f"{ROOT}/{number - 1}/{self.index}")
+        parts = [answers[index].partition(b"\0") for index in range(self.count)]
+        names = [part[0].decode() for part in parts]
+        if len(set(names)) > 1:
+            raise LockstepError(f"hosts must do the same in the same order; at exchange {number}, {_listing(names)}")
+        return [part[2] for part in parts]
+
+    def _collect(self, name: str, number: int, timeout_seconds: float) -> dict[int, bytes]:
+        assert self.service is not None
+        directory = f"{ROOT}/{number}"
+        deadline = time.monotonic() + timeout_seconds
+        while True:
+            answers = {int(index): value for index, value in self.service.list(directory).items()}
+            missing = [index for index in range(self.count) if index not in answers]
+            if not missing:
+                return answers
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise LockstepError(
+                    f"every host must reach {name} within {timeout_seconds:g} s; {host_names(missing)} did not; "
+                    "see what they print, and whether they run the same command"
+                )
+            self.service.wait(f"{directory}/{missing[0]}", left)
+
+    def barrier(self, name: str, *, timeout_seconds: float | None = None) -> None:
+        """Return once every host is here; raises as ``gather`` does."""
+        self.gather(name, b"", timeout_seconds=timeout_seconds)
+
+    def broadcast(self, name: str, value: bytes | None, *, timeout_seconds: float | None = None) -> bytes:
+        """Host 0's value on every host; what the others pass is ignored. Raises as ``gather`` does."""
+        if self.is_first and value is None:
+            raise ValueError(f"host 0 must have a value for {name}, got None")
+        mine = value if self.is_first and value is not None else b""
+        return self.gather(name, mine, timeout_seconds=timeout_seconds)[0]
+
+    def agree(self, name: str, value: str | bytes) -> None:
+        """Check that the value is the same on every host.
+
+        Raises:
+            LockstepError: it is not; on every host, with the same message. Raises as ``gather`` does, too.
+        """
+        self._compare(f"the agreement on {name}", {name: value})
+
+    def agree_all(self, values: Mapping[str, str]) -> None:
+        """Check many named values in one exchange; all that differ are named. Raises as ``agree`` does."""
+        self._compare("the agreement on settings", values)
+
+    def _compare(self, name: str, values: Mapping[str, str | bytes]) -> None:
+        shown = {key: _short(value) for key, value in values.items()}
+        everyone = [json.loads(part) for part in self.gather(name, json.dumps(shown).encode())]
+        keys = dict.fromkeys(key for values in everyone for key in values)
+        differing = {key: [values.get(key, ABSENT) for values in everyone] for key in keys}
+        lines = [f"{key} differs: {_listing(found)}" for key, found in differing.items() if len(set(found)) > 1]
+        if lines:
+            raise LockstepError("\n  ".join(["every host must have the same; start all from the same files", *lines]))
+
+
+def _short(value: str | bytes) -> str:
+    """The value itself if it can be shown, else a digest that differs wherever the value does."""
+    if isinstance(value, str) and len(value) <= SHOWN and value.isprintable():
+        return repr(value)
+    data = value.encode() if isinstance(value, str) else value
+    return f"sha256 {hashlib.sha256(data).hexdigest()}"
+
+
+def _listing(found: Sequence[str]) -> str:
+    """Who has what, fewest first: "host 1 has 'b'; hosts 0, 2, 3 have 'a'"."""
+    groups: dict[str, list[int]] = {}
+    for index, value in enumerate(found):
+        groups.setdefault(value, []).append(index)
+    ordered = sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
+    return "; ".join(f"{host_names(who)} {'has' if len(who) == 1 else 'have'} {_cut(value)}" for value, who in ordered)
+
+
+def _cut(value: str) -> str:
+    return f"{value[:19]}..." if value.startswith("sha256 ") else value

@@ -1,0 +1,225 @@
+"""JAX's coordination service, behind the few calls this room needs: the only file that touches its private parts.
+
+``jax.distributed.initialize`` of jax 0.8.1 cannot be used as it is, for two reasons:
+
+- The client ends the process with LOG(FATAL), exit code 1, as soon as the service reports an error or its connection
+  closes, which is at once when host 0 dies; nothing in Python gets a word in. A ``missed_heartbeat_callback`` is the
+  way out, but jaxlib cannot convert the callback's argument, so that it never runs: ``connect`` raises
+  ``std::bad_cast`` instead, and on the client's own thread the exception becomes SIGABRT. ``_end_on_abort`` turns that
+  signal into a message and exit code 3.
+- The service waits an hour for hosts to register, longer than any client, so that no client learns which are missing.
+  With ``cluster_register_timeout`` it tells all of them.
+
+The client and the service are made here from the same parts, and put where jax looks for them.
+"""
+
+import atexit
+import ctypes
+import math
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from tpu_grpo.errors import LockstepError
+from tpu_grpo.hosts.ending import end_process, host_names
+
+HEARTBEAT_SECONDS = 300
+"""After this jax itself gives a silent host up; far above the timeout of ``Watch``, which is to speak first."""
+SHUTDOWN_SECONDS = 60
+"""How long jax lets a host that ends wait for the others to end."""
+LEAVE_SECONDS = 10
+"""How long host 0 waits at its end for each other host to be done with the service."""
+GRACE_SECONDS = 2
+"""How much longer a client waits than the service, so that the service's answer, with the names, comes first."""
+
+ROOT = "tpu_grpo/start"
+
+_kept: list[Any] = []
+"""Signal handlers made by ctypes, which must outlive their registration."""
+
+
+class Service:
+    """The key-value store of the coordination service. Keys are paths; values are bytes, of any length."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+
+    def put(self, key: str, value: bytes, *, overwrite: bool = False) -> None:
+        """Store a value. Blocks for as long as the service does not answer."""
+        self._client.key_value_set_bytes(key, value, allow_overwrite=overwrite)
+
+    def wait(self, key: str, seconds: float) -> bytes | None:
+        """The value once it is there, or None after so many seconds, even if the service is frozen."""
+        from jax.errors import JaxRuntimeError
+
+        try:
+            return self._client.blocking_key_value_get_bytes(key, max(1, int(seconds * 1000)))
+        except JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise
+
+    def list(self, directory: str) -> dict[str, bytes]:
+        """What is stored below a directory, by path below it. Blocks for as long as the service does not answer."""
+        prefix = f"{directory}/"
+        return {key.removeprefix(prefix): value for key, value in self._client.key_value_dir_get_bytes(prefix)}
+
+    def delete(self, key: str) -> None:
+        """Remove a value."""
+        self._client.key_value_delete(key)
+
+
+def connect(coordinator: str, count: int, index: int, timeout_seconds: float) -> Service:
+    """Start the service (on host 0) and connect to it.
+
+    Raises:
+        LockstepError: the coordinator, or some of the hosts, did not come within ``timeout_seconds``.
+    """
+    import jax
+    from jax._src import distributed
+
+    if "cpu" in (jax.config.jax_platforms or ""):  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    state: Any = distributed.global_state
+    state.coordinator_address, state.num_processes, state.process_id = coordinator, count, index
+    state.service, state.client = _service_and_client(coordinator, count, index, max(1, math.ceil(timeout_seconds)))
+    try:
+        state.client.connect()
+    except RuntimeError as error:
+        why = _why_not_connected(state.client)
+        state.client = state.service = None  # or jax shuts them down once more when the process ends
+        raise LockstepError(_missing(why, coordinator, count, index, timeout_seconds)) from error
+    _end_on_abort(state.client)
+    _preemption(state)
+    service = Service(state.client)
+    atexit.register(_leave_together, service, state, count, index)
+    _same_count(service, count, index, timeout_seconds)
+    return service
+
+
+def _leave_together(service: Service, state: Any, count: int, index: int) -> None:
+    """At exit: host 0, which runs the service, stays until no other host needs it any more."""
+    with suppress(RuntimeError):  # the service is gone already
+        service.put(f"{ROOT}/left/{index}", b"")
+        if index == 0:
+            for other in range(1, count):
+                service.wait(f"{ROOT}/left/{other}", LEAVE_SECONDS)
+    state.shutdown()
+
+
+def _service_and_client(coordinator: str, count: int, index: int, seconds: int) -> tuple[Any, Any]:
+    """What ``jax.distributed`` makes, with the arguments it does not pass on; the service on host 0 only."""
+    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
+    service = None
+    if index == 0:
+        service = _jax.get_distributed_runtime_service(
+            f"[::]:{coordinator.rpartition(':')[2]}",
+            count,
+            heartbeat_timeout=HEARTBEAT_SECONDS,
+            cluster_register_timeout=seconds,
+            shutdown_timeout=SHUTDOWN_SECONDS,
+        )
+    client = _jax.get_distributed_runtime_client(
+        coordinator,
+        index,
+        init_timeout=seconds + GRACE_SECONDS,
+        heartbeat_timeout=HEARTBEAT_SECONDS,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+        missed_heartbeat_callback=_never_called,
+        shutdown_on_destruction=False,
+        use_compression=True,
+    )
+    return service, client
+
+
+def _same_count(service: Service, count: int, index: int, timeout_seconds: float) -> None:
+    """Check that all were started with the same count; host 0 collects them, so that all raise if one must."""
+    service.put(f"{ROOT}/count/{index}", str(count).encode())
+    if index == 0:
+        counts = [service.wait(f"{ROOT}/count/{other}", timeout_seconds) or b"unknown" for other in range(count)]
+        service.put(f"{ROOT}/counts", b" ".join(counts))
+    found = (service.wait(f"{ROOT}/counts", 2 * timeout_seconds) or b"unknown").decode().split()
+    if {*found, str(count)} != {str(count)}:
+        raise LockstepError(
+            f"hosts.count must be the same on every host, got {', '.join(found)} on hosts 0 to {len(found) - 1} "
+            f"and {count} on host {index}; start the same command on all of them"
+        )
+
+
+def _never_called(*_: object) -> None:
+    raise AssertionError("jaxlib can call this callback now: _end_on_abort is no longer needed")
+
+
+def _why_not_connected(client: Any) -> str:
+    """What the service said; the exception of ``connect`` lost it, and shutting the client down repeats it."""
+    try:
+        client.shutdown()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def _missing(why: str, coordinator: str, count: int, index: int, timeout_seconds: float) -> str:
+    remedy = "start the same command on every host, each with its own hosts.index"
+    rule = f"all {count} hosts must start within {timeout_seconds:g} s"
+    names = re.search(r"timed out task names:\s*((?:\S*/task:\d+\s*)+)", why)
+    if names:
+        late = sorted({int(number) for number in re.findall(r"/task:(\d+)", names[1])})
+        return f"{rule}; {host_names(late)} did not come (this is host {index}); {remedy}"
+    status = re.search(r"Agent status: (.+)", why)
+    return (
+        f"{rule}; host 0, the coordinator at {coordinator}, did not answer host {index}"
+        f"{' (' + status[1].strip() + ')' if status else ''}; {remedy}, and check that hosts can reach that port"
+    )
+
+
+def _end_on_abort(client: Any) -> None:
+    """Make the abort of the coordination client exit code 3; every other abort stays one.
+
+    The handler runs on the aborting thread, which is the client's own and holds the client's lock: that the client
+    then answers nobody is how this abort is told from others.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.restype = ctypes.c_void_p
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    before = signal.SIG_DFL.value
+
+    def handle(_: int) -> None:
+        in_main = threading.get_ident() == threading.main_thread().ident
+        if in_main or _answers(lambda: client.key_value_dir_get_bytes("nothing/"), within_seconds=1.0):
+            libc.signal(signal.SIGABRT, before)
+            os.kill(os.getpid(), signal.SIGABRT)
+            return
+        end_process("lost host 0: the coordination service it runs closed the connection, or gave another host up")
+
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
+    _kept.append(handler)
+    before = libc.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+
+
+def _answers(call: Callable[[], object], *, within_seconds: float) -> bool:
+    """Whether a call returns in time; it runs on a thread of its own, since it may never come back."""
+    answered = threading.Event()
+
+    def ask() -> None:
+        try:
+            call()
+        except RuntimeError:
+            return
+        answered.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    return answered.wait(within_seconds)
+
+
+def _preemption(state: Any) -> None:
+    """Start jax's preemption notice as ``jax.distributed`` does, but leave SIGTERM to the handler of this program."""
+    handler = signal.getsignal(signal.SIGTERM)
+    state.initialize_preemption_sync_manager()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)

@@ -1,0 +1,178 @@
+"""Noticing that a host died, hangs or failed, from wherever the main thread is.
+
+Two threads per process: one talks to the coordination service, and may block in it; the other only looks at the clock,
+and ends the process. Both run while the main thread computes, compiles or waits in a collective, all of which release
+the interpreter's lock; so a host that is only slow is not taken for a lost one.
+"""
+
+import atexit
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import Self
+
+from tpu_grpo.errors import Interrupted, TpuGrpoError
+from tpu_grpo.hosts.agreement import Hosts
+from tpu_grpo.hosts.ending import end_process, here, host_names
+
+ROOT = "tpu_grpo/watch"
+OWN_ERROR_SECONDS = 1.0
+"""How long a host told of a failure has to come to the same error by itself, as hosts that disagree do."""
+LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")
+"""What a runtime error begins with that is this host's own, and says nothing about another host."""
+
+
+class Watch:
+    """Ends this process with exit code 3 and one message when another host is lost or failed.
+
+        with Watch(hosts) as watch:
+            with watch.stage("rollout"):
+                ...
+
+    Leaving the block without an error, or because the run was interrupted (on every host), waits for the other hosts.
+    Leaving it with an error tells them, and the error goes on. If it may be a lost host's doing, such as a collective
+    whose connection closed, the heartbeats are awaited first, and the lost host is named.
+
+    Args:
+        hosts: whom to watch; one host is not watched.
+        timeout_seconds: a host silent for so long is lost.
+        every: seconds between heartbeats.
+    """
+
+    def __init__(self, hosts: Hosts, timeout_seconds: float = 45.0, every: float = 5.0) -> None:
+        if not 0 < 2 * every <= timeout_seconds:
+            raise ValueError(f"timeout_seconds must hold two heartbeats, got {timeout_seconds:g}, with every={every:g}")
+        self.hosts = hosts
+        self.timeout_seconds = timeout_seconds
+        self.every = every
+        self._others = [index for index in range(hosts.count) if index != hosts.index]
+        self._stop = threading.Event()
+        self._talk_now = threading.Event()
+        self._failure: str | None = None
+        self._all_heard = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Name what the block does, for the last message of a process that ends in it, or by an error raised in it."""
+        before, here.stage = here.stage, name
+        yield
+        here.stage = before  # not after an error: that is where this process was when it happened
+
+    def __enter__(self) -> Self:
+        if self.hosts.service is None:
+            return self
+        now = time.monotonic()
+        self._answered = now
+        self._beats: dict[int, tuple[bytes, float]] = dict.fromkeys(self._others, (b"", now))
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._talk, self._look)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.hosts.service is None:
+            return
+        if error is None or isinstance(error, Interrupted):
+            self.hosts.barrier("the end of the run")
+        else:
+            if _may_be_a_lost_host(error):
+                time.sleep(self.timeout_seconds + 2 * self.every)  # ends here if one is
+            here.leaving_with = error.exit_code if isinstance(error, TpuGrpoError) else 1
+            self.report_failure(f"{type(error).__name__}: {error}")
+            atexit.register(_leave)
+        self._stop.set()
+        self._talk_now.set()
+        for thread in self._threads:  # one that returned from C++ into an interpreter that has ended would crash it
+            thread.join(2 * self.every)
+
+    def report_failure(self, message: str) -> None:
+        """Make the other hosts end, naming this host and ``message``; returns once they know, or cannot be reached.
+
+        This host goes on, and is to end by itself: it is no longer ended for what happens to the others.
+        """
+        if self.hosts.service is None:
+            return
+        here.leaving_with = here.leaving_with or 1
+        self._failure = message
+        self._talk_now.set()
+        self._all_heard.wait(3 * self.every)
+
+    def _talk(self) -> None:
+        from jax.errors import JaxRuntimeError
+
+        count = 0
+        while not self._stop.is_set():
+            count += 1
+            with suppress(JaxRuntimeError):  # no answer; if it lasts, the other thread ends the process
+                self._exchange(count)
+            self._talk_now.wait(self.every if self._failure is None else self.every / 5)
+            self._talk_now.clear()
+
+    def _exchange(self, count: int) -> None:
+        service, me = self.hosts.service, self.hosts.index
+        assert service is not None
+        service.put(f"{ROOT}/beat/{me}", str(count).encode(), overwrite=True)
+        if self._failure is not None:
+            service.put(f"{ROOT}/failure/{me}", self._failure.encode(), overwrite=True)
+        seen = service.list(ROOT)
+        now = time.monotonic()
+        self._answered = now
+        for index in self._others:
+            beat = seen.get(f"beat/{index}", b"")
+            if beat != self._beats[index][0]:
+                self._beats[index] = (beat, now)
+        failures = {index: seen[f"failure/{index}"] for index in self._others if f"failure/{index}" in seen}
+        if failures:
+            if self._failure is None:  # what ended the others may be ending this host as well: it may say so itself
+                self._talk_now.wait(min(self.every, OWN_ERROR_SECONDS))
+            service.put(f"{ROOT}/heard/{me}", b"", overwrite=True)
+            if self._failure is None:
+                index, message = next(iter(failures.items()))
+                end_process(f"host {index} failed: {message.decode()}")
+        if all(f"heard/{index}" in seen for index in self._others):
+            self._all_heard.set()
+
+    def _look(self) -> None:
+        pause = min(self.every, self.timeout_seconds / 10)
+        looked = time.monotonic()
+        while not self._stop.wait(pause):
+            now = time.monotonic()
+            if now - looked > self.timeout_seconds / 2:  # it is this process that was stopped: the clocks start again
+                self._answered = now
+                self._beats = {index: (beat, now) for index, (beat, _) in self._beats.items()}
+            looked = now
+            self._judge(now)
+
+    def _judge(self, now: float) -> None:
+        if now - self._answered > self.timeout_seconds:
+            end_process(
+                f"lost host 0: the coordination service it runs has not answered for {now - self._answered:.0f} s"
+            )
+        silent = {index: now - at for index, (_, at) in self._beats.items() if now - at > self.timeout_seconds}
+        if silent:
+            end_process(f"lost {host_names(list(silent))}: no heartbeat for {max(silent.values()):.0f} s")
+
+
+def _may_be_a_lost_host(error: BaseException) -> bool:
+    """Whether an error looks like a collective that broke; gloo's come as ValueError, others as jax's runtime error."""
+    from jax.errors import JaxRuntimeError
+
+    if isinstance(error, ValueError) and "Gloo" in str(error):
+        return True
+    return isinstance(error, JaxRuntimeError) and not str(error).startswith(LOCAL_ERRORS)
+
+
+def _leave() -> None:
+    """At exit after a failure: end without jax's shutdown, which would wait for hosts that have ended."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(here.leaving_with or 1)
