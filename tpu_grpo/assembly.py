@@ -107,7 +107,7 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
     learner = Learner(
         config,
         model=model,
-        reference=nnx.merge(*nnx.split(model)) if config.algorithm.beta > 0.0 else None,
+        reference=model if config.algorithm.beta > 0.0 else None,
         mesh=meshes.trainer,
         tokenizer=tokenizer,
         pad_id=token_id(tokenizer.pad_token_id),
