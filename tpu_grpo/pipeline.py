@@ -22,7 +22,7 @@ from tpu_grpo.metrics.sinks import METRICS_FILE
 from tpu_grpo.metrics.summary import build_summary, versions, write_summary
 from tpu_grpo.metrics.values import reward_names, rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.run_dir import prepare_run_dir
-from tpu_grpo.types import Rollout, ScoredRollout
+from tpu_grpo.types import ScoredRollout
 
 ALONE = Hosts()
 
@@ -97,7 +97,7 @@ class Run:
         batch = parts.task.prompts.batch(step)
         with stage(f"rollout of step {step}"):
             rollout = parts.sampler.rollout(batch)
-            self._agree_on_tokens(step, rollout)
+            self.hosts.agree(f"tokens of step {step}", tokens_digest(rollout.completions))
         with stage(f"rewards of step {step}"):
             scored = ScoredRollout(rollout, parts.task.rewards.score(rollout))
         with stage(f"update of step {step}"):
@@ -116,12 +116,6 @@ class Run:
                 **self._evaluate_if_due(step),
             }
         )
-
-    def _agree_on_tokens(self, step: int, rollout: Rollout) -> None:
-        """Hosts sampled the same tokens by the same scheduling decisions, or the run ends here."""
-        if self.hosts.count > 1:
-            self.hosts.agree(f"tokens of step {step}", tokens_digest(rollout.completions))
-            self.hosts.agree(f"scheduling of step {step}", self.parts.policy.engine.decisions)
 
     def _any_host(self, asked: bool) -> bool:
         """Whether this or any other host was asked to stop; all of them then stop after the same step."""

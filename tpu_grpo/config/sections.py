@@ -187,10 +187,11 @@ class TrainerMeshSection(Section):
 
 
 class SamplerMeshSection(Section):
-    """Shape of the sampler's mesh."""
+    """How the sampler's devices are cut into replicas, each an engine of its own."""
 
     tensor: PositiveInt | None = None
-    """Devices that one engine's heads and hidden units are split over; all when unset."""
+    """Devices of one replica, over which the model's heads and hidden units are split; when unset, the fewest that
+    hold at most 4 GiB of weights each."""
 
 
 class MeshesSection(Section):
@@ -212,11 +213,11 @@ class HostsSection(Section):
     index: int = Field(default=0, ge=0)
     """Which of them this is."""
     check: Literal["rollout", "step"] = "rollout"
-    """How often processes compare their scheduling: after every rollout, or before every step of the engine, which
-    names the first step that differs."""
+    """How often processes that share a replica compare its scheduling and tokens: after every rollout, or before every
+    step of the engine, which names the first step that differs."""
     start_timeout_seconds: float = Field(default=300.0, gt=0.0)
     """How long to wait for the other processes at start-up."""
-    lost_timeout_seconds: float = Field(default=45.0, ge=2.0)
+    lost_timeout_seconds: float = Field(default=40.0, ge=2.0)
     """A process that gives no sign of life for this long is lost, and ends the others; a slow one does give signs."""
 
 

@@ -9,6 +9,9 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+from jaxtyping import Shaped
+
 from tpu_grpo.errors import LockstepError
 from tpu_grpo.hosts.ending import host_names
 from tpu_grpo.hosts.service import Service
@@ -28,10 +31,17 @@ class Hosts:
         service: what they talk through; None for one process.
         timeout_seconds: how long an exchange waits for the slowest host. ``Watch`` notices a lost host long before;
             this ends runs whose hosts are alive and do different things.
+        members: the hosts that take part, this one among them; all of them unless it was made by ``among``.
     """
 
     def __init__(
-        self, index: int = 0, count: int = 1, service: Service | None = None, *, timeout_seconds: float = 1800.0
+        self,
+        index: int = 0,
+        count: int = 1,
+        service: Service | None = None,
+        *,
+        timeout_seconds: float = 1800.0,
+        members: Sequence[int] | None = None,
     ) -> None:
         if count > 1 and service is None:
             raise ValueError(f"{count} hosts need a service to talk through; tpu_grpo.hosts.start makes one")
@@ -39,7 +49,18 @@ class Hosts:
         self.count = count
         self.service = service
         self.timeout_seconds = timeout_seconds
+        self.members = tuple(range(count)) if members is None else tuple(sorted(members))
+        self._root = ROOT if members is None else f"{ROOT}/{'-'.join(map(str, self.members))}"
         self._exchanges = 0
+
+    def among(self, members: Sequence[int]) -> "Hosts":
+        """Some of the hosts, this one included, with exchanges of their own that the others take no part in.
+
+        Every member makes it, once for the same members. Its answers are in the order of ``members``.
+        """
+        if self.index not in members:
+            raise ValueError(f"host {self.index} must be among the hosts it exchanges with, got {list(members)}")
+        return Hosts(self.index, self.count, self.service, timeout_seconds=self.timeout_seconds, members=tuple(members))
 
     @property
     def is_first(self) -> bool:
@@ -47,7 +68,7 @@ class Hosts:
         return self.index == 0
 
     def gather(self, name: str, value: bytes, *, timeout_seconds: float | None = None) -> list[bytes]:
-        """The values of all hosts, by host, on every host.
+        """The values of all members, in their order, on every one of them.
 
         Args:
             name: what is exchanged, for messages, the same on every host.
@@ -57,28 +78,42 @@ class Hosts:
         Raises:
             LockstepError: a host did not answer, or is at another exchange.
         """
-        if self.service is None:
+        if self.service is None or len(self.members) == 1:
             return [value]
         self._exchanges += 1
         number = self._exchanges
-        self.service.put(f"{ROOT}/{number}/{self.index}", name.encode() + b"\0" + value)
+        self.service.put(f"{self._root}/{number}/{self.index}", name.encode() + b"\0" + value)
         answers = self._collect(name, number, self.timeout_seconds if timeout_seconds is None else timeout_seconds)
         # All hosts have answered this exchange, so all have read the one before: nobody needs this host's part of it.
         if number > 1:
-            self.service.delete(f"{ROOT}/{number - 1}/{self.index}")
-        parts = [answers[index].partition(b"\0") for index in range(self.count)]
+            self.service.delete(f"{self._root}/{number - 1}/{self.index}")
+        parts = [answers[index].partition(b"\0") for index in self.members]
         names = [part[0].decode() for part in parts]
         if len(set(names)) > 1:
-            raise LockstepError(f"hosts must do the same in the same order; at exchange {number}, {_listing(names)}")
+            raise LockstepError(
+                f"hosts must do the same in the same order; at exchange {number}, {self._listing(names)}"
+            )
         return [part[2] for part in parts]
+
+    def gather_array(self, name: str, array: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "H ..."]:
+        """The arrays of all hosts (the same shape and type on each) stacked by host, on every host.
+
+        Goes over the devices' interconnect, for what is too large for ``gather``. Raises as ``gather`` does.
+        """
+        if self.service is None:
+            return array[None]
+        from jax.experimental import multihost_utils
+
+        self.agree(f"the shape of {name}", f"{array.dtype} {list(array.shape)}")
+        return np.asarray(multihost_utils.process_allgather(array))
 
     def _collect(self, name: str, number: int, timeout_seconds: float) -> dict[int, bytes]:
         assert self.service is not None
-        directory = f"{ROOT}/{number}"
+        directory = f"{self._root}/{number}"
         deadline = time.monotonic() + timeout_seconds
         while True:
             answers = {int(index): value for index, value in self.service.list(directory).items()}
-            missing = [index for index in range(self.count) if index not in answers]
+            missing = [index for index in self.members if index not in answers]
             if not missing:
                 return answers
             left = deadline - time.monotonic()
@@ -117,9 +152,19 @@ class Hosts:
         everyone = [json.loads(part) for part in self.gather(name, json.dumps(shown).encode())]
         keys = dict.fromkeys(key for values in everyone for key in values)
         differing = {key: [values.get(key, ABSENT) for values in everyone] for key in keys}
-        lines = [f"{key} differs: {_listing(found)}" for key, found in differing.items() if len(set(found)) > 1]
+        lines = [f"{key} differs: {self._listing(found)}" for key, found in differing.items() if len(set(found)) > 1]
         if lines:
             raise LockstepError("\n  ".join(["every host must have the same; start all from the same files", *lines]))
+
+    def _listing(self, found: Sequence[str]) -> str:
+        """Who has what, fewest first: "host 1 has 'b'; hosts 0, 2, 3 have 'a'"."""
+        groups: dict[str, list[int]] = {}
+        for index, value in zip(self.members, found, strict=True):
+            groups.setdefault(value, []).append(index)
+        ordered = sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
+        return "; ".join(
+            f"{host_names(who)} {'has' if len(who) == 1 else 'have'} {_cut(value)}" for value, who in ordered
+        )
 
 
 def _short(value: str | bytes) -> str:
@@ -128,15 +173,6 @@ def _short(value: str | bytes) -> str:
         return repr(value)
     data = value.encode() if isinstance(value, str) else value
     return f"sha256 {hashlib.sha256(data).hexdigest()}"
-
-
-def _listing(found: Sequence[str]) -> str:
-    """Who has what, fewest first: "host 1 has 'b'; hosts 0, 2, 3 have 'a'"."""
-    groups: dict[str, list[int]] = {}
-    for index, value in enumerate(found):
-        groups.setdefault(value, []).append(index)
-    ordered = sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
-    return "; ".join(f"{host_names(who)} {'has' if len(who) == 1 else 'have'} {_cut(value)}" for value, who in ordered)
 
 
 def _cut(value: str) -> str:

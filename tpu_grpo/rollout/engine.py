@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 from sgl_jax.srt.server_args import ServerArgs
 
@@ -28,6 +28,8 @@ from tpu_grpo.rollout.shapes import Shapes, choose_shapes
 from tpu_grpo.types import Completion, Request
 
 AttentionName = Literal["flash", "gather", "native"]
+AXES = ("data", "tensor", "expert")
+"""Of sglang-jax's meshes."""
 CONTEXT_MARGIN_TOKENS = 8
 """sglang-jax refuses prompts within six tokens of its context length."""
 
@@ -50,15 +52,16 @@ class EngineOptions:
     batch_paddings: tuple[int, ...] | None = None
 
     @classmethod
-    def from_config(cls, config: RunConfig, stop_token_ids: Sequence[int]) -> "EngineOptions":
-        """The options of a run."""
+    def from_config(cls, config: RunConfig, stop_token_ids: Sequence[int], replicas: int = 1) -> "EngineOptions":
+        """The options of each of a run's engines."""
         rollout = config.rollout
+        rows = -(-config.data.prompts_per_step // replicas) * config.algorithm.group_size
         return cls(
             context_tokens=config.context_tokens,
             stop_token_ids=frozenset(stop_token_ids),
             dtype=config.model.dtype,
             attention=choose_attention(rollout.attention),
-            max_running_requests=min(rollout.max_running_requests, config.batch_rows),
+            max_running_requests=min(rollout.max_running_requests, rows),
             kv_tokens=rollout.kv_tokens,
             page_size=rollout.page_size,
             prefill_tokens=rollout.prefill_tokens,
@@ -129,6 +132,11 @@ class Engine:
         return cls(scheduler, options)
 
     @property
+    def mesh(self) -> Mesh:
+        """Its devices, with the axes AXES."""
+        return self._scheduler.runner.mesh
+
+    @property
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Name -> shape, dtype and sharding of every parameter."""
         return self._scheduler.runner.weight_specs
@@ -139,14 +147,14 @@ class Engine:
         return self._scheduler.seconds
 
     @property
-    def decisions(self) -> str:
-        """sha256 of every scheduling decision so far; hosts that drive one engine in lockstep have the same."""
-        return self._scheduler.decisions
+    def digest(self) -> str:
+        """sha256 of every scheduling decision and token so far; hosts that drive one engine have the same."""
+        return self._scheduler.digest
 
     def check_every_step(self, check: Callable[[int, str], None]) -> None:
-        """Call ``check(number of the step, decisions)`` before each step is launched; it may raise."""
+        """Call ``check(number of the step, digest)`` before each step is launched; it may raise."""
         scheduler = self._scheduler
-        scheduler.before_launch = lambda: check(scheduler.forward_ct, scheduler.decisions)
+        scheduler.before_launch = lambda: check(scheduler.forward_ct, scheduler.digest)
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
         """Sample with these parameters from now on; prefixes computed by the old ones are forgotten.
@@ -170,29 +178,19 @@ class Engine:
         Raises:
             RequestError: for a request the engine can never serve, before any is started.
         """
+        generation = Generation(self, requests)
+        while generation.advance():
+            pass
+        return generation.completions()
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise RequestError for a request the engine can never serve."""
         for index, request in enumerate(requests):
             self._check(index, request)
-        rows: list[Running | None] = [None] * len(requests)
-        followers: dict[int, list[int]] = {}
-        for leader, members in _groups(requests, share=self.options.prefix_cache):
-            rows[leader] = self._submit(requests[leader])
-            if members:
-                followers[leader] = members
-        while followers or not all(row is not None and row.req.finished() for row in rows):
-            for leader in [i for i in followers if (row := rows[i]) is not None and row.prefilled]:
-                for member in followers.pop(leader):
-                    rows[member] = self._submit(requests[member])
-            self._scheduler.step()
-        self._scheduler.step()  # hands back the slots of the last rows
-        self._scheduler.running.clear()
-        return [row.completion() for row in rows if row is not None]
 
     def forget_prefixes(self) -> None:
         """Drop every cached key and value."""
         self._scheduler.forget_prefixes()
-
-    def _submit(self, request: Request) -> Running:
-        return self._scheduler.submit(request, self.options.stop_token_ids)
 
     def _check(self, index: int, request: Request) -> None:
         options, prompt, new = self.options, len(request.token_ids), request.sampling.max_new_tokens
@@ -216,13 +214,61 @@ class Engine:
             raise RequestError(f"request {index}: token ids must be in [0, {vocabulary}), got {request.token_ids}")
 
 
+class Generation:
+    """Requests on their way through an engine, one at a time per engine; ``advance`` until it says no.
+
+    Each call takes in the tokens of the step before and starts the next, so that engines on different devices work at
+    the same time when they are advanced in turn.
+    """
+
+    def __init__(self, engine: Engine, requests: Sequence[Request]):
+        engine.check(requests)
+        self._scheduler, self._stop_ids = engine._scheduler, engine.options.stop_token_ids
+        self._requests = requests
+        self._rows: list[Running | None] = [None] * len(requests)
+        self._followers: dict[int, list[int]] = {}
+        for leader, members in groups(requests, share=engine.options.prefix_cache):
+            self._submit(leader)
+            if members:
+                self._followers[leader] = members
+
+    def advance(self) -> bool:
+        """Finish the step under way and start the next; False once every request is finished."""
+        self._scheduler.finish_step()
+        if not self._followers and all(row is not None and row.req.finished() for row in self._rows):
+            self._scheduler.start_step()  # an empty one: hands back the slots of the last rows
+            self._scheduler.running.clear()
+            return False
+        for leader in [i for i in self._followers if (row := self._rows[i]) is not None and row.prefilled]:
+            for member in self._followers.pop(leader):
+                self._submit(member)
+        self._scheduler.start_step()
+        return True
+
+    def completions(self) -> list[Completion]:
+        """In the order of the requests, once all are finished."""
+        return [row.completion() for row in self._rows if row is not None]
+
+    def _submit(self, index: int) -> None:
+        self._rows[index] = self._scheduler.submit(self._requests[index], self._stop_ids)
+
+
+def partition(spec: jax.ShapeDtypeStruct) -> PartitionSpec:
+    """How one of an engine's ``weight_specs`` is split over AXES."""
+    assert isinstance(spec.sharding, NamedSharding)
+    return spec.sharding.spec
+
+
 def engine_mesh(devices: Sequence[Any]) -> Mesh:
     """A mesh for one engine that splits heads and hidden units over ``devices``."""
-    return Mesh(np.asarray(devices).reshape(1, len(devices), 1), ("data", "tensor", "expert"))
+    return Mesh(np.asarray(devices).reshape(1, len(devices), 1), AXES)
 
 
-def _groups(requests: Sequence[Request], *, share: bool) -> list[tuple[int, list[int]]]:
-    """(leader, followers) index lists, leaders in order; every request leads itself when nothing is shared."""
+def groups(requests: Sequence[Request], *, share: bool = True) -> list[tuple[int, list[int]]]:
+    """(leader, followers) index lists, leaders in order; every request leads itself when nothing is shared.
+
+    A group is the requests with the same prompt: their token ids are what can be shared.
+    """
     if not share:
         return [(index, []) for index in range(len(requests))]
     members: dict[tuple[int, ...], list[int]] = {}

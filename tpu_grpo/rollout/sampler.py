@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import NonFiniteError
-from tpu_grpo.rollout.engine import Engine
 from tpu_grpo.types import Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, SamplingParams
 
 EVALUATION_SAMPLE = 2**31
@@ -20,10 +20,18 @@ def sampling_params(config: RunConfig) -> SamplingParams:
     return SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
 
 
-class Sampler:
-    """Samples completions of prompts with an engine whose weights someone else keeps up to date."""
+class Generates(Protocol):
+    """One engine, or all replicas of a run."""
 
-    def __init__(self, engine: Engine, tokenizer: PreTrainedTokenizerFast, config: RunConfig):
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """A completion for every request, in their order."""
+        ...
+
+
+class Sampler:
+    """Samples completions of prompts with engines whose weights someone else keeps up to date."""
+
+    def __init__(self, engine: Generates, tokenizer: PreTrainedTokenizerFast, config: RunConfig):
         self._engine = engine
         self._tokenizer = tokenizer
         self._seed = config.run.seed

@@ -64,8 +64,22 @@ class Running:
         )
 
 
+@dataclass(frozen=True)
+class Started:
+    """A step under way on the devices. B rows, padded."""
+
+    batch: ScheduleBatch
+    tokens: jax.Array
+    """int32 [B]."""
+    logprobs: jax.Array
+    """float32 [B]."""
+
+
 class SteppedScheduler(Scheduler):
-    """The library's Scheduler with ``submit``, ``step`` and ``forget_prefixes`` in place of its event loop."""
+    """The library's Scheduler with ``submit``, steps of two halves and ``forget_prefixes`` in place of its event loop.
+
+    Between ``start_step`` and ``finish_step`` the devices work, and other engines can be served.
+    """
 
     def __init__(self, server_args: ServerArgs, mesh: Mesh, runner_class: type[Runner]):
         no_ports: Any = SimpleNamespace(**dict.fromkeys(PortArgs.__dataclass_fields__))
@@ -74,7 +88,8 @@ class SteppedScheduler(Scheduler):
         self.running: dict[str, Running] = {}
         self.seconds = StepSeconds()
         self.before_launch: Callable[[], None] | None = None
-        self._decisions = hashlib.sha256()
+        self._log = hashlib.sha256()
+        self._started: Started | None = None
 
     @property
     def runner(self) -> Runner:
@@ -98,30 +113,46 @@ class SteppedScheduler(Scheduler):
         self.running[rid] = running
         return running
 
-    def step(self) -> None:
-        """Schedule one batch, run it and take in its tokens.
+    def start_step(self) -> None:
+        """Schedule one batch and start it on the devices; ``finish_step`` comes next.
 
         Raises:
             RequestError: if requests wait but none can ever run.
         """
+        assert self._started is None, "the step before has not been finished"
         start = time.perf_counter()
         with repairs.without_sampling_info():
             batch = self.get_next_batch_to_run()
         self.cur_batch = batch
         self.seconds.schedule += time.perf_counter() - start
         if batch:
-            self.process_batch_result(batch, self.run_batch(batch))
+            self._started = Started(batch, *self._launch(batch))
         else:
             self._rest()
+            self.last_batch = None
+
+    def finish_step(self) -> None:
+        """Wait for the step that was started, if any, and take in its tokens."""
+        if self._started is None:
+            return
+        started, self._started = self._started, None
+        start = time.perf_counter()
+        tokens, self._logprobs = jax.device_get((started.tokens, started.logprobs))
+        self.seconds.wait += time.perf_counter() - start
+        self.seconds.steps += 1
+        batch, tokens = started.batch, tokens[: len(started.batch.reqs)]
+        self._log.update(tokens.tobytes())
+        batch.output_ids = tokens
+        self.process_batch_result(batch, GenerationBatchResult(None, tokens.tolist(), [], [], 0, 0))
         self.last_batch = batch
 
     @property
-    def decisions(self) -> str:
-        """sha256 of every decision so far: which requests ran in each step, in which cache slots."""
-        return self._decisions.hexdigest()
+    def digest(self) -> str:
+        """sha256 of every decision and token so far: which requests ran in each step, in which slots, what came."""
+        return self._log.hexdigest()
 
-    def run_batch(self, batch: ScheduleBatch) -> GenerationBatchResult:
-        """Run the model and the sampler on a scheduled batch."""
+    def _launch(self, batch: ScheduleBatch) -> tuple[jax.Array, jax.Array]:
+        """Start the model and the sampler on a scheduled batch."""
         start = time.perf_counter()
         self.forward_ct += 1
         self._note_decision(batch)
@@ -130,15 +161,9 @@ class SteppedScheduler(Scheduler):
         if batch.forward_mode.is_extend():
             for row, req in zip(batch.req_pool_indices, batch.reqs, strict=True):
                 self.runner.inputs.admit(row, self.running[req.rid].request)
-        tokens_device, logprobs_device = self.runner.launch(batch)
-        launched = time.perf_counter()
-        tokens, self._logprobs = jax.device_get((tokens_device, logprobs_device))
-        self.seconds.launch += launched - start
-        self.seconds.wait += time.perf_counter() - launched
-        self.seconds.steps += 1
-        tokens = tokens[: len(batch.reqs)]
-        batch.output_ids = tokens
-        return GenerationBatchResult(None, tokens.tolist(), [], [], 0, 0)
+        tokens_B, logprobs_B = self.runner.launch(batch)
+        self.seconds.launch += time.perf_counter() - start
+        return tokens_B, logprobs_B
 
     def process_batch_result(
         self, batch: ScheduleBatch, result: GenerationBatchResult, launch_done: Any = None
@@ -179,9 +204,9 @@ class SteppedScheduler(Scheduler):
 
     def _note_decision(self, batch: ScheduleBatch) -> None:
         rids = ",".join(req.rid for req in batch.reqs)
-        self._decisions.update(f"{batch.forward_mode.name} {rids} ".encode())
-        self._decisions.update(np.asarray(batch.seq_lens, np.int64).tobytes())
-        self._decisions.update(np.asarray(batch.out_cache_loc, np.int64).tobytes())
+        self._log.update(f"{batch.forward_mode.name} {rids} ".encode())
+        self._log.update(np.asarray(batch.seq_lens, np.int64).tobytes())
+        self._log.update(np.asarray(batch.out_cache_loc, np.int64).tobytes())
 
     def _rest(self) -> None:
         """Between batches: check for leaked slots, as the library does, and for requests that nothing can help.

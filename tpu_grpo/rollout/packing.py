@@ -1,0 +1,37 @@
+"""Completions as one array of fixed shape, to pass between hosts over their interconnect.
+
+A row of int32 is ``[tokens, cached tokens, finish reason, ids..., log-probabilities...]``; ids and log-probabilities
+take ``T = new_tokens`` places each, filled with 0. Log-probabilities keep their float32 bits.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from tpu_grpo.types import Completion, FinishReason
+
+REASONS: tuple[FinishReason, ...] = ("stop", "length")
+HEAD = 3
+
+
+def pack(completions: Sequence[Completion], rows: int, new_tokens: int) -> Int[np.ndarray, "R 3+2*T"]:
+    """Completions of at most ``new_tokens`` tokens each, with empty rows up to ``rows``."""
+    table = np.zeros((rows, HEAD + 2 * new_tokens), np.int32)
+    for row, completion in zip(table, completions, strict=False):
+        count = len(completion.token_ids)
+        row[:HEAD] = count, completion.cached_tokens, REASONS.index(completion.finish_reason)
+        row[HEAD : HEAD + count] = completion.token_ids
+        row[HEAD + new_tokens : HEAD + new_tokens + count] = completion.logprobs.view(np.int32)
+    return table
+
+
+def unpack(table: Int[np.ndarray, "R 3+2*T"]) -> list[Completion]:
+    """What ``pack`` packed, a completion per row."""
+    new_tokens = (table.shape[1] - HEAD) // 2
+    found = []
+    for row in table:
+        count, cached, reason = (int(value) for value in row[:HEAD])
+        logprobs = row[HEAD + new_tokens : HEAD + new_tokens + count].copy().view(np.float32)
+        found.append(Completion(row[HEAD : HEAD + count].copy(), logprobs, REASONS[reason], cached))
+    return found

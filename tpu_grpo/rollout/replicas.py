@@ -1,0 +1,212 @@
+"""The engines of a run: the sampler's devices cut into replicas, each with its own scheduler, cache and sub-mesh.
+
+    replicas = Replicas.build(checkpoint, devices, tensor=2, options, hosts)   # 8 devices: 4 replicas of 2
+    replicas.install_weights(weights)           # arrays on replicas.mesh, as replicas.weight_specs says
+    completions = replicas.generate(requests)   # all of them, on every host
+
+For 8 devices on 2 hosts (4 each) and three groups of requests a, b, c:
+
+    tensor 2    host 0: replicas 0 and 1 sample a and b     host 1: replica 2 samples c, replica 3 has nothing to do
+    tensor 8    one replica over both hosts samples a, b and c, both hosts making the same decisions
+
+Nobody waits for another host while a replica inside one host samples; afterwards the hosts that share a replica compare
+what it decided and sampled, and every host gets the whole batch. Tokens do not depend on the dealing: see sampling.py.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import Array
+
+from tpu_grpo.errors import ConfigError, LockstepError
+from tpu_grpo.hosts import Hosts, devices_per_host, hosts_of
+from tpu_grpo.rollout.engine import AXES, Engine, EngineOptions, Generation, engine_mesh, groups, partition
+from tpu_grpo.rollout.packing import pack, unpack
+from tpu_grpo.types import Completion, Request
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One engine's place: its number, its devices, and the hosts that drive it."""
+
+    number: int
+    devices: tuple[Any, ...]
+    hosts: tuple[int, ...]
+
+
+def cut(devices: Sequence[Any], tensor: int) -> tuple[Replica, ...]:
+    """Replicas of ``tensor`` devices, in order; each inside one host, or over whole hosts.
+
+    Raises:
+        ConfigError: for a size that would cut a host's devices otherwise, with the sizes that do not.
+    """
+    per_host, total = devices_per_host(devices), len(devices)
+    fitting = [t for t in range(1, total + 1) if total % t == 0 and (per_host % t == 0 or t % per_host == 0)]
+    if tensor not in fitting:
+        raise ConfigError(
+            f"meshes.sampler.tensor must divide the {per_host} devices of a host, or be whole hosts of the {total} "
+            f"devices, got {tensor}; use one of {fitting}"
+        )
+    parts = [tuple(devices[start : start + tensor]) for start in range(0, total, tensor)]
+    return tuple(Replica(number, part, hosts_of(part)) for number, part in enumerate(parts))
+
+
+def deal(requests: Sequence[Request], replicas: int) -> list[list[int]]:
+    """Indices of the requests of each replica: whole groups, dealt in turn. Every host computes the same."""
+    shares: list[list[int]] = [[] for _ in range(replicas)]
+    for turn, (leader, members) in enumerate(groups(requests)):
+        shares[turn % replicas] += [leader, *members]
+    return [sorted(share) for share in shares]
+
+
+class Replicas:
+    """All replicas of a run, of which this process drives those that have a device of its own."""
+
+    def __init__(self, replicas: Sequence[Replica], engines: Mapping[int, Engine], hosts: Hosts):
+        self.replicas = tuple(replicas)
+        self.engines = dict(engines)
+        self._hosts = hosts
+
+    @classmethod
+    def build(
+        cls, checkpoint: Path, devices: Sequence[Any], tensor: int, options: EngineOptions, hosts: Hosts
+    ) -> "Replicas":
+        """Build this host's engines.
+
+        Args:
+            checkpoint: directory whose config.json says which model; no weight is read.
+            devices: the sampler's, host by host.
+            tensor: devices of one replica.
+            options: of every engine.
+            hosts: this process among those of the run.
+        """
+        replicas = cut(devices, tensor)
+        mine = [replica for replica in replicas if hosts.index in replica.hosts]
+        engines = {r.number: Engine.build(checkpoint, engine_mesh(r.devices), options) for r in mine}
+        return cls(replicas, engines, hosts)
+
+    @cached_property
+    def mesh(self) -> Mesh:
+        """Over all replicas' devices: axis "data" counts the replicas, which hold copies of the weights."""
+        tensor = len(self.replicas[0].devices)
+        devices = [device for replica in self.replicas for device in replica.devices]
+        return Mesh(np.asarray(devices).reshape(len(self.replicas), tensor, 1), AXES)
+
+    @cached_property
+    def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Name -> shape, dtype and sharding over ``mesh`` of every parameter."""
+        own = next(iter(self.engines.values())).weight_specs
+        return {
+            name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(self.mesh, partition(spec)))
+            for name, spec in own.items()
+        }
+
+    @property
+    def digests(self) -> dict[int, str]:
+        """Digest of decisions and tokens of each replica that this host drives."""
+        return {number: engine.digest for number, engine in self.engines.items()}
+
+    def check_every_step(self) -> None:
+        """Compare every replica that spans hosts before each of its steps, among just those hosts."""
+        for number, engine in self.engines.items():
+            if len(members := self.replicas[number].hosts) > 1:
+                partners = self._hosts.among(members)
+                engine.check_every_step(
+                    lambda step, digest, partners=partners, number=number: partners.agree(
+                        f"scheduling of engine step {step} of replica {number}", digest
+                    )
+                )
+
+    def install_weights(self, weights: Mapping[str, Array]) -> None:
+        """Sample with these parameters (on ``mesh``) from now on; every replica takes its own copy, none is made.
+
+        Raises:
+            WeightsError: if names, shapes or types are not those of ``weight_specs``.
+        """
+        for engine in self.engines.values():
+            engine.install_weights({name: _part(array, engine, name) for name, array in weights.items()})
+
+    def compile_all(self) -> int:
+        """Compile every shape of every engine now, engines side by side; returns the number of programs."""
+        with ThreadPoolExecutor(len(self.engines)) as pool:
+            return sum(pool.map(Engine.compile_all, self.engines.values()))
+
+    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample a completion for every request; every host passes the same requests and gets all completions.
+
+        Raises:
+            RequestError: for a request no engine can ever serve, before any is started.
+            LockstepError: if hosts that share a replica decided or sampled differently.
+        """
+        next(iter(self.engines.values())).check(requests)
+        shares = deal(requests, len(self.replicas))
+        generations = {
+            number: Generation(engine, [requests[i] for i in shares[number]]) for number, engine in self.engines.items()
+        }
+        active = list(generations.values())
+        while active:
+            active = [generation for generation in active if generation.advance()]
+        own = {number: generation.completions() for number, generation in generations.items()}
+        if self._hosts.count > 1:
+            self._compare()
+            own = self._exchange(own, shares, max((r.sampling.max_new_tokens for r in requests), default=1))
+        return _in_order(own, shares)
+
+    def _compare(self) -> None:
+        """Check that hosts that share a replica are still in step; all hosts take part, so all end if some differ."""
+        mine = json.dumps(self.digests).encode()
+        everyone = [json.loads(part) for part in self._hosts.gather("scheduling and tokens", mine)]
+        for replica in self.replicas:
+            found = {host: everyone[host][str(replica.number)] for host in replica.hosts}
+            if len(set(found.values())) > 1:
+                raise LockstepError(
+                    f"hosts {', '.join(map(str, replica.hosts))} must schedule and sample alike in replica "
+                    f"{replica.number}, which they share, got "
+                    f"{', '.join(f'{digest[:12]} on host {host}' for host, digest in found.items())}; set "
+                    "hosts.check=step to find the first step that differs"
+                )
+
+    def _exchange(
+        self, own: Mapping[int, Sequence[Completion]], shares: Sequence[Sequence[int]], new_tokens: int
+    ) -> dict[int, list[Completion]]:
+        """Completions of all replicas; each comes from the first host that drives it."""
+        by_host = {host: [r.number for r in self.replicas if r.hosts[0] == host] for host in range(self._hosts.count)}
+        rows = max(sum(len(shares[number]) for number in numbers) for numbers in by_host.values())
+        mine = [completion for number in by_host[self._hosts.index] for completion in own[number]]
+        tables = self._hosts.gather_array("completions", pack(mine, rows, new_tokens))
+        found: dict[int, list[Completion]] = {}
+        for host, numbers in by_host.items():
+            start = 0
+            for number in numbers:
+                stop = start + len(shares[number])
+                found[number] = unpack(tables[host][start:stop])
+                start = stop
+        return found
+
+
+def _part(array: Array, engine: Engine, name: str) -> Array:
+    """The copy of a parameter that lies on one engine's devices, without moving anything."""
+    if name not in engine.weight_specs:
+        return array  # the engine says what is wrong
+    devices = list(engine.mesh.devices.flat)
+    if array.sharding.device_set == set(devices):
+        return array
+    on = {shard.device: shard.data for shard in array.addressable_shards}
+    sharding = NamedSharding(engine.mesh, partition(engine.weight_specs[name]))
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, [on[d] for d in devices if d in on])
+
+
+def _in_order(found: Mapping[int, Sequence[Completion]], shares: Sequence[Sequence[int]]) -> list[Completion]:
+    """Undo the dealing."""
+    rows: dict[int, Completion] = {}
+    for number, share in enumerate(shares):
+        rows |= zip(share, found[number], strict=True)
+    return [rows[index] for index in range(len(rows))]
