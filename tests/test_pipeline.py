@@ -56,6 +56,7 @@ def settings(files: Path, run_dir: Path, **sections: dict[str, Any]) -> dict[str
         "rewards": [{"name": "exact_answer"}, {"name": f"{files}/rewards.py:ascii_share", "weight": 0.5}],
         "algorithm": {"group_size": 4},
         "optimizer": {"learning_rate": 1e-3},
+        "meshes": {"sampler": {"tensor": 4}},  # one engine to compile
         "evaluation": {"prompts": 16},
         "logging": {"samples_every": 2},
     }
@@ -201,7 +202,11 @@ def test_four_devices(files: Path, tmp_path: Path) -> None:
     """The same command on four virtual devices: trainer fsdp 2 x tp 2, sampler tensor 4."""
     run = {"dir": str(tmp_path / "run"), "max_steps": 2}
     (tmp_path / "config.yaml").write_text(
-        json.dumps(settings(files, tmp_path / "run", run=run, meshes={"trainer": {"fsdp": 2, "tp": 2}}))
+        json.dumps(
+            settings(
+                files, tmp_path / "run", run=run, meshes={"trainer": {"fsdp": 2, "tp": 2}, "sampler": {"tensor": 4}}
+            )
+        )
     )
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     command = [sys.executable, "scripts/run.py", str(tmp_path / "config.yaml")]

@@ -1,6 +1,6 @@
 """From a config to the parts of a run, each built once: the only place that knows every stage's constructor."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import BUILTIN, RunConfig
 from tpu_grpo.errors import ConfigError
-from tpu_grpo.fingerprints import fingerprints
+from tpu_grpo.fingerprints import model_fingerprints
 from tpu_grpo.hosts import Hosts, by_host
 from tpu_grpo.learner import Learner, SampledTexts
 from tpu_grpo.models import Checkpoint, builtin, check_mesh, load_model, read_checkpoint
@@ -118,11 +118,11 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
     """Build everything a training run needs; the sampler holds the policy the learner starts (or resumes) from.
 
     Raises:
-        LockstepError: if hosts were started with anything that differs.
+        LockstepError: if hosts hold different parameters.
     """
     checkpoint, tokenizer = open_model(config)
-    if hosts.count > 1:
-        hosts.agree_all(fingerprints(config, checkpoint.directory))
+    if hosts.count > 1 and config.model.path.startswith(BUILTIN):  # taught just now, perhaps on every host
+        hosts.agree_all(model_fingerprints(checkpoint.directory))
     meshes = build_meshes(config, checkpoint)
     task = open_task(config, tokenizer, hosts)
     options = engine_options(config, meshes, stop_token_ids(tokenizer, checkpoint.directory))
@@ -207,11 +207,16 @@ def _builtin_name(config: RunConfig) -> str:
 def open_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts) -> Task:
     """Prompts and rewards, checked against each other's columns; rewards are shared out over the hosts."""
     prompts = open_prompts(config.data, config.run.seed, tokenizer)
-    rewards = open_rewards(config.rewards, prompts.columns)
     held_out = open_evaluation_prompts(config.evaluation, config.data, tokenizer)
-    evaluation_rewards = open_rewards(config.rewards, tuple(held_out[0].columns)) if held_out else None
-    shared = None if evaluation_rewards is None else SharedRewards(evaluation_rewards, hosts)
-    return Task(prompts, SharedRewards(rewards, hosts), held_out, shared)
+    rewards = _open_shared_rewards(config, prompts.columns, hosts)
+    evaluation_rewards = _open_shared_rewards(config, tuple(held_out[0].columns), hosts) if held_out else None
+    return Task(prompts, rewards, held_out, evaluation_rewards)
+
+
+def _open_shared_rewards(config: RunConfig, columns: Collection[str], hosts: Hosts) -> SharedRewards:
+    rewards = open_rewards(config.rewards, columns)
+    compared = [name for name, spec in zip(rewards.names, config.rewards, strict=True) if spec.deterministic]
+    return SharedRewards(rewards, hosts, compared)
 
 
 def build_meshes(config: RunConfig, checkpoint: Checkpoint | None) -> Meshes:

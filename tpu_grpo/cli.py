@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tpu_grpo.config import RunConfig, load_config, settings
 from tpu_grpo.errors import Interrupted, TpuGrpoError
-from tpu_grpo.hosts import Watch, choose_platform, start
+from tpu_grpo.hosts import Hosts, Watch, choose_platform, start
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "demo_cpu.yaml"
 ABOUT = """Trains a language model by GRPO with the rewards of the config.
@@ -82,29 +82,42 @@ def _prepare() -> None:
 
 def _dry_run(config: RunConfig) -> int:
     _prepare()
-    from tpu_grpo.assembly import check
+    with _meet(config) as (hosts, _):
+        from tpu_grpo.assembly import check
 
-    print("\n".join(check(config)))
-    print("ok: nothing wrong found")
+        found = check(config)
+        if hosts.is_first:
+            print("\n".join([*found, "ok: nothing wrong found"]))
     return 0
 
 
 def _train(config: RunConfig) -> int:
     _prepare()
-    ours = config.hosts
-    hosts = start(ours.coordinator, ours.count, ours.index, timeout_seconds=ours.start_timeout_seconds)
-    asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))  # after start: jax takes the signal there
-    if hosts.is_first:
-        print(f"{config.run.name}: {BUILDING}", file=sys.stderr)
-    silence = ours.lost_timeout_seconds
-    with Watch(hosts, silence, every=min(5.0, silence / 4)) as watch, _said_at_once():
+    with _meet(config) as (hosts, watch):
+        asked: list[int] = []
+        signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))  # after the start: jax takes it there
+        if hosts.is_first:
+            print(f"{config.run.name}: {BUILDING}", file=sys.stderr)
         from tpu_grpo.pipeline import train
 
         summary = train(config, hosts, watch, stop_requested=lambda: bool(asked))
     if hosts.is_first:
         print(closing_lines(config, summary))
     return 0
+
+
+@contextmanager
+def _meet(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
+    """The hosts of the run, watched, once they agree on everything they were started with."""
+    ours = config.hosts
+    hosts = start(ours.coordinator, ours.count, ours.index, timeout_seconds=ours.start_timeout_seconds)
+    silence = ours.lost_timeout_seconds
+    with Watch(hosts, silence, every=min(5.0, silence / 4)) as watch, _said_at_once():
+        if hosts.count > 1:
+            from tpu_grpo.fingerprints import fingerprints
+
+            hosts.agree_all(fingerprints(config))
+        yield hosts, watch
 
 
 @contextmanager

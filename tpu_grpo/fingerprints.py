@@ -1,6 +1,7 @@
-"""What must be the same on every host before a run starts, as names and short values.
+"""What must be the same on every host before anything is built, as names and short values.
 
-    hosts.agree_all(fingerprints(config, directory_of_the_model))
+    hosts.agree_all(fingerprints(config))
+    hosts.agree_all(model_fingerprints(directory))    # again, where the model is built in and was taught just now
 
 Every setting is a value of its own, so that a disagreement names the setting; files are compared by sha256.
 """
@@ -18,21 +19,28 @@ from tpu_grpo.metrics.summary import versions
 
 OWN_SETTINGS = {"hosts.index", "run.dir"}
 """Settings that may differ: which host this is, and where it keeps its files."""
-ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""Variables beside JAX_* that change what is compiled."""
+ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
+"""Variables beside JAX_* that change what is compiled, or how sums are split."""
 OWN_ENVIRONMENT = {"JAX_COMPILATION_CACHE_DIR"}
 
 
-def fingerprints(config: RunConfig, model: Path) -> dict[str, str]:
-    """Name -> value of everything hosts must agree on."""
+def fingerprints(config: RunConfig) -> dict[str, str]:
+    """Name -> value of everything hosts must agree on: settings, versions, environment, and all files that are read."""
     found = {f"setting {name}": value for name, value in _settings(config.model_dump(mode="json"))}
     found |= {f"version of {name}": value for name, value in versions().items()}
     found |= {f"environment variable {name}": os.environ[name] for name in _variables()}
-    files = dict(_files(config, model))
+    return found | _digests(dict(_files(config)))
+
+
+def model_fingerprints(directory: Path) -> dict[str, str]:
+    """Name -> digest of every file of a model's directory, tokenizer included."""
+    return _digests(dict(_model_files(directory)))
+
+
+def _digests(files: Mapping[str, Path]) -> dict[str, str]:
+    """A file that cannot be read is a value too: the message that names it comes from whoever opens it."""
     with ThreadPoolExecutor() as pool:
-        digests = pool.map(_sha256, files.values())
-        found |= dict(zip(files, digests, strict=True))
-    return found
+        return dict(zip(files, pool.map(_sha256, files.values()), strict=True))
 
 
 def _settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -49,15 +57,21 @@ def _variables() -> list[str]:
     return sorted(n for n in names if n not in OWN_ENVIRONMENT)
 
 
-def _files(config: RunConfig, model: Path) -> Iterator[tuple[str, Path]]:
-    for path in sorted(p for p in model.iterdir() if p.is_file()):
-        yield f"model file {path.name}", path
+def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:
+    model = Path(config.model.path).expanduser()
+    if not config.model.path.startswith(BUILTIN) and model.is_dir():
+        yield from _model_files(model)
     for setting, given in (("data.path", config.data.path), ("evaluation.path", config.evaluation.path)):
         if given and not given.startswith(BUILTIN):
             yield f"data file of {setting}", Path(given).expanduser()
     for reward in config.rewards:
         if (source := _source_of(reward.name)) is not None:
             yield f"source of reward {reward.name}", source
+
+
+def _model_files(directory: Path) -> Iterator[tuple[str, Path]]:
+    for path in sorted(path for path in directory.iterdir() if path.is_file()):
+        yield f"model file {path.name}", path
 
 
 def _source_of(name: str) -> Path | None:
@@ -71,5 +85,8 @@ def _source_of(name: str) -> Path | None:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"not readable: {type(error).__name__}"

@@ -13,7 +13,7 @@ from tpu_grpo.assembly import Parts, build_parts
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import Interrupted
 from tpu_grpo.evaluation import Evaluation, EvaluationLog, evaluate
-from tpu_grpo.hosts import Hosts, Watch
+from tpu_grpo.hosts import Hosts, Watch, host_log
 from tpu_grpo.metrics.compilations import CompilationCounter
 from tpu_grpo.metrics.jsonl import read_records
 from tpu_grpo.metrics.report import write_report
@@ -21,7 +21,7 @@ from tpu_grpo.metrics.run_log import RunLog, open_run_log
 from tpu_grpo.metrics.sinks import METRICS_FILE
 from tpu_grpo.metrics.summary import build_summary, versions, write_summary
 from tpu_grpo.metrics.values import reward_names, rollout_metrics, sync_metrics, tokens_digest, update_metrics
-from tpu_grpo.run_dir import prepare_run_dir
+from tpu_grpo.run_dir import LOGS, prepare_run_dir
 from tpu_grpo.types import ScoredRollout
 
 ALONE = Hosts()
@@ -35,6 +35,8 @@ def train(
     config: RunConfig, hosts: Hosts = ALONE, watch: Watch | None = None, stop_requested: Callable[[], bool] = _never
 ) -> dict[str, Any]:
     """Run the config to its end and leave its files in ``run.dir``; every host calls this, host 0 writes.
+
+    They have agreed on what they were started with (fingerprints.py).
 
     Args:
         config: the run.
@@ -51,7 +53,7 @@ def train(
     """
     moved = prepare_run_dir(config) if hosts.is_first else None
     hosts.barrier("run directory")
-    with CompilationCounter() as compilations:
+    with host_log(config.run_dir / LOGS, hosts.index), CompilationCounter() as compilations:
         parts = build_parts(config, hosts)
         start = parts.learner.restored_step
         with open_run_log(config, start) if hosts.is_first else RunLog([]) as log:
@@ -96,6 +98,7 @@ class Run:
         parts, stage = self.parts, self.watch.stage
         batch = parts.task.prompts.batch(step)
         with stage(f"rollout of step {step}"):
+            self.hosts.agree(f"prompts of step {step}", repr([prompt.token_ids for prompt in batch.prompts]))
             rollout = parts.sampler.rollout(batch)
             self.hosts.agree(f"tokens of step {step}", tokens_digest(rollout.completions))
         with stage(f"rewards of step {step}"):
@@ -126,14 +129,15 @@ class Run:
         due = step == 0 or self._due(step, self.config.evaluation.every)
         if task.evaluation_prompts is None or task.evaluation_rewards is None or not due:
             return {}
-        evaluation = evaluate(
-            self.parts.sampler.answer,
-            task.evaluation_rewards.score,
-            task.evaluation_prompts,
-            step=step,
-            temperature=self.config.rollout.temperature,
-            display_names=reward_names(task.evaluation_rewards.names),
-        )
+        with self.watch.stage(f"evaluation after step {step}"):
+            evaluation = evaluate(
+                self.parts.sampler.answer,
+                task.evaluation_rewards.score,
+                task.evaluation_prompts,
+                step=step,
+                temperature=self.config.rollout.temperature,
+                display_names=reward_names(task.evaluation_rewards.names),
+            )
         self.evaluations.add(evaluation)
         self.log.note(describe(evaluation, len(task.evaluation_prompts)))
         return evaluation.metrics()

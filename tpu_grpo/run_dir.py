@@ -6,6 +6,8 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import ConfigError
 
 CONFIG_FILE = "config.yaml"
+LOGS = "logs"
+"""Where every host keeps a log of its own."""
 
 
 def prepare_run_dir(config: RunConfig) -> Path | None:

@@ -119,6 +119,8 @@ class RewardSpec(Section):
     """Factor of this reward in the sum."""
     options: dict[str, Any] = {}
     """Keyword arguments passed to the reward at every call."""
+    deterministic: bool = True
+    """The same text always gets the same value: hosts compare it on one group a step. false for a judge, say."""
 
 
 class AlgorithmSection(Section):

@@ -8,13 +8,15 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-
-import numpy as np
-from jaxtyping import Shaped
+from typing import TYPE_CHECKING
 
 from tpu_grpo.errors import LockstepError
 from tpu_grpo.hosts.ending import host_names
 from tpu_grpo.hosts.service import Service
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Shaped
 
 ROOT = "tpu_grpo/exchange"
 SHOWN = 60
@@ -95,13 +97,14 @@ class Hosts:
             )
         return [part[2] for part in parts]
 
-    def gather_array(self, name: str, array: Shaped[np.ndarray, "..."]) -> Shaped[np.ndarray, "H ..."]:
+    def gather_array(self, name: str, array: "Shaped[np.ndarray, '...']") -> "Shaped[np.ndarray, 'H ...']":
         """The arrays of all hosts (the same shape and type on each) stacked by host, on every host.
 
         Goes over the devices' interconnect, for what is too large for ``gather``. Raises as ``gather`` does.
         """
         if self.service is None:
             return array[None]
+        import numpy as np
         from jax.experimental import multihost_utils
 
         self.agree(f"the shape of {name}", f"{array.dtype} {list(array.shape)}")

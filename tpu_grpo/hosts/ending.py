@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from tpu_grpo.errors import LockstepError
@@ -18,6 +19,8 @@ class Here:
 
     index: int = 0
     stage: str = "start-up"
+    log: Path | None = None
+    """This host's log file, once it has one."""
     leaving_with: int | None = None
     """The exit code of a process that is already ending because of an error of its own, which it prints itself."""
 
@@ -37,10 +40,22 @@ def end_process(message: str, code: int = LockstepError.exit_code) -> NoReturn:
             os._exit(here.leaving_with)
         line = f"LockstepError: {message} (seen by host {here.index}, in stage {here.stage})\n"
         os.write(2, line.encode())  # not through sys.stderr, whose lock the main thread may hold
+        if here.log is not None:
+            _append(here.log, line)
         flushing = threading.Thread(target=sys.stdout.flush, daemon=True)
         flushing.start()
         flushing.join(FLUSH_SECONDS)
         os._exit(code)
+
+
+def _append(path: Path, line: str) -> None:
+    """Without the logging module, whose locks the main thread may hold."""
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    except OSError:  # the disk is gone too; stderr has the line
+        return
+    os.write(file, line.encode())
+    os.close(file)
 
 
 def host_names(indices: Sequence[int]) -> str:

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from tpu_grpo.errors import ConfigError
+from tpu_grpo.hosts.platform import DEVICE_COUNT_FLAG
 
 KILL_AFTER_SECONDS = 5.0
 """Between SIGTERM and SIGKILL; also how long output is awaited that an ended host left to a process of its own."""
@@ -36,7 +37,6 @@ LONGEST_WAIT_SECONDS = 1.0
 """Python runs signal handlers on the main thread only, and a signal that another thread received does not wake it."""
 
 OWN_SETTINGS = ("hosts.coordinator", "hosts.count", "hosts.index")
-DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 
 
 @dataclass(frozen=True)

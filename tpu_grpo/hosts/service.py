@@ -19,6 +19,7 @@ import math
 import os
 import re
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,6 +28,7 @@ from typing import Any
 from tpu_grpo.errors import LockstepError
 from tpu_grpo.hosts.ending import end_process, host_names
 
+LOOPBACK = "127.0.0.1"
 HEARTBEAT_SECONDS = 300
 """After this jax itself gives a silent host up; far above the timeout of ``Watch``, which is to speak first."""
 SHUTDOWN_SECONDS = 60
@@ -101,6 +103,27 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float) ->
     return service
 
 
+def serve_alone() -> None:
+    """A service on the loopback interface for this process alone, through which gloo connects its CPU devices.
+
+    Does nothing when jax has one already, or uses its devices already: then it is too late to choose.
+    """
+    import jax
+    from jax._src import distributed, xla_bridge
+
+    state: Any = distributed.global_state
+    if state.client is not None or xla_bridge.backends_are_initialized():
+        return
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        address = f"{LOOPBACK}:{probe.getsockname()[1]}"
+    state.coordinator_address, state.num_processes, state.process_id = address, 1, 0
+    state.service, state.client = _service_and_client(address, 1, 0, SHUTDOWN_SECONDS)
+    state.client.connect()
+    atexit.register(state.shutdown)
+
+
 def _leave_together(service: Service, state: Any, count: int, index: int) -> None:
     """At exit: host 0, which runs the service, stays until no other host needs it any more."""
     with suppress(RuntimeError):  # the service is gone already
@@ -117,8 +140,9 @@ def _service_and_client(coordinator: str, count: int, index: int, seconds: int) 
 
     service = None
     if index == 0:
+        address, _, port = coordinator.rpartition(":")
         service = _jax.get_distributed_runtime_service(
-            f"[::]:{coordinator.rpartition(':')[2]}",
+            coordinator if address == LOOPBACK else f"[::]:{port}",
             count,
             heartbeat_timeout=HEARTBEAT_SECONDS,
             cluster_register_timeout=seconds,

@@ -2,11 +2,12 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts.agreement import Hosts
 from tpu_grpo.hosts.ending import here
+from tpu_grpo.hosts.platform import choose_threads, cpu_devices
 
 
 def start(
@@ -15,9 +16,12 @@ def start(
     index: int,
     *,
     timeout_seconds: float = 300.0,
-    environment: Mapping[str, str] = os.environ,
+    environment: MutableMapping[str, str] = os.environ,
 ) -> Hosts:
     """Meet the other hosts; before the first use of a device, and after ``choose_platform``.
+
+    One process with several CPU devices starts a service for itself, on the loopback interface: gloo needs one, and
+    with gloo it computes what several processes with as many devices compute (see platform.py).
 
     Args:
         coordinator: host:port where host 0 listens; None for one process, and on a TPU slice, which knows its own.
@@ -33,10 +37,14 @@ def start(
     _check(coordinator, count, index)
     if coordinator is None and "cpu" not in environment.get("JAX_PLATFORMS", ""):
         coordinator, count, index = _tpu_slice(timeout_seconds)
-    if coordinator is None or count == 1:
+    choose_threads(count, environment)
+    if count == 1 and cpu_devices(environment) <= 1:
         return Hosts()
-    from tpu_grpo.hosts.service import connect
+    from tpu_grpo.hosts.service import connect, serve_alone
 
+    if coordinator is None or count == 1:
+        serve_alone()
+        return Hosts()
     here.index = index
     return Hosts(index, count, connect(coordinator, count, index, timeout_seconds))
 

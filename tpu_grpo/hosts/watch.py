@@ -19,6 +19,7 @@ from typing import Self
 from tpu_grpo.errors import Interrupted, TpuGrpoError
 from tpu_grpo.hosts.agreement import Hosts
 from tpu_grpo.hosts.ending import end_process, here, host_names
+from tpu_grpo.hosts.log import logger
 
 ROOT = "tpu_grpo/watch"
 OWN_ERROR_SECONDS = 1.0
@@ -61,7 +62,10 @@ class Watch:
     def stage(self, name: str) -> Iterator[None]:
         """Name what the block does, for the last message of a process that ends in it, or by an error raised in it."""
         before, here.stage = here.stage, name
+        began = time.monotonic()
+        logger.info("%s begins", name)
         yield
+        logger.info("%s ends after %.3f s", name, time.monotonic() - began)
         here.stage = before  # not after an error: that is where this process was when it happened
 
     def __enter__(self) -> Self:

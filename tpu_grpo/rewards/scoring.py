@@ -56,6 +56,12 @@ class RewardSet:
         """Names of the rewards in the metrics, in the order of the config."""
         return tuple(reward.name for reward in self.loaded)
 
+    def values(self, rollout: Rollout, names: Collection[str]) -> dict[str, Float[np.ndarray, " B"]]:
+        """What some of the rewards give, before weighting. Raises as ``score`` does for a reward that fails."""
+        chosen = [reward for reward in self.loaded if reward.name in names]
+        table = _table(rollout, {name for reward in chosen for name in reward.arguments})
+        return {reward.name: _values(reward, table) for reward in chosen}
+
     def score(self, rollout: Rollout) -> Scores:
         """Call each reward once over all B rows; total = sum of weight * value over the rewards that apply.
 

@@ -1,11 +1,18 @@
-"""Rewards over several hosts: each scores its share of the groups, and all end with all values."""
+"""Rewards over several hosts: each scores its share of the groups, and all end with all values.
+
+A reward that computes something else on one host would go unnoticed, since nobody else scores that host's share. So
+one group of every step, the witness, is scored by all hosts, and their values are compared.
+"""
 
 import json
 import time
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
+from tpu_grpo.errors import LockstepError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.rewards.scoring import RewardSet
 from tpu_grpo.types import PromptBatch, Rollout, Scores
@@ -17,9 +24,11 @@ class SharedRewards:
     A reward sees the rows of its host only, so one that compares rows with each other must do so within a group.
     """
 
-    def __init__(self, rewards: RewardSet, hosts: Hosts):
+    def __init__(self, rewards: RewardSet, hosts: Hosts, compared: Collection[str] = ()):
         self._rewards = rewards
         self._hosts = hosts
+        self._compared = tuple(name for name in rewards.names if name in compared)
+        """Rewards that give the same value for the same text, wherever they are computed."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -31,16 +40,36 @@ class SharedRewards:
 
         Raises:
             RewardError: if a reward fails on this host.
-            LockstepError: if another host does not answer.
+            LockstepError: if a compared reward differs between hosts, or another host does not answer.
         """
         if self._hosts.count == 1:
             return self._rewards.score(rollout)
         start = time.perf_counter()
-        mine = range(self._hosts.index, len(rollout.batch.prompts), self._hosts.count)
+        prompts = len(rollout.batch.prompts)
+        mine = range(self._hosts.index, prompts, self._hosts.count)
         scores = self._rewards.score(share_of(rollout, mine)) if mine else None
-        shares = self._hosts.gather("rewards", _encoded(scores, self.names))
-        total, *by_name = _interleaved([json.loads(share) for share in shares], rollout)
+        witness = share_of(rollout, range(rollout.batch.step % prompts, rollout.batch.step % prompts + 1))
+        seen = {name: values.tolist() for name, values in self._rewards.values(witness, self._compared).items()}
+        shares = [
+            json.loads(share)
+            for share in self._hosts.gather("rewards", json.dumps([_columns(scores, self.names), seen]).encode())
+        ]
+        _compare_witness(witness, [share[1] for share in shares])
+        total, *by_name = _interleaved([share[0] for share in shares], rollout)
         return Scores(total, dict(zip(self.names, by_name, strict=True)), time.perf_counter() - start)
+
+
+def _compare_witness(witness: Rollout, by_host: Sequence[Mapping[str, Sequence[float]]]) -> None:
+    for name in by_host[0]:
+        for row, text in enumerate(witness.texts):
+            values = [repr(seen[name][row]) for seen in by_host]
+            if len(set(values)) > 1:
+                listed = ", ".join(f"{value} on host {host}" for host, value in enumerate(values))
+                raise LockstepError(
+                    f"reward {name} must give the same value for the same text on every host, got {listed} for "
+                    f"{text!r}; look for what differs between them (files it reads, libraries, random numbers), or set "
+                    "deterministic: false for a reward that cannot repeat itself"
+                )
 
 
 def share_of(rollout: Rollout, prompts: range) -> Rollout:
@@ -54,14 +83,14 @@ def share_of(rollout: Rollout, prompts: range) -> Rollout:
     )
 
 
-def _encoded(scores: Scores | None, names: tuple[str, ...]) -> bytes:
-    """Total, then each reward, as JSON; floats survive exactly, NaN (not applicable) included."""
+def _columns(scores: Scores | None, names: Sequence[str]) -> list[list[Any]]:
+    """Total, then each reward; as JSON floats survive exactly, NaN (not applicable) included."""
     if scores is None:
-        return json.dumps([[] for _ in range(1 + len(names))]).encode()
-    return json.dumps([scores.total.tolist(), *(scores.by_name[name].tolist() for name in names)]).encode()
+        return [[] for _ in range(1 + len(names))]
+    return [scores.total.tolist(), *(scores.by_name[name].tolist() for name in names)]
 
 
-def _interleaved(shares: list[list[list[float]]], rollout: Rollout) -> list[np.ndarray]:
+def _interleaved(shares: Sequence[Sequence[Sequence[float]]], rollout: Rollout) -> list[np.ndarray]:
     """Undo the dealing: prompt p was scored by host p mod N."""
     hosts, group = len(shares), rollout.group_size
     columns = []

@@ -1,6 +1,9 @@
 """Rollouts by in-process sglang-jax engines: the only room that imports sgl_jax.
 
-engine.py            what the pipeline sees: build, generate, install weights, forget prefixes
+replicas.py          what the pipeline sees: all engines of the run, dealt requests, installed weights
+engine.py            one engine: build, generate, install weights, forget prefixes
+generation.py        requests on their way through an engine
+packing.py           completions as arrays, to pass between hosts
 shapes.py            the few padded shapes a run compiles
 scheduler.py         sglang-jax's scheduler, stepped on the calling thread
 runner.py            one compiled program per shape: model, attention, sampler

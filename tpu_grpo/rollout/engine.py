@@ -4,8 +4,7 @@
     engine.install_weights(weights)          # name -> array, as engine.weight_specs says; forgets cached prefixes
     completions = engine.generate(requests)  # in the order of the requests
 
-Everything happens on the calling thread. Requests of one group (equal prompts) are found by their token ids: the first
-one prefills the prompt, the others wait for it and reuse it.
+Everything happens on the calling thread.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,8 +21,9 @@ from sgl_jax.srt.server_args import ServerArgs
 from tpu_grpo.config import CACHE_MARGIN_TOKENS, RunConfig
 from tpu_grpo.errors import ConfigError, RequestError
 from tpu_grpo.rollout import repairs
+from tpu_grpo.rollout.generation import Generation
 from tpu_grpo.rollout.runner import Runner
-from tpu_grpo.rollout.scheduler import Running, SteppedScheduler, StepSeconds
+from tpu_grpo.rollout.scheduler import SteppedScheduler, StepSeconds
 from tpu_grpo.rollout.shapes import Shapes, choose_shapes
 from tpu_grpo.types import Completion, Request
 
@@ -178,10 +178,15 @@ class Engine:
         Raises:
             RequestError: for a request the engine can never serve, before any is started.
         """
-        generation = Generation(self, requests)
+        generation = self.begin(requests)
         while generation.advance():
             pass
         return generation.completions()
+
+    def begin(self, requests: Sequence[Request]) -> Generation:
+        """Start on requests, to be advanced step by step; one generation at a time. Raises as ``generate`` does."""
+        self.check(requests)
+        return Generation(self._scheduler, requests, self.options.stop_token_ids, share=self.options.prefix_cache)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise RequestError for a request the engine can never serve."""
@@ -214,45 +219,6 @@ class Engine:
             raise RequestError(f"request {index}: token ids must be in [0, {vocabulary}), got {request.token_ids}")
 
 
-class Generation:
-    """Requests on their way through an engine, one at a time per engine; ``advance`` until it says no.
-
-    Each call takes in the tokens of the step before and starts the next, so that engines on different devices work at
-    the same time when they are advanced in turn.
-    """
-
-    def __init__(self, engine: Engine, requests: Sequence[Request]):
-        engine.check(requests)
-        self._scheduler, self._stop_ids = engine._scheduler, engine.options.stop_token_ids
-        self._requests = requests
-        self._rows: list[Running | None] = [None] * len(requests)
-        self._followers: dict[int, list[int]] = {}
-        for leader, members in groups(requests, share=engine.options.prefix_cache):
-            self._submit(leader)
-            if members:
-                self._followers[leader] = members
-
-    def advance(self) -> bool:
-        """Finish the step under way and start the next; False once every request is finished."""
-        self._scheduler.finish_step()
-        if not self._followers and all(row is not None and row.req.finished() for row in self._rows):
-            self._scheduler.start_step()  # an empty one: hands back the slots of the last rows
-            self._scheduler.running.clear()
-            return False
-        for leader in [i for i in self._followers if (row := self._rows[i]) is not None and row.prefilled]:
-            for member in self._followers.pop(leader):
-                self._submit(member)
-        self._scheduler.start_step()
-        return True
-
-    def completions(self) -> list[Completion]:
-        """In the order of the requests, once all are finished."""
-        return [row.completion() for row in self._rows if row is not None]
-
-    def _submit(self, index: int) -> None:
-        self._rows[index] = self._scheduler.submit(self._requests[index], self._stop_ids)
-
-
 def partition(spec: jax.ShapeDtypeStruct) -> PartitionSpec:
     """How one of an engine's ``weight_specs`` is split over AXES."""
     assert isinstance(spec.sharding, NamedSharding)
@@ -262,19 +228,6 @@ def partition(spec: jax.ShapeDtypeStruct) -> PartitionSpec:
 def engine_mesh(devices: Sequence[Any]) -> Mesh:
     """A mesh for one engine that splits heads and hidden units over ``devices``."""
     return Mesh(np.asarray(devices).reshape(1, len(devices), 1), AXES)
-
-
-def groups(requests: Sequence[Request], *, share: bool = True) -> list[tuple[int, list[int]]]:
-    """(leader, followers) index lists, leaders in order; every request leads itself when nothing is shared.
-
-    A group is the requests with the same prompt: their token ids are what can be shared.
-    """
-    if not share:
-        return [(index, []) for index in range(len(requests))]
-    members: dict[tuple[int, ...], list[int]] = {}
-    for index, request in enumerate(requests):
-        members.setdefault(request.token_ids, []).append(index)
-    return [(first, rest) for first, *rest in members.values()]
 
 
 def _server_args(checkpoint: Path, mesh: Mesh, options: EngineOptions) -> ServerArgs:

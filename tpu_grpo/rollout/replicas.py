@@ -28,7 +28,8 @@ from jaxtyping import Array
 
 from tpu_grpo.errors import ConfigError, LockstepError
 from tpu_grpo.hosts import Hosts, devices_per_host, hosts_of
-from tpu_grpo.rollout.engine import AXES, Engine, EngineOptions, Generation, engine_mesh, groups, partition
+from tpu_grpo.rollout.engine import AXES, Engine, EngineOptions, engine_mesh, partition
+from tpu_grpo.rollout.generation import groups
 from tpu_grpo.rollout.packing import pack, unpack
 from tpu_grpo.types import Completion, Request
 
@@ -149,7 +150,7 @@ class Replicas:
         next(iter(self.engines.values())).check(requests)
         shares = deal(requests, len(self.replicas))
         generations = {
-            number: Generation(engine, [requests[i] for i in shares[number]]) for number, engine in self.engines.items()
+            number: engine.begin([requests[i] for i in shares[number]]) for number, engine in self.engines.items()
         }
         active = list(generations.values())
         while active:

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
 from tpu_grpo.errors import LockstepError
-from tpu_grpo.hosts import Hosts
+from tpu_grpo.hosts import Hosts, hosts_of
 
 
 class CopyCheck:
@@ -77,7 +77,7 @@ class CopyCheck:
 
     def _differs(self, name: str, where: Mapping[str, list[Any]]) -> str:
         listed = "; ".join(
-            f"sum {value} on {', '.join(f'host {d.process_index} device {d.id}' for d in on)}"
+            f"sum {value} on {', '.join(f'host {hosts_of([d])[0]} device {d.id}' for d in on)}"
             for value, on in sorted(where.items(), key=lambda item: len(item[1]))
         )
         return (

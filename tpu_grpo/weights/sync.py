@@ -94,6 +94,13 @@ def _same_layout(source: Any, target: Any, rank: int) -> bool:
     return source is not None and source.is_equivalent_to(target, rank)
 
 
+def _relabelled(leaf: Array, spec: Spec) -> Array:
+    """The same buffers under the sampler's axis names."""
+    shards = [shard.data for shard in leaf.addressable_shards]
+    assert spec.sharding is not None
+    return jax.make_array_from_single_device_arrays(leaf.shape, spec.sharding, shards)  # pyright: ignore[reportArgumentType]
+
+
 class WeightSync:
     """Turns the trainer's parameters into the sampler's; compiled at the first call."""
 
@@ -116,6 +123,6 @@ class WeightSync:
         """The sampler's leaves, in its own order, and what they cost."""
         start = time.perf_counter()
         moved = self._transform({move.source: source[move.source] for move in self._moving})
-        weights = {m.target: source[m.source] if m.shared else moved[m.target] for m in self.moves}
+        weights = {m.target: _relabelled(source[m.source], m.spec) if m.shared else moved[m.target] for m in self.moves}
         jax.block_until_ready(moved)
         return weights, SyncResult(time.perf_counter() - start, self.bytes_moved)

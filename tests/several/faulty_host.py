@@ -1,0 +1,270 @@
+"""A host of a run with something wrong: python faulty_host.py FAULT [CONFIG.yaml] [section.key=value ...]
+
+The fault happens on the last host only; the others run the command as it is. What follows a colon is its argument.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+FAULTS: dict[str, Callable[..., None]] = {}
+
+
+def fault[F: Callable[..., None]](function: F) -> F:
+    FAULTS[function.__name__] = function
+    return function
+
+
+# --- before the run: what hosts are started with ---------------------------------------------------------------------
+
+
+@fault
+def setting(text: str) -> None:
+    """An override on this host only."""
+    sys.argv.append(text)
+
+
+@fault
+def variable(text: str) -> None:
+    """An environment variable on this host only; a value that is there is prolonged."""
+    name, _, value = text.partition("=")
+    os.environ[name] = f"{os.environ.get(name, '')} {value}".strip()
+
+
+@fault
+def file(name: str) -> None:
+    """One file with its last byte changed, in a copy of all files; a new one if there is none of the name."""
+    copy = Path(tempfile.mkdtemp()) / "files"
+    shutil.copytree(Path.cwd(), copy)
+    path = copy / name
+    data = bytearray(path.read_bytes() if path.exists() else b"a")
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.chdir(copy)
+
+
+@fault
+def line(name: str) -> None:
+    """One line of a data file with another answer, in a copy of all files."""
+    copy = Path(tempfile.mkdtemp()) / "files"
+    shutil.copytree(Path.cwd(), copy)
+    path = copy / name
+    lines = path.read_text().splitlines(keepends=True)
+    lines[7] = lines[7].replace('"answer": "', '"answer": "1')
+    path.write_text("".join(lines))
+    os.chdir(copy)
+
+
+@fault
+def version(name: str) -> None:
+    """Another version of a package."""
+    from importlib import metadata
+
+    original = metadata.version
+    metadata.version = lambda asked: "0.0.1" if asked == name else original(asked)
+
+
+# --- during the run: what hosts compute ------------------------------------------------------------------------------
+
+
+@fault
+def reward(_: str) -> None:
+    """The reward returns another number here."""
+    from tpu_grpo.rewards.loading import LoadedReward
+
+    original = LoadedReward.__call__
+    LoadedReward.__call__ = lambda self, table: [value + 1e-9 for value in original(self, table)]  # type: ignore
+
+
+@fault
+def sampled_token(_: str) -> None:
+    """The third step of the engine takes in another token."""
+    from tpu_grpo.rollout.scheduler import Started, SteppedScheduler
+
+    original = SteppedScheduler.finish_step
+
+    def finish_step(self: Any) -> None:
+        started = self._started
+        if started is not None and self.forward_ct == 3:
+            self._started = Started(started.batch, started.tokens ^ 1, started.logprobs)
+        original(self)
+
+    SteppedScheduler.finish_step = finish_step  # type: ignore
+
+
+@fault
+def order(_: str) -> None:
+    """Requests are served in another order."""
+    from tpu_grpo.rollout.engine import Engine
+
+    original = Engine.begin
+    Engine.begin = lambda self, requests: original(self, list(requests)[::-1])  # type: ignore
+
+
+@fault
+def gathered_token(_: str) -> None:
+    """A token changes after the hosts exchanged their completions."""
+    from tpu_grpo.rollout import replicas
+
+    original = replicas._in_order
+
+    def in_order(*args: Any) -> Any:
+        completions = original(*args)
+        completions[3].token_ids[0] ^= 1
+        return completions
+
+    replicas._in_order = in_order
+
+
+@fault
+def sampler_parameter(name: str) -> None:
+    """One bit of a parameter of this host's sampler changes at the second sync."""
+    from tpu_grpo.weights.sync import WeightSync
+
+    original, calls = WeightSync.__call__, []
+
+    def sync(self: Any, source: Any) -> Any:
+        weights, result = original(self, source)
+        calls.append(name)
+        return (weights | {name: flipped(weights[name])} if len(calls) == 2 else weights), result
+
+    WeightSync.__call__ = sync  # type: ignore
+
+
+@fault
+def trainer_parameter(name: str) -> None:
+    """One bit of this host's copies of a trainer's parameter changes before the second update's sync."""
+    from tpu_grpo import assembly
+
+    original, calls = assembly.named_leaves, []
+
+    def named_leaves(params: Any) -> Any:
+        leaves = original(params)
+        calls.append(name)
+        return leaves | {name: flipped(leaves[name])} if len(calls) == 3 else leaves
+
+    assembly.named_leaves = named_leaves
+
+
+@fault
+def prompts(_: str) -> None:
+    """This host reads another batch."""
+    from tpu_grpo.prompts.stream import PromptStream
+
+    original = PromptStream.batch
+    PromptStream.batch = lambda self, step: original(self, step + 1)  # type: ignore
+
+
+@fault
+def schedule(_: str) -> None:
+    """This host's cache is smaller than the others' by one request."""
+    from tpu_grpo.rollout.engine import EngineOptions
+
+    EngineOptions.cache_tokens = property(lambda self: 20 + 2)  # type: ignore
+
+
+@fault
+def pressure(_: str) -> None:
+    """Not a fault: count how often the scheduler puts requests back and evicts prefixes."""
+    import atexit
+
+    from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
+    from sgl_jax.srt.mem_cache.radix_cache import RadixCache
+
+    counts = {"put back": 0, "evicted": 0}
+    retract, evict = ScheduleBatch.retract_decode, RadixCache.evict
+
+    def counted_retract(self: Any, *args: Any) -> Any:
+        result = retract(self, *args)
+        counts["put back"] += len(result[0])
+        return result
+
+    def counted_evict(self: Any, tokens: int) -> None:
+        counts["evicted"] += tokens
+        return evict(self, tokens)
+
+    ScheduleBatch.retract_decode, RadixCache.evict = counted_retract, counted_evict  # type: ignore
+    atexit.register(lambda: print(*(f"{name} {count}" for name, count in counts.items()), flush=True))
+
+
+def flipped(array: Any) -> Any:
+    """The array with the lowest bit of one element changed in every shard of this process."""
+    import jax
+    import numpy as np
+
+    shards = []
+    for shard in array.addressable_shards:
+        data = np.array(shard.data)
+        data.view(f"uint{8 * data.dtype.itemsize}").flat[0] ^= 1
+        shards.append(jax.device_put(data, shard.device))
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+# --- a host that is lost ---------------------------------------------------------------------------------------------
+
+
+@fault
+def lost(text: str) -> None:
+    """SIGKILL, SIGSTOP or an abort in a stage: ``lost:SIGKILL,rollout of step 2``; ``start-up`` is before the start."""
+    name, _, stage = text.partition(",")
+    number = signal.Signals[name]
+    if stage == "start-up":
+        os.kill(os.getpid(), number)
+        return
+    from tpu_grpo.hosts.watch import Watch
+
+    original = Watch.stage
+
+    def watched(self: Any, entered: str) -> Any:
+        if entered == stage:
+            os.kill(os.getpid(), number)
+        return original(self, entered)
+
+    Watch.stage = watched  # type: ignore
+
+
+@fault
+def slow(seconds: str) -> None:
+    """An update that takes long here, in Python and in a compiler-like call that keeps the interpreter busy."""
+    import time
+
+    from tpu_grpo.learner import Learner
+
+    original = Learner.update
+
+    def update(self: Any, scored: Any) -> Any:
+        end = time.monotonic() + float(seconds)
+        while time.monotonic() < end:
+            sum(range(1000))
+        return original(self, scored)
+
+    Learner.update = update  # type: ignore
+
+
+@fault
+def shapes(_: str) -> None:
+    """Not a fault: print the shape of the rows that the loss is traced with."""
+    from tpu_grpo.learner import loss
+
+    original = loss.agreement_sums
+
+    def sums(trainer: Any, engine: Any, mask: Any) -> Any:
+        print("traced rows", trainer.shape, engine.shape, mask.shape, flush=True)
+        return original(trainer, engine, mask)
+
+    loss.agreement_sums = sums
+
+
+if __name__ == "__main__":
+    from tpu_grpo.cli import main
+
+    name, _, argument = sys.argv.pop(1).partition(":")
+    told = dict(word.split("=", 1) for word in sys.argv[1:] if word.startswith("hosts."))
+    if name != "none" and int(told["hosts.index"]) == int(told["hosts.count"]) - 1:
+        FAULTS[name](argument)
+    sys.exit(main(sys.argv[1:]))

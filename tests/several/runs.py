@@ -1,0 +1,95 @@
+"""Whole runs of several processes on a small random model, with a fault on one host where a test wants one."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.models.random_checkpoint import edit_config, write_random_qwen3
+from tpu_grpo.models.tokenizers import build_byte_tokenizer
+
+REPOSITORY = Path(__file__).parents[2]
+FAULTY_HOST = Path(__file__).with_name("faulty_host.py")
+REWARD = """
+def ascii_share(prompts, completions):
+    return [sum(c.isascii() for c in text) / max(1, len(text)) for text in completions]
+"""
+LOST_SECONDS = 12
+"""How long a silent host is waited for in these runs; the default is longer."""
+
+
+def write_files(directory: Path) -> Path:
+    """A model, data and a reward; every name in the config is relative, so a host can be given other files."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_byte_tokenizer()
+    model = write_random_qwen3(directory / "model", vocab=len(tokenizer), kv_heads=4, scale=0.3)
+    tokenizer.save_pretrained(str(model))
+    edit_config(model, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    (directory / "rewards.py").write_text(REWARD)
+    for name, start in (("data.jsonl", 0), ("held.jsonl", 50)):
+        lines = [f'{{"question": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(start, start + 20)]
+        (directory / name).write_text("".join(lines))
+    return directory
+
+
+def settings(run_dir: Path, **sections: Any) -> dict[str, Any]:
+    tree: dict[str, Any] = {
+        "run": {"dir": str(run_dir), "max_steps": 2, "seed": 5},
+        "model": {"path": "model"},
+        "data": {"path": "data.jsonl", "prompts_per_step": 4, "max_prompt_tokens": 12},
+        "rollout": {"max_new_tokens": 6, "prefill_tokens": 64, "batch_paddings": [16], "max_running_requests": 16},
+        "rewards": [{"name": "rewards.py:ascii_share"}],
+        "algorithm": {"group_size": 4},
+        "optimizer": {"learning_rate": 1e-3},
+        "hosts": {"lost_timeout_seconds": LOST_SECONDS, "start_timeout_seconds": 60},
+    }
+    for name, values in sections.items():
+        tree[name] = values if isinstance(values, list) else tree.get(name, {}) | values
+    return tree
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run of several hosts ended."""
+
+    code: int
+    """The worst exit code."""
+    out: str
+    errors: str
+    seconds: float
+
+    def of_host(self, index: int) -> str:
+        """What a host wrote to stderr."""
+        return "\n".join(line for line in self.errors.splitlines() if line.startswith(f"[{index}]"))
+
+
+def run_hosts(
+    hosts: int, devices: int, files: Path, tree: dict[str, Any], *words: str, fault: str = "", timeout: float = 280
+) -> Ended:
+    """Run the config on ``hosts`` processes of ``devices`` devices, in the directory of the files.
+
+    ``fault`` names a function of faulty_host.py, which is called on the last host before the command.
+    """
+    run_dir = Path(tree["run"]["dir"])
+    run_dir.mkdir(parents=True, exist_ok=True)
+    config = run_dir / "as_given.yaml"
+    config.write_text(json.dumps(tree))
+    options = ["--hosts", str(hosts), "--devices-per-host", str(devices), "--grace", "60"]
+    options += ["--command", f"{sys.executable} {FAULTY_HOST} {fault or 'none'}"]
+    command = [sys.executable, str(REPOSITORY / "scripts" / "local_hosts.py"), *options, "--", str(config), *words]
+    dropped = ("XLA_FLAGS", "NPROC")
+    environment = {k: v for k, v in os.environ.items() if k not in dropped} | {"PYTHONPATH": str(REPOSITORY)}
+    began = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=files)
+    return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
+
+
+def outcome(run_dir: Path) -> tuple[list[str], str]:
+    """Tokens digests by step, and the digest of the last parameters."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return [line["rollout/tokens_digest"] for line in lines], summary["params_digest"]

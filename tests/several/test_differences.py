@@ -1,0 +1,102 @@
+"""Everything in which hosts can differ ends all of them with exit code 3, in time, and names the thing and the host."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.several.runs import run_hosts, settings
+
+pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(300)]
+
+SECONDS = 60
+
+SETTINGS = [
+    ("run.seed=6", "run.seed"),
+    ("run.max_steps=3", "run.max_steps"),
+    ("model.dtype=bfloat16", "model.dtype"),
+    ("model.remat=block", "model.remat"),
+    ("data.prompts_per_step=8", "data.prompts_per_step"),
+    ("data.max_prompt_tokens=13", "data.max_prompt_tokens"),
+    ("data.shuffle=false", "data.shuffle"),
+    ("rollout.temperature=0.9", "rollout.temperature"),
+    ("rollout.top_k=5", "rollout.top_k"),
+    ("rollout.kv_tokens=100", "rollout.kv_tokens"),
+    ("rollout.page_size=2", "rollout.page_size"),
+    ("rollout.prefix_cache=false", "rollout.prefix_cache"),
+    ("algorithm.group_size=2", "algorithm.group_size"),
+    ("algorithm.beta=0.1", "algorithm.beta"),
+    ("algorithm.old_policy=trainer", "algorithm.old_policy"),
+    ("optimizer.learning_rate=1e-4", "optimizer.learning_rate"),
+    ("meshes.trainer={fsdp: 2, tp: 2}", "meshes.trainer.fsdp"),
+    ("meshes.sampler.tensor=2", "meshes.sampler.tensor"),
+    ("checkpoint.every=1", "checkpoint.every"),
+    ("hosts.check=step", "hosts.check"),
+    ("rewards=[{name: rewards.py:ascii_share, weight: 2.0}]", "rewards"),
+]
+FILES = [
+    ("line:data.jsonl", "data file of data.path"),
+    ("line:held.jsonl", "data file of evaluation.path"),
+    ("file:rewards.py", "source of reward rewards.py:ascii_share"),
+    ("file:model/model.safetensors", "model file model.safetensors"),
+    ("file:model/config.json", "model file config.json"),
+    ("file:model/tokenizer.json", "model file tokenizer.json"),
+    ("file:model/tokenizer_config.json", "model file tokenizer_config.json"),
+    ("file:model/added_tokens.json", "model file added_tokens.json"),
+]
+ENVIRONMENT = [
+    ("variable:XLA_FLAGS=--xla_cpu_enable_fast_math=false", "environment variable XLA_FLAGS"),
+    ("variable:LIBTPU_INIT_ARGS=--xla_tpu_scoped_vmem_limit_kib=98304", "environment variable LIBTPU_INIT_ARGS"),
+    ("variable:JAX_DEFAULT_MATMUL_PRECISION=bfloat16", "environment variable JAX_DEFAULT_MATMUL_PRECISION"),
+    ("variable:NPROC=3", "environment variable NPROC"),
+    ("version:flax", "version of flax"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "name"),
+    [*((f"setting:{text}", f"setting {name}") for text, name in SETTINGS), *FILES, *ENVIRONMENT],
+)
+def test_what_hosts_are_started_with(files: Path, tmp_path: Path, fault: str, name: str) -> None:
+    ended = run_hosts(2, 2, files, settings(tmp_path, evaluation={"path": "held.jsonl"}), fault=fault)
+    assert ended.code == 3, ended.errors
+    assert ended.seconds < SECONDS
+    for host in (0, 1):
+        own = ended.of_host(host)
+        assert f"{name} differs: host 0 has " in own, own
+        assert "; host 1 has " in own
+        assert "Traceback" not in own
+    assert not (tmp_path / "config.yaml").exists()  # an earlier run's files are as they were
+
+
+IN_THE_RUN = [
+    ("reward", 1, "reward ascii_share must give the same value for the same text on every host"),
+    ("sampled_token", 4, "replica 0, which they share"),
+    ("order", 4, "replica 0, which they share"),
+    ("schedule", 4, "replica 0, which they share"),
+    ("gathered_token", 1, "tokens of step 1 differs: host 0 has "),
+    ("prompts", 1, "prompts of step 1 differs: host 0 has "),
+    ("sampler_parameter:transformer.layers.1.mlp.up_proj.weight", 1, "sampler's transformer.layers.1.mlp.up_proj.wei"),
+    ("trainer_parameter:layers.0.attn.q_norm.w", 1, "trainer's layers.0.attn.q_norm.w must be the same"),
+]
+
+
+@pytest.mark.parametrize(("fault", "tensor", "message"), IN_THE_RUN)
+def test_what_hosts_compute(files: Path, tmp_path: Path, fault: str, tensor: int, message: str) -> None:
+    tree = settings(tmp_path, meshes={"sampler": {"tensor": tensor}})
+    ended = run_hosts(2, 2, files, tree, fault=fault)
+    assert ended.code == 3, ended.errors
+    assert ended.seconds < SECONDS
+    for host in (0, 1):
+        own = ended.of_host(host)
+        assert message in own, own
+        assert "host 1" in own
+        assert "Traceback" not in own
+
+
+def test_the_first_step_that_differs_is_named(files: Path, tmp_path: Path) -> None:
+    """Step 3 takes in another token on host 1, so the hosts disagree when they would launch step 4."""
+    tree = settings(tmp_path, meshes={"sampler": {"tensor": 4}})
+    ended = run_hosts(2, 2, files, tree, "hosts.check=step", fault="sampled_token")
+    assert ended.code == 3, ended.errors
+    for host in (0, 1):
+        assert "scheduling of engine step 4 of replica 0 differs: host 0 has " in ended.of_host(host)

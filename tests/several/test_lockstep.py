@@ -1,0 +1,75 @@
+"""Runs of several processes: the same numbers however the devices are spread, and hosts that stay in step."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.several.runs import outcome, run_hosts, settings
+
+pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def one_process(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
+    """What one process with four devices samples, and the parameters it ends with."""
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    ended = run_hosts(1, 4, files, settings(run_dir), "run.max_steps=3")
+    assert ended.code == 0, ended.errors
+    return outcome(run_dir)
+
+
+@pytest.mark.parametrize(("hosts", "devices"), [(2, 2), (4, 1)])
+def test_tokens_and_parameters_are_those_of_one_process(
+    files: Path, tmp_path: Path, one_process: tuple[list[str], str], hosts: int, devices: int
+) -> None:
+    """Bit for bit, also after updates with a rate at which any difference would show in the tokens."""
+    ended = run_hosts(hosts, devices, files, settings(tmp_path), "run.max_steps=3", fault="shapes")
+    assert ended.code == 0, ended.errors
+    assert outcome(tmp_path) == one_process
+    progress = [line for line in ended.out.splitlines() if "step 3 of 3" in line]
+    assert [line[:4] for line in progress] == ["[0] "]  # the others are quiet
+    logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert sorted(logs) == [f"host_{index}.log" for index in range(hosts)]
+    for index in range(hosts):
+        assert f"host {index} INFO tpu_grpo.host: update of step 3 ends after" in logs[f"host_{index}.log"]
+    # the batch of 4 x 4 rows is not doubled: what the loss is traced with on the last host
+    shapes = set(re.findall(r"traced rows (.*)", ended.out))
+    assert shapes == {"(16, 6) (16, 6) (16, 6)"}
+
+
+def mesh(fsdp: int, tp: int, tensor: int) -> dict[str, Any]:
+    return {"trainer": {"fsdp": fsdp, "tp": tp}, "sampler": {"tensor": tensor}}
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "tp", "tensor"),
+    [
+        pytest.param(fsdp, tp, tensor, marks=() if (fsdp, tensor) == (2, 4) else pytest.mark.slow)
+        for fsdp, tp in ((4, 1), (2, 2), (1, 4))
+        for tensor in (1, 2, 4)
+    ],
+)
+def test_every_pair_of_meshes_samples_the_same_tokens(
+    files: Path, tmp_path: Path, one_process: tuple[list[str], str], fsdp: int, tp: int, tensor: int
+) -> None:
+    """With tensor 4 one replica spans both hosts. Other trainer meshes sum gradients in another order."""
+    ended = run_hosts(2, 2, files, settings(tmp_path, meshes=mesh(fsdp, tp, tensor)), "hosts.check=step")
+    assert ended.code == 0, ended.errors
+    assert outcome(tmp_path)[0][0] == one_process[0][0]
+
+
+@pytest.mark.parametrize("tensor", [4, pytest.param(2, marks=pytest.mark.slow)])
+def test_in_step_when_the_cache_is_so_small_that_prefixes_are_evicted_and_requests_put_back(
+    files: Path, tmp_path: Path, one_process: tuple[list[str], str], tensor: int
+) -> None:
+    rollout = {"kv_tokens": 44, "max_new_tokens": 6, "prefill_tokens": 16, "batch_paddings": [16]}
+    tree = settings(tmp_path, meshes=mesh(4, 1, tensor), rollout=rollout)
+    ended = run_hosts(2, 2, files, tree, "hosts.check=step", fault="pressure")
+    assert ended.code == 0, ended.errors
+    assert outcome(tmp_path)[0][0] == one_process[0][0]
+    (retracted,) = re.findall(r"put back (\d+)", ended.out)
+    (evicted,) = re.findall(r"evicted (\d+)", ended.out)
+    assert int(retracted) > 0
+    assert int(evicted) > 0

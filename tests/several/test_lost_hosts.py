@@ -1,0 +1,73 @@
+"""A host that is killed, frozen, failing or slow in any stage of a run, and what the others do."""
+
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from tests.several.runs import LOST_SECONDS, run_hosts, settings
+
+pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(300)]
+
+FAILS = """
+import sys
+
+def fails(completions):
+    if "hosts.index=1" in sys.argv:
+        raise ValueError("no luck")
+    return [0.0] * len(completions)
+"""
+STAGES = ["rollout of step 2", "rewards of step 2", "update of step 2", "weight sync of step 2"]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_a_host_lost_in_a_stage_is_named_by_the_others(
+    files: Path, tmp_path: Path, number: str, stage: str, tensor: int
+) -> None:
+    """local_hosts.py ends the frozen one 60 seconds after the first failure, or at once where that is last."""
+    tree = settings(tmp_path, meshes={"sampler": {"tensor": tensor}})
+    ended = run_hosts(2, 2, files, tree, fault=f"lost:{number},{stage}")
+    own = ended.of_host(0)
+    assert "LockstepError: lost host 1: " in own, own
+    assert "(seen by host 0, in stage " in own
+    assert "host 0 ended with exit code 3" in ended.errors
+    assert seconds_of_the_other(tmp_path, stage) < LOST_SECONDS + 15
+
+
+def seconds_of_the_other(run_dir: Path, stage: str) -> float:
+    """From the moment host 0 entered the stage to its last line, by its log."""
+
+    def at(line: str) -> datetime:
+        return datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f")
+
+    log = (run_dir / "logs" / "host_0.log").read_text().splitlines()
+    began = next(at(line) for line in log if f"{stage} begins" in line)
+    return (datetime.fromtimestamp((run_dir / "logs" / "host_0.log").stat().st_mtime) - began).total_seconds()
+
+
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+def test_a_host_lost_at_start_up_is_named(files: Path, tmp_path: Path, number: str) -> None:
+    ended = run_hosts(
+        2, 2, files, settings(tmp_path), "hosts.start_timeout_seconds=15", fault=f"lost:{number},start-up"
+    )
+    own = ended.of_host(0)
+    assert "LockstepError: all 2 hosts must start within 15 s; host 1 did not come (this is host 0)" in own, own
+    assert "host 0 ended with exit code 3" in ended.errors
+
+
+def test_a_slow_host_is_waited_for(files: Path, tmp_path: Path) -> None:
+    """Its update takes three times as long as a silent host would be waited for."""
+    tree = settings(tmp_path, run={"dir": str(tmp_path), "max_steps": 1})
+    tree["hosts"]["lost_timeout_seconds"] = 4
+    ended = run_hosts(2, 2, files, tree, fault="slow:12")
+    assert ended.code == 0, ended.errors
+
+
+def test_a_reward_that_fails_on_one_host_ends_all_with_its_name(files: Path, tmp_path: Path) -> None:
+    (files / "failing.py").write_text(FAILS)
+    ended = run_hosts(2, 2, files, settings(tmp_path, rewards=[{"name": "failing.py:fails"}]))
+    assert ended.code in (2, 3), ended.errors  # 2 on the host whose reward it is, 3 on the other
+    assert "RewardError: reward fails raised ValueError: no luck" in ended.of_host(1)
+    assert "LockstepError: host 1 failed: RewardError: reward fails raised" in ended.of_host(0)
