@@ -32,6 +32,7 @@ ONLY_IN = {"sgl_jax": "rollout", "tunix.rl": "learner"}
 """Libraries that one room keeps to itself."""
 
 BROAD_EXCEPTS = {
+    "tpu_grpo/hosts/log.py:host_log": "notes how the host ended; re-raised",
     "tpu_grpo/learner/checkpoints.py:_read": "Orbax raises many types, some of them the bare Exception; re-raised",
     "tpu_grpo/metrics/run_log.py:open_run_log": "gives the terminal back whatever happens; re-raised",
     "tpu_grpo/models/tokenizers.py:_load": "the tokenizers library raises the bare Exception; others are re-raised",

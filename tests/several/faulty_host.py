@@ -1,6 +1,7 @@
 """A host of a run with something wrong: python faulty_host.py FAULT [CONFIG.yaml] [section.key=value ...]
 
 The fault happens on the last host only; the others run the command as it is. What follows a colon is its argument.
+What is no fault but a look at the run happens on all hosts.
 """
 
 import os
@@ -13,10 +14,16 @@ from pathlib import Path
 from typing import Any
 
 FAULTS: dict[str, Callable[..., None]] = {}
+LOOKS: dict[str, Callable[..., None]] = {}
 
 
 def fault[F: Callable[..., None]](function: F) -> F:
     FAULTS[function.__name__] = function
+    return function
+
+
+def look[F: Callable[..., None]](function: F) -> F:
+    LOOKS[function.__name__] = function
     return function
 
 
@@ -168,16 +175,22 @@ def schedule(_: str) -> None:
     EngineOptions.cache_tokens = property(lambda self: 20 + 2)  # type: ignore
 
 
-@fault
+@look
 def pressure(_: str) -> None:
-    """Not a fault: count how often the scheduler puts requests back and evicts prefixes."""
+    """Admit requests optimistically, so that memory runs out; count requests put back and cache tokens evicted."""
     import atexit
 
     from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
     from sgl_jax.srt.mem_cache.radix_cache import RadixCache
 
+    from tpu_grpo.rollout.scheduler import SteppedScheduler
+
     counts = {"put back": 0, "evicted": 0}
-    retract, evict = ScheduleBatch.retract_decode, RadixCache.evict
+    retract, evict, build = ScheduleBatch.retract_decode, RadixCache.evict, SteppedScheduler.__init__
+
+    def optimistic(self: Any, *args: Any) -> None:
+        build(self, *args)
+        self.init_new_token_ratio = self.new_token_ratio = 0.01
 
     def counted_retract(self: Any, *args: Any) -> Any:
         result = retract(self, *args)
@@ -189,20 +202,8 @@ def pressure(_: str) -> None:
         return evict(self, tokens)
 
     ScheduleBatch.retract_decode, RadixCache.evict = counted_retract, counted_evict  # type: ignore
+    SteppedScheduler.__init__ = optimistic  # type: ignore
     atexit.register(lambda: print(*(f"{name} {count}" for name, count in counts.items()), flush=True))
-
-
-def flipped(array: Any) -> Any:
-    """The array with the lowest bit of one element changed in every shard of this process."""
-    import jax
-    import numpy as np
-
-    shards = []
-    for shard in array.addressable_shards:
-        data = np.array(shard.data)
-        data.view(f"uint{8 * data.dtype.itemsize}").flat[0] ^= 1
-        shards.append(jax.device_put(data, shard.device))
-    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 # --- a host that is lost ---------------------------------------------------------------------------------------------
@@ -246,9 +247,12 @@ def slow(seconds: str) -> None:
     Learner.update = update  # type: ignore
 
 
-@fault
+# --- looks at a run -------------------------------------------------------------------------------------------------
+
+
+@look
 def shapes(_: str) -> None:
-    """Not a fault: print the shape of the rows that the loss is traced with."""
+    """Print the shape of the rows that the loss is traced with."""
     from tpu_grpo.learner import loss
 
     original = loss.agreement_sums
@@ -260,11 +264,26 @@ def shapes(_: str) -> None:
     loss.agreement_sums = sums
 
 
+def flipped(array: Any) -> Any:
+    """The array with the lowest bit of one element changed in every shard of this process."""
+    import jax
+    import numpy as np
+
+    shards = []
+    for shard in array.addressable_shards:
+        data = np.array(shard.data)
+        data.view(f"uint{8 * data.dtype.itemsize}").flat[0] ^= 1
+        shards.append(jax.device_put(data, shard.device))
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
 if __name__ == "__main__":
     from tpu_grpo.cli import main
 
     name, _, argument = sys.argv.pop(1).partition(":")
     told = dict(word.split("=", 1) for word in sys.argv[1:] if word.startswith("hosts."))
-    if name != "none" and int(told["hosts.index"]) == int(told["hosts.count"]) - 1:
+    if name in LOOKS:
+        LOOKS[name](argument)
+    elif name != "none" and int(told["hosts.index"]) == int(told["hosts.count"]) - 1:
         FAULTS[name](argument)
     sys.exit(main(sys.argv[1:]))

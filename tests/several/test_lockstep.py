@@ -34,9 +34,8 @@ def test_tokens_and_parameters_are_those_of_one_process(
     assert sorted(logs) == [f"host_{index}.log" for index in range(hosts)]
     for index in range(hosts):
         assert f"host {index} INFO tpu_grpo.host: update of step 3 ends after" in logs[f"host_{index}.log"]
-    # the batch of 4 x 4 rows is not doubled: what the loss is traced with on the last host
-    shapes = set(re.findall(r"traced rows (.*)", ended.out))
-    assert shapes == {"(16, 6) (16, 6) (16, 6)"}
+    # the batch of 4 x 4 rows is not doubled: what the loss is traced with on every host
+    assert re.findall(r"traced rows (.*)", ended.out) == ["(16, 6) (16, 6) (16, 6)"] * hosts
 
 
 def mesh(fsdp: int, tp: int, tensor: int) -> dict[str, Any]:
@@ -69,7 +68,7 @@ def test_in_step_when_the_cache_is_so_small_that_prefixes_are_evicted_and_reques
     ended = run_hosts(2, 2, files, tree, "hosts.check=step", fault="pressure")
     assert ended.code == 0, ended.errors
     assert outcome(tmp_path)[0][0] == one_process[0][0]
-    (retracted,) = re.findall(r"put back (\d+)", ended.out)
-    (evicted,) = re.findall(r"evicted (\d+)", ended.out)
-    assert int(retracted) > 0
-    assert int(evicted) > 0
+    for what in ("put back", "evicted"):
+        counts = re.findall(rf"{what} (\d+)", ended.out)
+        assert len(counts) == 2
+        assert min(map(int, counts)) > 0, ended.out
