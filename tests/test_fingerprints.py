@@ -10,7 +10,7 @@ import pytest
 from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo import fingerprints as module
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.fingerprints import fingerprints
+from tpu_grpo.fingerprints import fingerprints, model_fingerprints
 
 
 @pytest.fixture
@@ -25,6 +25,7 @@ def files(tmp_path: Path) -> Path:
 
 def config(files: Path, **sections: Any) -> RunConfig:
     tree: dict[str, Any] = {
+        "model": {"path": str(files / "model")},
         "data": {"path": str(files / "train.jsonl")},
         "evaluation": {"path": str(files / "held.jsonl")},
         "rewards": [{"name": f"{files}/mine.py:score"}, {"name": "tpu_grpo.tasks.addition:forgot_carry"}],
@@ -63,17 +64,15 @@ def flip_a_byte(files: Path) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_a_file_that_differs_is_named(files: Path, change: Callable[[Path], None], name: str) -> None:
-    before = fingerprints(config(files), files / "model")
+    before = fingerprints(config(files))
     change(files)
-    assert differing(before, fingerprints(config(files), files / "model")) == {name}
+    assert differing(before, fingerprints(config(files))) == {name}
 
 
 def test_a_rewards_source_that_differs_is_named(files: Path) -> None:
-    before = fingerprints(config(files), files / "model")
+    before = fingerprints(config(files))
     (files / "mine.py").write_text("def score(completions):\n    return [1.0] * len(completions)\n")
-    assert differing(before, fingerprints(config(files), files / "model")) == {
-        f"source of reward {files}/mine.py:score"
-    }
+    assert differing(before, fingerprints(config(files))) == {f"source of reward {files}/mine.py:score"}
     assert "source of reward tpu_grpo.tasks.addition:forgot_carry" in before
 
 
@@ -115,33 +114,42 @@ def test_a_setting_that_differs_is_named(files: Path, setting: str, value: Any) 
         node = node[section]
     assert node[key] != value
     node[key] = value
-    changed = fingerprints(parse_config(base), files / "model")
-    assert differing(fingerprints(config(files), files / "model"), changed) == {f"setting {setting}"}
+    changed = fingerprints(parse_config(base))
+    assert differing(fingerprints(config(files)), changed) == {f"setting {setting}"}
 
 
 @pytest.mark.parametrize("variable", ["XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64"])
 def test_an_environment_variable_that_differs_is_named(
     files: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    before = fingerprints(config(files), files / "model")
+    before = fingerprints(config(files))
     monkeypatch.setenv(variable, "something")
-    assert differing(before, fingerprints(config(files), files / "model")) == {f"environment variable {variable}"}
+    assert differing(before, fingerprints(config(files))) == {f"environment variable {variable}"}
 
 
 def test_what_is_a_hosts_own_does_not_matter(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = fingerprints(config(files), files / "model")
+    before = fingerprints(config(files))
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "/elsewhere")
     monkeypatch.setenv("HOSTNAME", "other")
     own = config(files, run={"dir": str(files / "elsewhere")}, hosts={"coordinator": "a:1", "count": 2, "index": 1})
-    assert differing(before, fingerprints(own, files / "model")) == {"setting hosts.coordinator", "setting hosts.count"}
+    assert differing(before, fingerprints(own)) == {"setting hosts.coordinator", "setting hosts.count"}
 
 
 def test_a_version_that_differs_is_named(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = fingerprints(config(files), files / "model")
+    before = fingerprints(config(files))
     monkeypatch.setattr(module, "versions", lambda: {"jax": "0.0"})
-    assert "version of jax" in differing(before, fingerprints(config(files), files / "model"))
+    assert "version of jax" in differing(before, fingerprints(config(files)))
 
 
 def test_a_copy_elsewhere_is_the_same_model(files: Path) -> None:
     shutil.copytree(files / "model", files / "copy")
-    assert fingerprints(config(files), files / "copy") == fingerprints(config(files), files / "model")
+    assert model_fingerprints(files / "copy") == model_fingerprints(files / "model")
+    assert model_fingerprints(files / "copy").items() <= fingerprints(config(files)).items()
+
+
+def test_a_file_that_is_missing_is_a_value_too(files: Path) -> None:
+    before = fingerprints(config(files))
+    (files / "mine.py").unlink()
+    after = fingerprints(config(files))
+    assert differing(before, after) == {f"source of reward {files}/mine.py:score"}
+    assert after[f"source of reward {files}/mine.py:score"] == "not readable: FileNotFoundError"

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from tpu_grpo.hosts import choose_platform
+from tpu_grpo.hosts.platform import choose_threads
 
 
 def device_tree(root: Path, *files: str) -> Path:
@@ -51,3 +52,22 @@ def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("JAX_PLATFORMS", "")  # restored afterwards
     choose_platform(devices=tmp_path)
     assert os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("environment", "count", "threads"),
+    [
+        ({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=4"}, 1, "4"),
+        ({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}, 2, "4"),
+        ({"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "3"}, 2, "6"),
+        ({"JAX_PLATFORMS": "cpu"}, 4, "4"),
+        ({"JAX_PLATFORMS": "cpu"}, 1, None),
+        ({"JAX_PLATFORMS": "", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, 4, None),
+        ({"JAX_PLATFORMS": "cpu", "NPROC": "9"}, 4, "9"),
+    ],
+)
+def test_threads_are_as_many_as_the_cpu_devices_of_the_run(
+    environment: dict[str, str], count: int, threads: str | None
+) -> None:
+    choose_threads(count, environment)
+    assert environment.get("NPROC") == threads

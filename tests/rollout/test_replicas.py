@@ -1,0 +1,182 @@
+"""Replicas on four devices: how devices are cut and requests dealt, and that neither changes a token."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests.models.random_checkpoint import write_random_qwen3
+from tests.rollout.building import CONTEXT, PROMPTS, policy, requests, tokens
+from tpu_grpo.errors import ConfigError, RequestError
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.rollout.engine import EngineOptions
+from tpu_grpo.rollout.packing import pack, unpack
+from tpu_grpo.rollout.replicas import Replica, Replicas, cut, deal
+from tpu_grpo.types import Completion, Request, SamplingParams
+from tpu_grpo.weights.sync import WeightSync, named_leaves
+
+OPTIONS = EngineOptions(context_tokens=CONTEXT, stop_token_ids=frozenset({1}), max_running_requests=8)
+
+
+def slice_of(hosts: int, per_host: int) -> list[Any]:
+    """Devices of several hosts, of which only number and host are looked at."""
+    numbers = range(hosts * per_host)
+    return [SimpleNamespace(id=number, process_index=number // per_host) for number in numbers]
+
+
+# --- cutting and dealing ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensor", "hosts"),
+    [
+        (1, [(0,), (0,), (0,), (0,), (1,), (1,), (1,), (1,)]),
+        (2, [(0,), (0,), (1,), (1,)]),
+        (4, [(0,), (1,)]),
+        (8, [(0, 1)]),
+    ],
+)
+def test_replicas_lie_inside_hosts_or_over_whole_hosts(tensor: int, hosts: list[tuple[int, ...]]) -> None:
+    replicas = cut(slice_of(2, 4), tensor)
+    assert [replica.hosts for replica in replicas] == hosts
+    assert [replica.number for replica in replicas] == list(range(8 // tensor))
+    assert [device.id for replica in replicas for device in replica.devices] == list(range(8))
+
+
+@pytest.mark.parametrize("tensor", [3, 5, 6, 16])
+def test_a_size_that_cuts_hosts_otherwise_is_refused_with_those_that_do_not(tensor: int) -> None:
+    with pytest.raises(ConfigError, match=rf"must divide the 4 devices.*8 devices, got {tensor}; use one of \[1, 2, 4"):
+        cut(slice_of(2, 4), tensor)
+
+
+def test_three_hosts_of_two_make_no_replica_of_two_hosts() -> None:
+    with pytest.raises(ConfigError, match=r"got 4; use one of \[1, 2, 6\]"):
+        cut(slice_of(3, 2), 4)
+
+
+def test_whole_groups_are_dealt_in_turn() -> None:
+    asked = requests([(1, 2), (3,), (1, 2), (4, 4, 4)], group=2)  # prompts 0 and 2 are one group
+    assert deal(asked, 2) == [[0, 1, 4, 5, 6, 7], [2, 3]]
+    assert deal(asked, 3) == [[0, 1, 4, 5], [2, 3], [6, 7]]
+    assert deal(asked, 5) == [[0, 1, 4, 5], [2, 3], [6, 7], [], []]
+    assert deal(asked, 1) == [list(range(8))]
+
+
+# --- passing completions between hosts -------------------------------------------------------------------------------
+
+
+def test_completions_survive_being_packed() -> None:
+    rng = np.random.default_rng(0)
+    given = [
+        Completion(
+            rng.integers(0, 2**31 - 1, length).astype(np.int32),
+            -rng.random(length).astype(np.float32) * np.float32(1e-7),
+            "length" if length == 5 else "stop",
+            cached_tokens=length * 100,
+        )
+        for length in (1, 5, 3)
+    ]
+    table = pack(given, rows=4, new_tokens=5)
+    assert (table.shape, table.dtype) == ((4, 3 + 2 * 5), np.int32)
+    found = unpack(table[:3])
+    for before, after in zip(given, found, strict=True):
+        np.testing.assert_array_equal(after.token_ids, before.token_ids)
+        assert after.logprobs.tobytes() == before.logprobs.tobytes()
+        assert (after.finish_reason, after.cached_tokens) == (before.finish_reason, before.cached_tokens)
+
+
+# --- real engines ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_qwen3(tmp_path_factory.mktemp("replicas") / "model", kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> nnx.Module:
+    return policy(checkpoint)
+
+
+def build(checkpoint: Path, model: nnx.Module, tensor: int) -> tuple[Replicas, dict[str, jax.Array]]:
+    replicas = Replicas.build(checkpoint, jax.devices(), tensor, OPTIONS, Hosts())
+    everywhere = NamedSharding(replicas.mesh, PartitionSpec())
+    leaves = {k: jax.device_put(v, everywhere) for k, v in named_leaves(nnx.state(model, nnx.Param)).items()}
+    weights, _ = WeightSync("qwen3", leaves, replicas.weight_specs)(leaves)
+    replicas.install_weights(weights)
+    return replicas, weights
+
+
+@pytest.fixture(scope="module")
+def one_replica_tokens(checkpoint: Path, model: nnx.Module) -> list[list[int]]:
+    return tokens(build(checkpoint, model, 4)[0].generate(requests(group=4)))
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_tokens_do_not_depend_on_the_dealing(
+    checkpoint: Path, model: nnx.Module, one_replica_tokens: list[list[int]], tensor: int
+) -> None:
+    replicas, weights = build(checkpoint, model, tensor)
+    assert len(replicas.engines) == 4 // tensor
+    assert tokens(replicas.generate(requests(group=4))) == one_replica_tokens
+    assert tokens(replicas.generate(requests(group=4)[::-1])) == one_replica_tokens[::-1]
+    assert len({*replicas.digests.values()}) == 4 // tensor  # each did something else
+    for engine in replicas.engines.values():  # one sync reached all, and no replica holds a copy of its copy
+        for weight, name in zip(engine._scheduler.runner.weights or (), engine.weight_specs, strict=True):
+            there = {s.device: s.data.unsafe_buffer_pointer() for s in weights[name].addressable_shards}
+            for shard in weight.addressable_shards:
+                assert shard.data.unsafe_buffer_pointer() == there[shard.device], name
+
+
+def test_a_request_nobody_can_serve_is_refused_with_its_place_in_the_batch(checkpoint: Path, model: nnx.Module) -> None:
+    replicas, _ = build(checkpoint, model, 4)
+    asked = requests()
+    asked[2] = Request(PROMPTS[0], SamplingParams(CONTEXT), asked[2].key)
+    with pytest.raises(RequestError, match="request 2: 10 prompt tokens"):
+        replicas.generate(asked)
+
+
+# --- replicas work at the same time ----------------------------------------------------------------------------------
+
+
+class RecordingEngine:
+    """An engine that takes two steps and notes the order of what it is asked."""
+
+    def __init__(self, name: str, log: list[str]):
+        self._name, self._log = name, log
+
+    def check(self, asked: Sequence[Request]) -> None:
+        del asked
+
+    def begin(self, asked: Sequence[Request]) -> Any:
+        steps = iter(("launch 1", "collect 1, launch 2", "collect 2"))
+
+        def advance() -> bool:
+            step = next(steps)
+            self._log.append(f"{self._name} {step}")
+            return "launch" in step
+
+        completion = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)
+        return SimpleNamespace(advance=advance, completions=lambda: [completion] * len(asked))
+
+
+def test_replicas_of_one_process_overlap() -> None:
+    """Every replica has a step under way while the others' tokens are taken in."""
+    log: list[str] = []
+    engines: Any = {number: RecordingEngine("ab"[number], log) for number in (0, 1)}
+    replicas = Replicas([Replica(0, (), (0,)), Replica(1, (), (0,))], engines, Hosts())
+    assert len(replicas.generate(requests())) == len(PROMPTS)
+    assert log == [
+        "a launch 1",
+        "b launch 1",
+        "a collect 1, launch 2",
+        "b collect 1, launch 2",
+        "a collect 2",
+        "b collect 2",
+    ]
