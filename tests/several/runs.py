@@ -2,10 +2,12 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +81,20 @@ def run_hosts(
     config = run_dir / "as_given.yaml"
     config.write_text(json.dumps(tree))
     options = ["--hosts", str(hosts), "--devices-per-host", str(devices), "--grace", "60"]
-    options += ["--command", f"{sys.executable} {FAULTY_HOST} {fault or 'none'}"]
+    options += ["--command", shlex.join([sys.executable, str(FAULTY_HOST), fault or "none"])]
     command = [sys.executable, str(REPOSITORY / "scripts" / "local_hosts.py"), *options, "--", str(config), *words]
     dropped = ("XLA_FLAGS", "NPROC")
     environment = {k: v for k, v in os.environ.items() if k not in dropped} | {"PYTHONPATH": str(REPOSITORY)}
     began = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=files)
     return Ended(done.returncode, done.stdout, done.stderr, time.monotonic() - began)
+
+
+def seconds_since_last_stage(run_dir: Path) -> float:
+    """From the moment host 0 entered the stage in which it ended to its last line, by its log."""
+    path = run_dir / "logs" / "host_0.log"
+    began = [line for line in path.read_text().splitlines() if line.endswith(" begins")][-1]
+    return path.stat().st_mtime - datetime.strptime(began[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
 
 
 def outcome(run_dir: Path) -> tuple[list[str], str]:

@@ -1,11 +1,10 @@
 """A host that is killed, frozen, failing or slow in any stage of a run, and what the others do."""
 
-from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from tests.several.runs import LOST_SECONDS, run_hosts, settings
+from tests.several.runs import LOST_SECONDS, run_hosts, seconds_since_last_stage, settings
 
 pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -33,18 +32,7 @@ def test_a_host_lost_in_a_stage_is_named_by_the_others(
     assert "LockstepError: lost host 1: " in own, own
     assert "(seen by host 0, in stage " in own
     assert "host 0 ended with exit code 3" in ended.errors
-    assert seconds_of_the_other(tmp_path, stage) < LOST_SECONDS + 15
-
-
-def seconds_of_the_other(run_dir: Path, stage: str) -> float:
-    """From the moment host 0 entered the stage to its last line, by its log."""
-
-    def at(line: str) -> datetime:
-        return datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f")
-
-    log = (run_dir / "logs" / "host_0.log").read_text().splitlines()
-    began = next(at(line) for line in log if f"{stage} begins" in line)
-    return (datetime.fromtimestamp((run_dir / "logs" / "host_0.log").stat().st_mtime) - began).total_seconds()
+    assert seconds_since_last_stage(tmp_path) < LOST_SECONDS + 15
 
 
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])

@@ -1,0 +1,176 @@
+"""What several hosts cost: python -m benchmarks.hosts [--rounds N] [--passes N]
+
+Four CPU devices, spread over 1, 2 and 4 processes of this machine; on them one model (4-layer, 256-wide Qwen3, random
+weights, float32) in replicas of tensor 1, 2 and 4 devices. Processes of one group sample the same workload (8 prompts
+of 30 tokens x 8 samples x 32 tokens) in replicas of each size in turn, round after round; groups of processes take
+turns, pass after pass. Shown are medians over all rounds.
+
+    tokens/s   of a whole rollout, completions gathered on every host included
+    checked    the same with hosts.check=step: the hosts of a replica compare before every step of their engine
+    agree      milliseconds of one agreement of all hosts, through the coordination service
+    gather     milliseconds of exchanging the completions of a rollout
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+DEVICES = 4
+PROCESSES = (1, 2, 4)
+TENSORS = (1, 2, 4)
+PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 8, 8, 30, 32
+Figures = dict[str, list[float]]
+"""Name of a measurement -> its values."""
+
+
+def work(arguments: list[str]) -> None:
+    """One process of a group: measure, and print the figures as JSON on host 0."""
+    own = dict(word.split("=", 1) for word in arguments if "=" in word)
+    from tpu_grpo.hosts import start
+
+    hosts = start(own["hosts.coordinator"], int(own["hosts.count"]), int(own["hosts.index"]))
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from jax.sharding import Mesh
+
+    from tpu_grpo.hosts import by_host
+    from tpu_grpo.models import load_model, read_checkpoint
+    from tpu_grpo.rollout.engine import EngineOptions
+    from tpu_grpo.rollout.replicas import Replicas
+    from tpu_grpo.types import Request, SampleKey, SamplingParams
+    from tpu_grpo.weights.sync import WeightSync, named_leaves
+
+    directory, devices = Path(own["model"]), by_host(jax.devices())
+    mesh = Mesh(np.asarray(devices).reshape(DEVICES, 1), ("fsdp", "tp"))
+    leaves = named_leaves(
+        nnx.state(load_model(read_checkpoint(directory), mesh, dtype=jnp.float32, remat="none"), nnx.Param)
+    )
+
+    def build(tensor: int, *, checked: bool = False) -> Replicas:
+        options = EngineOptions(
+            context_tokens=PROMPT_TOKENS + NEW_TOKENS,
+            stop_token_ids=frozenset({1}),
+            max_running_requests=-(-PROMPTS // (DEVICES // tensor)) * GROUP,
+            prefill_tokens=256,
+        )
+        replicas = Replicas.build(directory, devices, tensor, options, hosts)
+        replicas.install_weights(WeightSync("qwen3", leaves, replicas.weight_specs)(leaves)[0])
+        if checked:
+            replicas.check_every_step()
+        replicas.compile_all()
+        return replicas
+
+    def rollout(replicas: Replicas, number: int) -> float:
+        for engine in replicas.engines.values():
+            engine.forget_prefixes()
+        requests = [
+            Request(
+                tuple(range(10 + prompt, 10 + prompt + PROMPT_TOKENS)),
+                SamplingParams(NEW_TOKENS, ignore_stop=True),
+                SampleKey(0, number, prompt, sample),
+            )
+            for prompt in range(PROMPTS)
+            for sample in range(GROUP)
+        ]
+        began = time.perf_counter()
+        tokens = sum(len(completion.token_ids) for completion in replicas.generate(requests))
+        return tokens / (time.perf_counter() - began)
+
+    contenders = {f"tensor {tensor}": build(tensor) for tensor in TENSORS}
+    spanning = [tensor for tensor in TENSORS if tensor > DEVICES // hosts.count]
+    contenders |= {f"tensor {tensor} checked": build(tensor, checked=True) for tensor in spanning}
+    figures: Figures = {name: [] for name in contenders}
+    for number in range(int(own["rounds"]) + 1):
+        for name, replicas in contenders.items():
+            speed = rollout(replicas, number)
+            if number:
+                figures[name].append(speed)
+    table = np.zeros((PROMPTS * GROUP // hosts.count, 3 + 2 * NEW_TOKENS), np.int32)
+    figures["agree"] = milliseconds(lambda: hosts.agree("a digest", "0" * 64), times=100)
+    figures["gather"] = milliseconds(lambda: hosts.gather_array("completions", table), times=30)
+    hosts.barrier("the end")
+    if hosts.is_first:
+        print(json.dumps(figures), flush=True)
+
+
+def milliseconds(call: Callable[[], object], times: int) -> list[float]:
+    """Of each call, after one that is not counted."""
+    call()
+    spent = []
+    for _ in range(times):
+        began = time.perf_counter()
+        call()
+        spent.append(1e3 * (time.perf_counter() - began))
+    return spent
+
+
+def measure(model: Path, processes: int, rounds: int) -> Figures:
+    """Run one group of processes; returns host 0's figures."""
+    script = Path(__file__).resolve().parent.parent / "scripts" / "local_hosts.py"
+    command = [sys.executable, str(script), "--hosts", str(processes)]
+    command += ["--devices-per-host", str(DEVICES // processes)]
+    command += ["--command", f"{sys.executable} -m benchmarks.hosts --work", "--", f"model={model}", f"rounds={rounds}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{processes} processes ended with {done.returncode}: {done.stderr}")
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("[0] {"))
+    return json.loads(line.removeprefix("[0] "))
+
+
+def main() -> None:
+    """Measure every group of processes in turn, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="per pass")
+    parser.add_argument("--passes", type=int, default=2)
+    options = parser.parse_args()
+    from tests.models.random_checkpoint import write_random_qwen3
+
+    found: dict[int, Figures] = {processes: {} for processes in PROCESSES}
+    with tempfile.TemporaryDirectory() as temporary:
+        model = write_random_qwen3(
+            Path(temporary) / "model",
+            layers=4,
+            hidden=256,
+            heads=8,
+            kv_heads=4,
+            head_dim=32,
+            intermediate=768,
+            vocab=512,
+        )
+        for _ in range(options.passes):
+            for processes in PROCESSES:
+                for name, values in measure(model, processes, options.rounds).items():
+                    found[processes].setdefault(name, []).extend(values)
+    Console(width=120).print(report(found))
+
+
+def report(found: dict[int, Figures]) -> Table:
+    """Medians: a row per measurement, a column per number of processes."""
+    table = Table("", *(f"{count} x {DEVICES // count}" for count in found), title="processes x devices of each")
+    names = dict.fromkeys(name for figures in found.values() for name in figures)
+    for name in sorted(names, key=lambda name: (not name.startswith("tensor"), name)):
+        unit = "tokens/s" if name.startswith("tensor") else "ms"
+        values = [figures.get(name) for figures in found.values()]
+        table.add_row(f"{name}, {unit}", *("" if value is None else f"{median(value):,.2f}" for value in values))
+    return table
+
+
+if __name__ == "__main__":
+    if "--work" in sys.argv:
+        work(sys.argv)
+    else:
+        main()
