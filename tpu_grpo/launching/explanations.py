@@ -87,7 +87,8 @@ EXPLANATIONS = (
     ),
     Explanation(
         "ssh",
-        r"return code \[?255|status 255|Connection (timed out|refused|closed|reset)|Permission denied \(publickey|Network is unreachable|kex_exchange_identification|IAP tunneling",
+        r"return code \[?255|status 255|Connection (timed out|refused|closed|reset)|Permission denied \(publickey"
+        r"|Network is unreachable|kex_exchange_identification|IAP tunneling",
         "the worker does not answer: wait a minute after its creation, allow port 22 in the network's firewall, or, "
         "without external addresses, use --internal-ip or --tunnel-through-iap",
         passes=True,

@@ -20,8 +20,8 @@ die() {
     exit 1
 }
 
-# A process is known by its number and its start time: numbers are given again, also after a reboot.
-start_time() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | cut -d' ' -f20; }
+# A process is known by its number and its start time: numbers are given again, also after a reboot. Z: it ended.
+start_time() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | awk '$1 != "Z" {print $20}'; }
 
 running() {
     local pid started
@@ -71,7 +71,7 @@ start() {
     if [ -e "$root/secrets.sh" ]; then . "$root/secrets.sh"; fi
     setsid bash "$root/worker.sh" keep "$dir" "$@" </dev/null >"$dir/log" 2>&1 &
     ln -sfn "jobs/$id" "$job"
-    for _ in $(seq 100); do [ -e "$dir/pid" ] && break || sleep 0.1; done
+    for _ in $(seq 200); do [ -s "$dir/pid" ] && break || sleep 0.05; done
     echo "@started $id"
 }
 
