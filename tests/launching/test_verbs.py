@@ -37,7 +37,7 @@ def test_from_nothing_to_a_finished_run_and_back(
     ]
     assert main(["delete", "--zone", "z"]) == 0
     assert main(["status", "--zone", "z"]) == 0
-    assert capsys.readouterr().out == "does not exist\n"
+    assert capsys.readouterr().out == "there is no such queued resource (--how vm looks for a TPU VM)\n"
     assert stand_in.processes() == []
 
 

@@ -7,12 +7,19 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import ConfigError, TpuGrpoError
 from tpu_grpo.launching.babysit import Babysitter, Patience
 from tpu_grpo.launching.flags import parse
 from tpu_grpo.launching.gcloud import Gcloud
-from tpu_grpo.launching.jobs import RUN_SCRIPT, Job, checked_config, require_resumable, secrets_here, variables_from
+from tpu_grpo.launching.jobs import (
+    RUN_SCRIPT,
+    Job,
+    checked_config,
+    lost_with_the_machine,
+    require_resumable,
+    secrets_here,
+    variables_from,
+)
 from tpu_grpo.launching.launcher import Chips, Equipment, Launcher, status_lines
 from tpu_grpo.launching.machine import Condition, Machine
 from tpu_grpo.launching.settings import settings_from
@@ -53,8 +60,14 @@ def _setup(launcher: Launcher, gcloud: Gcloud, options: Namespace) -> int:
 
 def _run(launcher: Launcher, gcloud: Gcloud, options: Namespace) -> int:
     job = _job(options)
-    checked_config(job)
-    job_id = launcher.run(job, _chips(options), launcher.machine.require())
+    config = checked_config(job)
+    machine = launcher.machine.require()
+    if config is not None and machine.workers > 1 and (why := lost_with_the_machine(config.run_dir)):
+        gcloud.say(
+            f"careful: run.dir={config.run_dir} {why}, and workers share none: each would write its part of the "
+            "checkpoints to its own; give a directory that all of them mount"
+        )
+    job_id = launcher.run(job, _chips(options), machine)
     gcloud.say(f"started {job_id}; `logs --follow` shows it, `status` says how it stands")
     return 0
 
@@ -93,7 +106,8 @@ def _babysit(launcher: Launcher, gcloud: Gcloud, options: Namespace) -> int:
             f"--script must be {RUN_SCRIPT} for babysit, which relies on its exit codes, got {job.script}"
         )
     require_resumable(config, survives=options.run_dir_survives)
-    hands = _Hands(launcher, Equipment(options.code, options.setup_script), job, _chips(options), config)
+    shared = None if options.run_dir_survives else config.run_dir
+    hands = _Hands(launcher, Equipment(options.code, options.setup_script), job, _chips(options), shared)
     if options.dry_run:
         hands.rehearse()
         return 0
@@ -102,10 +116,10 @@ def _babysit(launcher: Launcher, gcloud: Gcloud, options: Namespace) -> int:
 
 
 class _Hands:
-    """The launcher, as the babysitter uses it."""
+    """The launcher, as the babysitter uses it. ``shared``: a directory that must not be on a worker's own disk."""
 
-    def __init__(self, launcher: Launcher, equipment: Equipment, job: Job, chips: Chips, config: RunConfig):
-        self._launcher, self._equipment, self._job, self._chips, self._config = launcher, equipment, job, chips, config
+    def __init__(self, launcher: Launcher, equipment: Equipment, job: Job, chips: Chips, shared: Path | None):
+        self._launcher, self._equipment, self._job, self._chips, self._shared = launcher, equipment, job, chips, shared
         self._machine = Machine("missing", "not looked at yet")
 
     def look(self) -> tuple[Condition, str, int]:
@@ -123,6 +137,8 @@ class _Hands:
 
     def setup(self) -> None:
         self._launcher.setup(self._equipment)
+        if self._shared is not None:
+            self._launcher.require_shared(self._shared)
 
     def start(self) -> None:
         self._launcher.run(self._job, self._chips, self._machine)

@@ -9,13 +9,14 @@ from pathlib import Path
 from tpu_grpo.errors import ConfigError, LaunchError
 from tpu_grpo.launching.code import ARCHIVE, FILE_LIST, pack
 from tpu_grpo.launching.gcloud import Gcloud
-from tpu_grpo.launching.jobs import CACHE, Job, checked_config, lost_with_the_machine
+from tpu_grpo.launching.jobs import CACHE, Job
 from tpu_grpo.launching.machine import Machine, MachineRoom
 from tpu_grpo.launching.settings import Settings
 from tpu_grpo.launching.slices import Slice, parse_slice
-from tpu_grpo.launching.workers import Workers, WorkerStatus, merged, remote_line
+from tpu_grpo.launching.workers import Workers, WorkerStatus, answers, merged, remote_line
 
 LARGE_BYTES = 100 * 2**20
+OWN_DISK = ("ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "tmpfs", "zfs")
 
 
 @dataclass(frozen=True)
@@ -88,15 +89,8 @@ class Launcher:
         """Start a job on all workers of ``machine``, detached; returns the name of this start.
 
         Raises:
-            ConfigError: the config is wrong.
             LaunchError: a worker could not be reached, is not set up, or runs something already.
         """
-        config = checked_config(job)
-        if config is not None and machine.workers > 1 and (why := lost_with_the_machine(config.run_dir)):
-            self._gcloud.say(
-                f"careful: run.dir={config.run_dir} {why}, and workers share no disk: each would write its part of the "
-                "checkpoints to its own; give a directory that all of them mount"
-            )
         job_id = job.new_id(self._now())
         self._send(job)
         words = job.command(job_id, _slice_of(machine, self._settings), chips.cache, chips.libtpu_args)
@@ -117,6 +111,16 @@ class Launcher:
             self.workers.copy([config, secrets])
         finally:
             secrets.unlink(missing_ok=True)
+
+    def require_shared(self, directory: Path) -> None:
+        """Raise ConfigError if ``directory`` lies on a worker's own disk, by what the workers say."""
+        for worker, text in self.workers.call("filesystem", str(directory)).items():
+            kind = answers(text).get("filesystem", "")
+            if kind in OWN_DISK:
+                raise ConfigError(
+                    f"run.dir must outlive the machine, got {directory}, which is on {kind} of worker {worker}; mount a "
+                    "bucket or share there with --setup-script, or vouch for it with --run-dir-survives"
+                )
 
     def logs(self, lines: int) -> str:
         """The end of every worker's log."""

@@ -29,9 +29,6 @@ class Machine:
     accelerator_type: str = ""
 
 
-MISSING = Machine("missing", "does not exist")
-
-
 class MachineRoom:
     """What can be done with the slice of some settings."""
 
@@ -45,7 +42,7 @@ class MachineRoom:
             request = self._describe(commands.describe_request(self._settings))
             state = "ACTIVE" if self._gcloud.dry_run else _request_state(request)
             if state is None:
-                return MISSING
+                return Machine("missing", "there is no such queued resource (--how vm looks for a TPU VM)")
             said = [f"queued resource {state}"]
             if state in REQUEST_GONE:
                 return Machine("gone", said[0] + _reason(request))
@@ -56,7 +53,7 @@ class MachineRoom:
             kind = self._settings.type
             return Machine("ready", "dry run", kind.hosts if kind else 1, kind.accelerator_type if kind else "")
         if node is None:  # a request that was fulfilled, and whose node was taken away
-            return Machine("gone", f"{said[0]}, node does not exist") if said else MISSING
+            return Machine("gone", f"{said[0]}, no node") if said else Machine("missing", "there is no such TPU VM")
         return _machine(node, said)
 
     def create(self) -> None:
