@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import gcloud_syntax
 
 MARK = "STAND_IN_WORKER"
-"""In the environment of every process of a worker: its directory, by which it is found."""
+"""In the environment of every process of a worker, which is found by it: state directory, slice, life of the slice."""
 STATE = "STAND_IN_STATE"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -89,18 +89,19 @@ class StandIn:
         self.save(state)
 
     def preempt(self, name: str = "grpo") -> None:
-        """Take the machine away, as a spot one is: its processes are gone, then its state says so."""
-        self.kill(name)
+        """Take the machine away, as a spot one is: at once, whatever is going on there."""
         state = self.load()
+        generation = state["nodes"][name]["generation"]
         state["nodes"][name]["state"] = "PREEMPTED"
         if name in state["requests"]:
             state["requests"][name]["state"] = "SUSPENDED"
         self.save(state)
-        shutil.rmtree(self.root / "nodes" / name)
+        (self.root / "nodes" / name).rename(self.root / f"gone_{name}_{generation}")
+        self.kill(name, generation)
 
-    def processes(self, name: str = "") -> list[int]:
-        """Processes of workers that are alive."""
-        wanted = f"{MARK}={self.root / 'nodes' / name}".encode()
+    def processes(self, name: str = "", generation: int | str = "") -> list[int]:
+        """Processes of workers that are alive; of all slices, or of one in its nth life."""
+        wanted = "".join(f"{part}:" for part in (f"{MARK}={self.root}", name, str(generation)) if part).encode()
         found = []
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -114,10 +115,10 @@ class StandIn:
                     continue
         return found
 
-    def kill(self, name: str = "") -> None:
+    def kill(self, name: str = "", generation: int | str = "") -> None:
         """End all processes of workers."""
         for _ in range(100):
-            alive = self.processes(name)
+            alive = self.processes(name, generation)
             for pid in alive:
                 try:
                     os.kill(pid, signal.SIGKILL)
@@ -183,7 +184,7 @@ class StandIn:
     def boot(self, name: str, state: dict) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            state["nodes"].setdefault(name, {})["port"] = probe.getsockname()[1]
+            state["nodes"][name] |= {"port": probe.getsockname()[1], "generation": state["made"]}
         for worker in range(state["hosts"]):
             self.home(worker, name).mkdir(parents=True)
 
@@ -241,10 +242,18 @@ class StandIn:
             output = os.open(f"{directory}/{worker}.log", os.O_WRONLY | os.O_CREAT, 0o644) if directory else None
             line = " ".join(flags["--command"].split(" "))  # the words that gcloud makes of it, and ssh joins again
             home = self.home(worker, name)
-            done = subprocess.Popen(
-                ["bash", "-c", line], cwd=home, env=self.login(worker, home, node, state), stdout=output, stderr=output
-            )
-            codes[worker] = done.wait()
+            try:
+                done = subprocess.Popen(
+                    ["bash", "-c", line],
+                    cwd=home,
+                    env=self.login(worker, home, node, state),
+                    stdout=output,
+                    stderr=output,
+                )
+                codes[worker] = done.wait()
+            except FileNotFoundError:  # taken away in this moment
+                print("[/usr/bin/ssh] exited with return code [255].", file=sys.stderr)
+                codes[worker] = 255
             if codes[worker] and len(chosen) > 1:
                 said = (
                     f"##### Command execution on worker {worker} failed with exit status {codes[worker]}. Continuing."
@@ -265,7 +274,7 @@ class StandIn:
             "USER": "somebody",
             "LANG": "C.UTF-8",
             "PATH": f"{self.root / 'worker_bin'}:{SYSTEM_PATH}",
-            MARK: str(home),
+            MARK: f"{self.root}:{home.parent.name}:{node['generation']}:",
             "WORKER": str(worker),
             "WORKERS": str(state["hosts"]),
             "WORKER_PORT": str(node["port"]),

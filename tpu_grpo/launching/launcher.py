@@ -118,8 +118,8 @@ class Launcher:
             kind = answers(text).get("filesystem", "")
             if kind in OWN_DISK:
                 raise ConfigError(
-                    f"run.dir must outlive the machine, got {directory}, which is on {kind} of worker {worker}; mount a "
-                    "bucket or share there with --setup-script, or vouch for it with --run-dir-survives"
+                    f"run.dir must outlive the machine, got {directory}, which is on {kind} of worker {worker}; "
+                    "mount a bucket or share there with --setup-script, or vouch for it with --run-dir-survives"
                 )
 
     def logs(self, lines: int) -> str:

@@ -3,7 +3,7 @@
 # Python of a fresh TPU VM is older than ours.
 #
 #   ~/.tpu_grpo/code/            the checkout, with .venv; runs are started in it
-#   ~/.tpu_grpo/jobs/<id>/       log, command, config.yaml, pid, and exit_code once it ended
+#   ~/.tpu_grpo/jobs/<id>/       log, command, config.yaml; pid, keeper; exit_code once it ended
 #   ~/.tpu_grpo/job              the newest of them
 #   ~/.tpu_grpo/jax_cache/       compiled programs
 #   ~/.tpu_grpo/secrets.sh       only between the copy and the start of a run
@@ -23,16 +23,17 @@ die() {
 # A process is known by its number and its start time: numbers are given again, also after a reboot. Z: it ended.
 start_time() { sed 's/.*) //' "/proc/$1/stat" 2>/dev/null | awk '$1 != "Z" {print $20}'; }
 
-running() {
+# alive FILE: whether the process that it names still is
+alive() {
     local pid started
-    read -r pid started 2>/dev/null <"$job/pid" && [ "$(start_time "$pid")" = "$started" ]
+    [ -e "$1" ] && read -r pid started <"$1" && [ "$(start_time "$pid")" = "$started" ]
 }
 
 # state -> none, running, ended, or lost: gone without an exit code, as after a reboot
 state() {
     if [ ! -e "$job" ]; then echo none
     elif [ -e "$job/exit_code" ]; then echo ended
-    elif running; then echo running
+    elif alive "$job/keeper" || alive "$job/pid"; then echo running # the keeper writes the exit code
     else echo lost
     fi
 }
@@ -79,7 +80,7 @@ start() {
 keep() {
     local dir=$1
     shift
-    echo $$ >"$dir/group"
+    echo "$$ $(start_time $$)" >"$dir/keeper"
     trap : TERM INT HUP # not inherited, unlike ignoring them
     "$@" &
     local pid=$! code
@@ -105,7 +106,7 @@ status() {
 # logs LINES [follow]: the end of the newest run's output; following it ends with the run
 logs() {
     [ -e "$job" ] || die "no run here yet"
-    if [ "${2:-}" = follow ] && running; then
+    if [ "${2:-}" = follow ] && alive "$job/pid"; then
         exec tail -n "$1" -f --pid="$(cut -d' ' -f1 "$job/pid")" "$job/log"
     fi
     tail -n "$1" "$job/log"
@@ -115,17 +116,17 @@ logs() {
 stop() {
     local left=$(($1 * 5))
     if [ "$(state)" = running ]; then
-        kill -TERM "$(cut -d' ' -f1 "$job/pid")"
+        kill -TERM "$(cut -d' ' -f1 "$job/pid")" 2>/dev/null
         while [ "$(state)" = running ] && [ $left -gt 0 ]; do
             sleep 0.2
             left=$((left - 1))
         done
-        if running; then
+        if [ "$(state)" = running ]; then
             echo "worker: still running after $1 s, killed"
-            kill -KILL "$(cut -d' ' -f1 "$job/pid")"
+            kill -KILL "$(cut -d' ' -f1 "$job/pid")" 2>/dev/null
             for _ in $(seq 50); do [ -e "$job/exit_code" ] && break || sleep 0.1; done
         fi
-        [ ! -e "$job/group" ] || kill -KILL -- "-$(cat "$job/group")" 2>/dev/null # what the run left behind
+        kill -KILL -- "-$(cut -d' ' -f1 "$job/keeper")" 2>/dev/null # its group: what the run left behind
     fi
     status
 }
