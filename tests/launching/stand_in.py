@@ -29,6 +29,8 @@ SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # Stands in for `uv sync`: an environment that is there already, whose Python tells training runs who they are. On a
 # slice they ask the metadata server instead.
 UV = """#!/bin/bash
+echo "$*" >> "$HOME/uv_calls"
+[ "$1 $2" != "pip install" ] || exit 0
 [ "$1" = sync ] || exit 2
 [ ! -e "$HOME/uv_fails" ] || { echo "error: No solution found when resolving dependencies"; exit 1; }
 mkdir -p .venv/bin
@@ -41,7 +43,6 @@ case $1 in
 esac
 EOF
 chmod +x .venv/bin/python
-echo synced >> "$HOME/uv_calls"
 """
 
 

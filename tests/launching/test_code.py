@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching.conftest import git
-from tests.launching.driving import launch
+from tests.launching.driving import SMALL, launch
 from tests.launching.stand_in import StandIn
 from tpu_grpo.launching.code import revision
 
@@ -63,3 +63,22 @@ def test_the_work_tree_is_named_with_its_changes(checkout: Path, tmp_path: Path)
     git(checkout, "add", "-A")
     git(checkout, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "two")
     assert revision(checkout) not in (clean, f"{clean} and 1 changed file")
+
+
+def test_further_packages_are_installed_after_the_pinned_ones(
+    ready: StandIn, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--with", "gcsfs==2026.10.1", "--with", "my reward[x] >= 1")
+    assert launch(capsys, "setup", "--code", str(checkout), *words)[0] == 0
+    assert (ready.home(1) / "uv_calls").read_text().splitlines() == [
+        "sync --no-dev",
+        "sync --no-dev",
+        "pip install --python .venv/bin/python gcsfs==2026.10.1 my reward[x] >= 1",
+    ]
+
+
+def test_a_run_before_setup_is_refused(ready: StandIn, config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (ready.home(1) / ".tpu_grpo/code/.venv/bin/python").unlink()
+    code, _, err = launch(capsys, "run", *SMALL, str(config))
+    assert code == 1
+    assert "[1] worker: no code and environment here; run setup first" in err

@@ -19,7 +19,7 @@ def test_from_nothing_to_a_finished_run_and_back(
     assert "MiB" in capsys.readouterr().err
     for worker in (0, 1):
         assert (stand_in.home(worker) / ".tpu_grpo/code/scripts/program.py").exists()
-        assert (stand_in.home(worker) / "uv_calls").read_text() == "synced\n"
+        assert (stand_in.home(worker) / "uv_calls").read_text() == "sync --no-dev\n"
         assert (stand_in.home(worker) / ".tpu_grpo").stat().st_mode & 0o777 == 0o700
     assert main(["run", "--zone", "z", *SMALL, str(config), "a=1"]) == 0
     ended(stand_in)
@@ -71,6 +71,11 @@ def test_other_libtpu_arguments_and_another_cache(
     ready: StandIn, config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ("--libtpu-args", "", "--compilation-cache", "gs://b/cache")
+    code, _, err = launch(capsys, "run", *SMALL, *flags, str(config))
+    assert code == 1
+    assert "worker: a cache on gs:// needs gcsfs; setup with --with gcsfs" in err
+    for worker in (0, 1):
+        (ready.home(worker) / ".tpu_grpo/code/gcsfs.py").write_text("")
     assert launch(capsys, "run", *SMALL, *flags, str(config))[0] == 0
     environment = started(ready, 1)["environment"]
     assert "LIBTPU_INIT_ARGS" not in environment

@@ -54,7 +54,7 @@ def _create(launcher: Launcher, gcloud: Gcloud, options: Namespace) -> int:
 
 def _setup(launcher: Launcher, gcloud: Gcloud, options: Namespace) -> int:
     launcher.machine.require()
-    launcher.setup(Equipment(options.code, options.setup_script))
+    launcher.setup(_equipment(options))
     return 0
 
 
@@ -107,7 +107,7 @@ def _babysit(launcher: Launcher, gcloud: Gcloud, options: Namespace) -> int:
         )
     require_resumable(config, survives=options.run_dir_survives)
     shared = None if options.run_dir_survives else config.run_dir
-    hands = _Hands(launcher, Equipment(options.code, options.setup_script), job, _chips(options), shared)
+    hands = _Hands(launcher, _equipment(options), job, _chips(options), shared)
     if options.dry_run:
         hands.rehearse()
         return 0
@@ -159,6 +159,10 @@ class _Hands:
 def _job(options: Namespace, *more: str) -> Job:
     words = (*options.words, *more)
     return Job(options.config, words, options.script, variables_from(options.env), secrets_here(options.secret))
+
+
+def _equipment(options: Namespace) -> Equipment:
+    return Equipment(options.code, options.setup_script, tuple(options.requirements))
 
 
 def _chips(options: Namespace) -> Chips:

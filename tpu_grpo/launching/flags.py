@@ -107,6 +107,8 @@ def _waiting(parser: argparse.ArgumentParser) -> None:
 def _equipment(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("what workers get").add_argument
     add("--code", type=Path, default=REPOSITORY, help="the checkout to copy, as it is (default: this one)")
+    more = "a package to install beside the pinned ones, such as gcsfs"
+    add("--with", dest="requirements", action="append", default=[], metavar="PACKAGE", help=more)
     add(
         "--setup-script",
         type=Path,

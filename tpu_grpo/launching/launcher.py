@@ -27,6 +27,8 @@ class Equipment:
     """Whose files they get."""
     script: Path | None = None
     """Run on each of them afterwards, in the checkout; mounts a bucket, for example."""
+    requirements: tuple[str, ...] = ()
+    """Packages beside those that the checkout pins, as pip takes them."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Launcher:
         self.workers.copy(files)
         self.workers.call("unpack", revision)
         self._gcloud.say("installing the environment on every worker; the first time takes minutes")
-        self.workers.call("install")
+        self.workers.call("install", *equipment.requirements)
 
     def _pack(self, equipment: Equipment) -> tuple[str, list[Path]]:
         scratch = self.workers.scratch

@@ -50,11 +50,16 @@ unpack() {
     rm -f "$root/code.tar.gz"
 }
 
-# install: Python and everything the checkout pins, with uv; then the user's own script, if there is one
+# install REQUIREMENT...: Python and everything the checkout pins, with uv; these; then the user's script, if there is one
 install() {
     cd "$code" || die "no code here; run setup first"
-    command -v uv >/dev/null || python3 -m pip install --quiet --user uv || die "uv could not be installed with pip"
-    uv sync --no-dev || die "uv could not install the environment"
+    local uv=(uv)
+    if ! command -v uv >/dev/null; then
+        python3 -m pip install --quiet --user uv || die "uv could not be installed with pip"
+        uv=(python3 -m uv)
+    fi
+    "${uv[@]}" sync --no-dev || die "uv could not install the environment"
+    [ $# = 0 ] || "${uv[@]}" pip install --python .venv/bin/python "$@" || die "uv could not install $*"
     [ ! -e "$root/setup_script" ] || bash "$root/setup_script" || die "the setup script failed"
 }
 
@@ -64,7 +69,12 @@ start() {
     shift
     trap 'rm -f "$root/secrets.sh"' EXIT
     [ "$(state)" != running ] || die "a run is going on already: $(cat "$job/command")"
-    cd "$code" || die "no code here; run setup first"
+    [ -x "$code/.venv/bin/python" ] && cd "$code" || die "no code and environment here; run setup first"
+    case " $* " in
+    *" JAX_COMPILATION_CACHE_DIR=gs://"*)
+        .venv/bin/python -c 'import gcsfs' 2>/dev/null || die "a cache on gs:// needs gcsfs; setup with --with gcsfs"
+        ;;
+    esac
     local dir=$root/jobs/$id
     mkdir -p "$dir"
     mv "$root/config.yaml" "$dir/" || die "the config has not been copied here"
