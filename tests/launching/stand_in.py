@@ -10,16 +10,15 @@ the real program does and this one does not: quotas, networks, time.
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import gcloud_syntax
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.launching import gcloud_syntax, local_processes
 
 MARK = "STAND_IN_WORKER"
 """In the environment of every process of a worker, which is found by it: state directory, slice, life of the slice."""
@@ -102,33 +101,12 @@ class StandIn:
 
     def processes(self, name: str = "", generation: int | str = "") -> list[int]:
         """Processes of workers that are alive; of all slices, or of one in its nth life."""
-        wanted = "".join(f"{part}:" for part in (f"{MARK}={self.root}", name, str(generation)) if part).encode()
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    if (
-                        wanted in (entry / "environ").read_bytes()
-                        and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-                    ):
-                        found.append(int(entry.name))
-                except OSError:
-                    continue
-        return found
+        mark = "".join(f"{part}:" for part in (f"{MARK}={self.root}", name, str(generation)) if part)
+        return local_processes.alive(mark.encode())
 
     def kill(self, name: str = "", generation: int | str = "") -> None:
         """End all processes of workers."""
-        for _ in range(100):
-            alive = self.processes(name, generation)
-            for pid in alive:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            if not alive:
-                return
-            time.sleep(0.05)
-        raise AssertionError(f"still alive: {self.processes(name)}")
+        local_processes.kill(lambda: self.processes(name, generation))
 
     # --- state -------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -13,7 +13,7 @@ from tests.launching.driving import REPOSITORY, eventually
 from tests.launching.stand_in import StandIn
 from tpu_grpo.errors import Interrupted, LaunchError, LockstepError
 from tpu_grpo.launching import babysit
-from tpu_grpo.launching.babysit import Babysitter, Patience, decide, pause
+from tpu_grpo.launching.babysit import Babysitter, Hands, Patience, decide, pause
 from tpu_grpo.launching.cli import main
 from tpu_grpo.launching.gcloud import GcloudError
 from tpu_grpo.launching.machine import Condition
@@ -99,7 +99,7 @@ class Script:
         return lambda: self.done.append(name)
 
     def watch(self, **patience: Any) -> int:
-        return Babysitter(self, KEY, Patience(**patience), self.slept.append, self.said.append).run()
+        return Babysitter(cast(Hands, self), KEY, Patience(**patience), self.slept.append, self.said.append).run()
 
 
 def test_from_nothing_over_a_preemption_to_the_end() -> None:

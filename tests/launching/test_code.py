@@ -42,6 +42,7 @@ def test_the_setup_script_runs_in_the_checkout_of_every_worker(
     assert code == 1
     assert "[1] no such bucket\n" in err
     assert "[1] worker: the setup script failed" in err
+    assert "failed (worker, exit code 1)" in err
 
 
 def test_an_environment_that_cannot_be_installed_says_so(

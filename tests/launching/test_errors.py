@@ -8,13 +8,15 @@ from tests.launching.driving import REPOSITORY, SMALL, launch
 from tests.launching.stand_in import StandIn
 from tpu_grpo.launching.cli import main
 
-QUOTA = (
-    "RESOURCE_EXHAUSTED: Quota limit 'TPUV5sLitepodPerProjectPerZoneForTPUAPI' has been exceeded. Limit: 0 in zone z."
-)
+QUOTA = "RESOURCE_EXHAUSTED: Quota limit 'TPUV5sLitepodPerProjectPerZoneForTPUAPI' has been exceeded. Limit: 0 in z."
 CAPACITY = (
     '{\n  "code": 8,\n  "message": "There is no more capacity in the zone \\"z\\"; you can try in another zone"\n}'
 )
 AGENT = 'SSH Key is not present in the SSH agent. Please run "ssh-add k" to add it, and try again.'
+HINT = (  # which gcloud gives on any failure with several workers
+    'This may have happened if you have not added your SSH key to your ssh-agent using "ssh-add k". Use --internal-ip.\n'
+    "Retrying: SSH command error: [/usr/bin/ssh] exited with return code [255]."
+)
 SAID = [
     ("create", "tpu-vm create", QUOTA, "quota", "quota page"),
     ("create", "tpu-vm create", CAPACITY, "capacity", "wait in the queue (--how queued)"),
@@ -44,6 +46,7 @@ SAID = [
         "locations list",
     ),
     ("status", "tpu-vm describe", "Cloud TPU API has not been used in project 1 before", "api", "services enable"),
+    ("status", "tpu-vm ssh", HINT, "ssh", "port 22"),
     ("status", "tpu-vm ssh", "[/usr/bin/ssh] exited with return code [255].", "ssh", "port 22"),
     ("status", "tpu-vm ssh", "This TPU is going through a maintenance event, and is", "maintenance", "HEALTHY"),
     (

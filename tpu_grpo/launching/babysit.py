@@ -204,7 +204,9 @@ class Babysitter:
         return code
 
     def _count_failure(self, error: GcloudError) -> None:
-        if not (error.explanation.passes or error.explanation.kind in ("quota", "unknown", "missing", "exists")):
+        if not (
+            error.explanation.passes or error.explanation.kind in ("quota", "unknown", "worker", "missing", "exists")
+        ):
             raise error
         self._failures += error.explanation.kind != "capacity"
         if self._failures > self._patience.restarts:

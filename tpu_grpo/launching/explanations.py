@@ -20,6 +20,8 @@ class Explanation:
 
 
 UNKNOWN = Explanation("unknown", "", "look at what gcloud printed above; `gcloud info --show-log` has the details")
+WORKER = Explanation("worker", "", "see what the workers said; mend that, then give the command again")
+"""gcloud did its part."""
 
 EXPLANATIONS = (
     Explanation(
@@ -63,7 +65,7 @@ EXPLANATIONS = (
     ),
     Explanation(
         "agent",
-        r"not present in the SSH agent|ssh-add ",
+        r"not present in the SSH agent",
         "load the key first: `ssh-add ~/.ssh/google_compute_engine` (start an agent with `eval $(ssh-agent)`); several "
         "workers cannot be reached at once without",
     ),
@@ -89,18 +91,18 @@ EXPLANATIONS = (
         "ssh",
         r"return code \[?255|status 255|Connection (timed out|refused|closed|reset)|Permission denied \(publickey"
         r"|Network is unreachable|kex_exchange_identification|IAP tunneling",
-        "the worker does not answer: wait a minute after its creation, allow port 22 in the network's firewall, or, "
-        "without external addresses, use --internal-ip or --tunnel-through-iap",
+        "a worker does not answer: wait a minute after its creation, load the key with `ssh-add`, allow port 22 in the "
+        "network's firewall, or, without external addresses, use --internal-ip or --tunnel-through-iap",
         passes=True,
     ),
     Explanation(
         "permission",
-        r"PERMISSION_DENIED|does not have permission|Required '.*' permission|Permission '.*' denied|403",
+        r"PERMISSION_DENIED|does not have permission|Required '.*' permission|Permission '.*' denied|\b403\b",
         "your account needs the role TPU Admin (roles/tpu.admin), and Service Account User for --service-account",
     ),
     Explanation(
         "passing",
-        r"UNAVAILABLE|DEADLINE_EXCEEDED|INTERNAL|50[0234]\b|Unable to find the server|Max retries exceeded",
+        r"UNAVAILABLE|DEADLINE_EXCEEDED|\bINTERNAL\b(?!-)|50[0234]\b|Unable to find the server|Max retries exceeded",
         "a passing fault of the service or the network: try again in a minute",
         passes=True,
     ),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, TextIO
 
 from tpu_grpo.errors import ConfigError, LaunchError
-from tpu_grpo.launching.explanations import UNKNOWN, Explanation, explain
+from tpu_grpo.launching.explanations import UNKNOWN, WORKER, Explanation, explain
 
 SHOWN_LINES = 20
 
@@ -26,7 +26,8 @@ class GcloudError(LaunchError):
 
     def __init__(self, command: Sequence[str], code: int, output: str, workers: str = ""):
         self.command, self.code, self.output = command, code, output
-        self.explanation: Explanation = explain(output) if explain(output) is not UNKNOWN else explain(workers)
+        found = explain(output)
+        self.explanation: Explanation = WORKER if found is UNKNOWN and workers else found
         what = " ".join(word for word in command[:6] if not word.startswith("-"))
         lines = [f"`{what}` failed ({self.explanation.kind}, exit code {code})"]
         lines += [f"  {line}" for line in output.strip().splitlines()[-SHOWN_LINES:]]
