@@ -14,7 +14,7 @@ CAPACITY = (
 )
 AGENT = 'SSH Key is not present in the SSH agent. Please run "ssh-add k" to add it, and try again.'
 HINT = (  # which gcloud gives on any failure with several workers
-    'This may have happened if you have not added your SSH key to your ssh-agent using "ssh-add k". Use --internal-ip.\n'
+    'This may have happened if you have not added your SSH key to your ssh-agent using "ssh-add k". --internal-ip.\n'
     "Retrying: SSH command error: [/usr/bin/ssh] exited with return code [255]."
 )
 SAID = [
