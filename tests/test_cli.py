@@ -185,6 +185,7 @@ CODES = {
     errors.RequestError: 2,
     errors.WeightsError: 2,
     errors.NonFiniteError: 1,
+    errors.LaunchError: 1,
     errors.LockstepError: 3,
     errors.Interrupted: 4,
 }

@@ -59,6 +59,10 @@ class LockstepError(TpuGrpoError, RuntimeError):
     exit_code = 3
 
 
+class LaunchError(TpuGrpoError, RuntimeError):
+    """A TPU, or a command on its workers, that could not be had or did not do what was asked."""
+
+
 class Interrupted(TpuGrpoError):
     """The run was asked to stop, and saved a checkpoint first."""
 

@@ -1,0 +1,11 @@
+"""Run on a Cloud TPU slice: python scripts/launch.py create | setup | run | status | logs | stop | delete | babysit
+
+Drives gcloud and prints every command; --dry-run only prints. --help explains the verbs, VERB --help its flags.
+"""
+
+import sys
+
+from tpu_grpo.launching.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,139 @@
+"""What goes wrong, and what is said about it."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.launching.driving import REPOSITORY, SMALL, launch
+from tests.launching.stand_in import StandIn
+from tpu_grpo.launching.cli import main
+
+QUOTA = "RESOURCE_EXHAUSTED: Quota limit 'TPUV5sLitepodPerProjectPerZoneForTPUAPI' has been exceeded. Limit: 0 in z."
+CAPACITY = (
+    '{\n  "code": 8,\n  "message": "There is no more capacity in the zone \\"z\\"; you can try in another zone"\n}'
+)
+AGENT = 'SSH Key is not present in the SSH agent. Please run "ssh-add k" to add it, and try again.'
+HINT = (  # which gcloud gives on any failure with several workers
+    'This may have happened if you have not added your SSH key to your ssh-agent using "ssh-add k". --internal-ip.\n'
+    "Retrying: SSH command error: [/usr/bin/ssh] exited with return code [255]."
+)
+SAID = [
+    ("create", "tpu-vm create", QUOTA, "quota", "quota page"),
+    ("create", "tpu-vm create", CAPACITY, "capacity", "wait in the queue (--how queued)"),
+    ("create", "tpu-vm create", "PERMISSION_DENIED: Permission 'tpu.nodes.create' denied", "permission", "tpu.admin"),
+    ("create", "tpu-vm create", "You do not currently have an active account selected.", "login", "gcloud auth login"),
+    (
+        "create",
+        "tpu-vm create",
+        'received an invalid AcceleratorType, "v5e-8" for zone',
+        "type",
+        "accelerator-types list",
+    ),
+    ("create", "tpu-vm create", "ALREADY_EXISTS: Resource 'grpo' already exists", "exists", "another --name"),
+    (
+        "create",
+        "tpu-vm create",
+        "The required property [project] is not currently set.",
+        "project",
+        "config set project",
+    ),
+    ("status", "tpu-vm describe", "The required property [compute/zone] is not currently set.", "zone", "--zone"),
+    (
+        "status",
+        "tpu-vm describe",
+        "Permission denied on 'locations/x' (or it may not exist).",
+        "zone",
+        "locations list",
+    ),
+    ("status", "tpu-vm describe", "Cloud TPU API has not been used in project 1 before", "api", "services enable"),
+    ("status", "tpu-vm ssh", HINT, "ssh", "port 22"),
+    ("status", "tpu-vm ssh", "[/usr/bin/ssh] exited with return code [255].", "ssh", "port 22"),
+    ("status", "tpu-vm ssh", "This TPU is going through a maintenance event, and is", "maintenance", "HEALTHY"),
+    (
+        "status",
+        "tpu-vm ssh",
+        "'This TPU has terminal state \"PREEMPTED\", so it cannot be used anymore.'",
+        "gone",
+        "babysit",
+    ),
+    ("setup", "tpu-vm scp", AGENT, "agent", "ssh-add"),
+    ("delete", "tpu-vm delete", "UNAVAILABLE: The service is currently unavailable.", "passing", "try again"),
+    ("delete", "tpu-vm delete", "FAILED_PRECONDITION: something new", "unknown", "look at what gcloud printed"),
+]
+
+
+@pytest.mark.parametrize(("verb", "command", "said", "kind", "remedy"), SAID, ids=lambda value: value[:20])
+def test_errors_of_gcloud_are_shown_with_what_to_do(
+    stand_in: StandIn, capsys: pytest.CaptureFixture[str], verb: str, command: str, said: str, kind: str, remedy: str
+) -> None:
+    if verb != "create":
+        assert launch(capsys, "create", "--type", "v5e-8")[0] == 0
+    stand_in.fail(command, said)
+    code, _, err = launch(capsys, verb, *(["--type", "v5e-8"] if verb == "create" else []))
+    assert code == 1
+    assert f"failed ({kind}, exit code 1)" in err
+    assert said.splitlines()[0] in err  # gcloud's own words
+    assert remedy in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["create"], "--type must say which slice to create, got none"),
+        (["create", "--type", "v7-8"], "--type must be one of v4-N, v5p-N, v5e-N, v6e-N, got 'v7-8'"),
+        (["create", "--type", "v5e-12"], "--type v5e-N must count chips, N one of [1, 4, 8, 16"),
+        (["create", "--type", "v4-12"], "--type v4-N must count TensorCores, eight a host"),
+        (["create", "--type", "v4-8", "--name", "Grpo"], "--name must be lower-case letters"),
+        (["create", "--type", "v4-8", "--spot", "--reserved"], "--spot and --reserved exclude each other"),
+        (["create", "--type", "v4-8", "--how", "vm", "--valid-until", "6h"], "--valid-until needs --how queued"),
+        (["status", "--internal-ip", "--tunnel-through-iap"], "--internal-ip and --tunnel-through-iap exclude"),
+        (["run", "nosuch.yaml"], "CONFIG must be a file here, got nosuch.yaml"),
+        (["run", "configs/demo_cpu.yaml", "run.sed=1"], "run.sed is not a setting"),
+        (["setup", "--code", "/"], "--code must be a git work tree"),
+        (["setup", "--setup-script", "nosuch"], "--setup-script must be a file here, got nosuch"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_happens(
+    stand_in: StandIn,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    if words[0] == "setup":
+        assert main(["create", "--type", "v5e-8"]) == 0
+    capsys.readouterr()
+    code = main(words)
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert f"ConfigError: {message}" in err
+    assert [verb for verb in stand_in.verbs() if verb.split()[1] in ("ssh", "scp")] == []
+    assert words[0] == "setup" or stand_in.calls() == []
+
+
+def test_without_a_name_or_gcloud(
+    stand_in: StandIn, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["status"]) == 2
+    assert "gcloud must be on the PATH" in capsys.readouterr().err
+    monkeypatch.delenv("TPU_NAME")
+    assert main(["status"]) == 2
+    assert "--name must say which TPU, got none; give it, or set TPU_NAME" in capsys.readouterr().err
+
+
+def test_a_slice_that_is_not_there_or_not_ready(
+    stand_in: StandIn, config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(capsys, "run", *SMALL, str(config))[0] == 1
+    assert launch(capsys, "delete")[0] == 0  # as wanted
+    assert main(["create", "--type", "v5e-8", "--no-wait"]) == 0
+    capsys.readouterr()
+    assert main(["run", *SMALL, str(config)]) == 1
+    assert "grpo must be ready, got: queued resource WAITING_FOR_RESOURCES; wait" in capsys.readouterr().err
+    assert main(["status"]) == 0
+    stand_in.preempt()
+    assert main(["run", *SMALL, str(config)]) == 1
+    assert "grpo must be ready, got: queued resource SUSPENDED" in capsys.readouterr().err

@@ -1,0 +1,118 @@
+"""Real training runs on the workers of the stand-in: two processes of two CPU devices that find each other."""
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launching import gcloud_syntax
+from tests.launching.driving import REPOSITORY, eventually
+from tests.launching.stand_in import StandIn
+from tests.models.random_checkpoint import edit_config, write_random_qwen3
+from tpu_grpo.launching.cli import main
+from tpu_grpo.models.tokenizers import build_byte_tokenizer
+
+STEPS = 4
+REWARD = """
+def ascii_share(prompts, completions):
+    return [sum(c.isascii() for c in text) / max(1, len(text)) for text in completions]
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of a tiny model; its directory is the workers' shared disk."""
+    monkeypatch.delenv("XLA_FLAGS")
+    tokenizer = build_byte_tokenizer()
+    model = write_random_qwen3(tmp_path / "model", vocab=len(tokenizer), kv_heads=4, scale=0.3)
+    tokenizer.save_pretrained(str(model))
+    edit_config(model, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    (tmp_path / "rewards.py").write_text(REWARD)
+    (tmp_path / "data.jsonl").write_text("".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(20)))
+    tree: dict[str, Any] = {
+        "run": {"dir": str(tmp_path / "run"), "max_steps": STEPS, "seed": 5},
+        "model": {"path": str(model)},
+        "data": {"path": str(tmp_path / "data.jsonl"), "prompts_per_step": 4, "max_prompt_tokens": 12},
+        "rollout": {"max_new_tokens": 6, "prefill_tokens": 64, "batch_paddings": [16], "max_running_requests": 16},
+        "rewards": [{"name": f"{tmp_path}/rewards.py:ascii_share"}],
+        "algorithm": {"group_size": 4},
+        "optimizer": {"learning_rate": 1e-3},
+        "checkpoint": {"every": 1},
+        "hosts": {"lost_timeout_seconds": 20, "start_timeout_seconds": 60},
+    }
+    path = tmp_path / "training.yaml"
+    path.write_text(json.dumps(tree))
+    return path
+
+
+def outcome(run_dir: Path) -> tuple[list[str], str]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return [line["rollout/tokens_digest"] for line in lines], summary["params_digest"]
+
+
+def test_a_slice_of_two_workers_trains_to_the_end(
+    stand_in: StandIn, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["create", "--type", "v5e-16", "--spot"]) == 0
+    assert main(["setup", "--code", str(REPOSITORY)]) == 0
+    assert main(["run", str(config), "hosts.check=step"]) == 0
+    codes = [stand_in.home(worker) / ".tpu_grpo/job/exit_code" for worker in (0, 1)]
+    eventually(lambda: all(code.exists() for code in codes), seconds=200)
+    capsys.readouterr()
+    assert main(["logs"]) == 0
+    out = capsys.readouterr().out
+    assert [code.read_text() for code in codes] == ["0\n", "0\n"], out
+    assert f"step {STEPS} of {STEPS}" in out
+    assert "[0] done: 4 steps" in out
+    digests, _ = outcome(tmp_path / "run")
+    assert len(digests) == STEPS
+    assert main(["status"]) == 0
+    status = capsys.readouterr().out
+    assert status.count("exit code 0") == 2
+    assert f"look at {tmp_path}/run/report.html" in status
+    assert main(["delete"]) == 0
+    for command in stand_in.calls():
+        gcloud_syntax.check(command)
+
+
+@pytest.mark.slow
+def test_a_preempted_run_goes_on_and_ends_as_one_that_was_not(
+    stand_in: StandIn, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["babysit", "--type", "v5e-16", "--spot", "--poll", "0.5", "--run-dir-survives", "--code", str(REPOSITORY)]
+    assert main([*words, str(config), f"run.dir={tmp_path}/calm"]) == 0
+    assert stand_in.load()["made"] == 1
+    metrics = tmp_path / "run" / "metrics.jsonl"
+
+    def take_away() -> None:
+        eventually(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, seconds=200)
+        stand_in.preempt()
+
+    thread = threading.Thread(target=take_away)
+    thread.start()
+    assert main([*words, str(config)]) == 0
+    thread.join()
+    assert stand_in.load()["made"] == 2
+    assert "; recreate\n" in capsys.readouterr().err
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "calm")
+
+
+@pytest.mark.slow
+def test_stopping_saves_a_checkpoint_on_all_workers(
+    stand_in: StandIn, config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["create", "--type", "v5e-16", "--how", "vm"]) == 0
+    assert main(["setup", "--how", "vm"]) == 0
+    assert main(["run", "--how", "vm", str(config), "run.max_steps=100000", "checkpoint.every=0"]) == 0
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    eventually(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, seconds=200)
+    capsys.readouterr()
+    assert main(["stop", "--how", "vm", "--grace", "60"]) == 0
+    assert capsys.readouterr().out.count("ended, pid") == 2
+    for worker in (0, 1):
+        job = stand_in.home(worker) / ".tpu_grpo/job"
+        assert (job / "exit_code").read_text() == "4\n", (job / "log").read_text()
+    assert [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()]

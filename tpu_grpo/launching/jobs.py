@@ -1,0 +1,152 @@
+"""A run as the launcher hands it to the workers: words, environment, secrets."""
+
+import hashlib
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+from tpu_grpo.config import RunConfig, load_config
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.launching.slices import Slice
+
+RUN_SCRIPT = "scripts/run.py"
+SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
+"""Passed on where they are set here."""
+LOOKS_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+CACHE = "../jax_cache"
+"""Seen from the checkout on a worker."""
+PYTHON = ".venv/bin/python"
+LOCAL_DISK = ("/home", "/root", "/tmp", "/var", "/opt", "/usr", "/etc")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every worker is to run."""
+
+    config: Path
+    """A file here; it is copied to the workers."""
+    words: tuple[str, ...] = ()
+    """What follows it on the command line there."""
+    script: str = RUN_SCRIPT
+    environment: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in [*self.environment, *self.secrets]:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ConfigError(f"a variable's name must be letters, digits and underscores, got {name!r}")
+        if shown := sorted(name for name in self.environment if LOOKS_SECRET.search(name)):
+            raise ConfigError(
+                f"--env is printed and kept in logs, got {shown[0]}; set the variable here and use --secret {shown[0]}"
+            )
+        said = [*self.words, *self.environment.values()]
+        if leaked := sorted(name for name, value in self.secrets.items() if any(value in word for word in said)):
+            raise ConfigError(
+                f"the value of {leaked[0]} must not stand in an argument, where it is printed and logged; leave it "
+                "out: the run finds it in its environment"
+            )
+
+    @cached_property
+    def content(self) -> bytes:
+        """Of the config file, when it was first asked for: later starts of this job are of the same run."""
+        return self.config.read_bytes()
+
+    @property
+    def key(self) -> str:
+        """The same for the same config, words and script: by it a run is recognised."""
+        return hashlib.sha256(repr((self.content, self.words, self.script)).encode()).hexdigest()[:8]
+
+    def new_id(self, now: datetime) -> str:
+        """Names one start of it."""
+        return f"{now:%Y%m%d-%H%M%S}-{self.key}"
+
+    def command(self, job_id: str, chips: Slice | None, cache: str, libtpu_args: str | None) -> list[str]:
+        """The words that a worker runs in the checkout."""
+        variables = {**chip_environment(chips, cache, libtpu_args), **self.environment}
+        config = f"../jobs/{job_id}/config.yaml"
+        return ["env", *(f"{k}={v}" for k, v in variables.items()), PYTHON, self.script, config, *self.words]
+
+    def secrets_file(self) -> str:
+        """Shell that sets the secrets."""
+        return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.secrets.items())
+
+
+def chip_environment(chips: Slice | None, cache: str, libtpu_args: str | None) -> dict[str, str]:
+    """Variables for a kind of TPU.
+
+    Args:
+        chips: the slice; None leaves LIBTPU_INIT_ARGS to ``libtpu_args``.
+        cache: where compiled programs are kept: a directory of the worker, or gs://.
+        libtpu_args: instead of the family's; "" for none.
+    """
+    variables = {
+        "PYTHONUNBUFFERED": "1",  # lines are in the log when they are printed
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
+    }
+    if libtpu_args is None:
+        libtpu_args = " ".join(chips.family.libtpu_args) if chips else ""
+    return variables | ({"LIBTPU_INIT_ARGS": libtpu_args} if libtpu_args else {})
+
+
+def secrets_here(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Secrets to pass on: those always passed where they are set here, and those asked for by name.
+
+    Raises:
+        ConfigError: one that was asked for is not set.
+    """
+    for name in names:
+        if not environment.get(name):
+            raise ConfigError(
+                f"--secret {name} must be set in the environment of this command, got none; export it first"
+            )
+    return {name: environment[name] for name in dict.fromkeys([*SECRETS, *names]) if environment.get(name)}
+
+
+def variables_from(texts: Sequence[str]) -> dict[str, str]:
+    """``NAME=VALUE`` texts as a mapping. Raises ConfigError for one without a name."""
+    pairs = [text.partition("=") for text in texts]
+    if wrong := [text for text, (name, equals, _) in zip(texts, pairs, strict=True) if not (name and equals)]:
+        raise ConfigError(f"--env must read NAME=VALUE, got {wrong[0]!r}; for example --env JAX_LOG_COMPILES=1")
+    return {name: value for name, _, value in pairs}
+
+
+def checked_config(job: Job) -> RunConfig | None:
+    """The run's config, if it is a training run; its mistakes come out before a worker is bothered.
+
+    Raises:
+        ConfigError: as ``load_config``, and for a missing file.
+    """
+    if not job.config.is_file():
+        raise ConfigError(f"CONFIG must be a file here, got {job.config}; shipped ones are in configs/")
+    return load_config(job.config, job.words) if job.script == RUN_SCRIPT else None
+
+
+def lost_with_the_machine(directory: Path) -> str | None:
+    """Why files in ``directory`` do not outlive a worker; None if nothing speaks against it from here."""
+    if str(directory).startswith("gs:/"):
+        return "is an address, and runs write to directories: mount the bucket"
+    if not directory.is_absolute():
+        return "lies in the checkout on the worker"
+    if any(PurePosixPath(directory).is_relative_to(place) for place in LOCAL_DISK):
+        return "lies on the worker's own disk"
+    return None
+
+
+def require_resumable(config: RunConfig, *, survives: bool) -> None:
+    """Refuse to babysit a run that could not go on from where it was. ``survives``: the user vouches for run.dir."""
+    why = None if survives else lost_with_the_machine(config.run_dir)
+    if why:
+        raise ConfigError(
+            f"run.dir must outlive the machine, got {config.run_dir}, which {why}; give a mounted bucket or share that "
+            "--setup-script mounts, such as run.dir=/mnt/runs/mine, or vouch for it with --run-dir-survives"
+        )
+    if config.checkpoint.every == 0:
+        raise ConfigError(
+            "checkpoint.every must be >= 1 to go on after a preemption, got 0, which saves at the end only; try 20"
+        )
