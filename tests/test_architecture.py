@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LEVELS = (
     {"types", "errors"},
     {"config"},
-    {"tasks", "hosts", "metrics"},
+    {"tasks", "hosts", "metrics", "families"},
     {"models", "prompts", "rollout", "rewards", "weights", "learner"},
     {"evaluation", "run_dir", "fingerprints"},
     {"assembly"},

@@ -14,10 +14,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import BUILTIN, RunConfig
 from tpu_grpo.errors import ConfigError
+from tpu_grpo.families import WeightRule
 from tpu_grpo.fingerprints import fingerprints
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import Learner, SampledTexts
-from tpu_grpo.models import Checkpoint, builtin, check_mesh, load_model, read_checkpoint
+from tpu_grpo.models import Checkpoint, builtin, check_mesh, check_sampler_mesh, load_model, read_checkpoint
 from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer, stop_token_ids
 from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts
 from tpu_grpo.rewards import SharedRewards, open_rewards
@@ -58,9 +59,11 @@ class Meshes:
 class PolicyEngine:
     """An engine that takes the trainer's parameters: the joint between learner, weights and rollout."""
 
-    def __init__(self, engine: Engine, family: str, tokenizer: PreTrainedTokenizerFast, config: RunConfig):
+    def __init__(
+        self, engine: Engine, rules: Sequence[WeightRule], tokenizer: PreTrainedTokenizerFast, config: RunConfig
+    ):
         self.engine = engine
-        self._family = family
+        self._rules = rules
         self._tokenizer = tokenizer
         self._config = config
         self._sync: WeightSync | None = None
@@ -69,7 +72,7 @@ class PolicyEngine:
         """Move the trainer's parameters into the engine and forget what older ones computed."""
         leaves = named_leaves(params)
         if self._sync is None:
-            self._sync = WeightSync(self._family, leaves, self.engine.weight_specs)
+            self._sync = WeightSync(self._rules, leaves, self.engine.weight_specs)
         weights, result = self._sync(leaves)
         self.engine.install_weights(weights)
         return result
@@ -102,7 +105,7 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
     engine = Engine.build(checkpoint.directory, meshes.sampler, EngineOptions.from_config(config, stop_ids))
     if hosts.count > 1 and config.hosts.check == "step":
         engine.check_every_step(lambda number, decisions: hosts.agree(f"scheduling of engine step {number}", decisions))
-    policy = PolicyEngine(engine, checkpoint.family.model_type, tokenizer, config)
+    policy = PolicyEngine(engine, checkpoint.weight_rules, tokenizer, config)
     model = load_model(checkpoint, meshes.trainer, dtype=jnp.dtype(config.model.dtype), remat=config.model.remat)
     learner = Learner(
         config,
@@ -202,18 +205,8 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint | None) -> Meshes:
         )
     if checkpoint is not None:
         check_mesh(checkpoint, fsdp, tp)
-        _check_sampler_heads(checkpoint, tensor)
+        check_sampler_mesh(checkpoint, tensor)
     return Meshes(Mesh(np.asarray(devices).reshape(fsdp, tp), ("fsdp", "tp")), engine_mesh(devices))
-
-
-def _check_sampler_heads(checkpoint: Checkpoint, tensor: int) -> None:
-    heads, kv_heads = checkpoint.config.num_attention_heads, checkpoint.config.num_key_value_heads
-    fitting = [t for t in range(1, heads + 1) if heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0)]
-    if tensor not in fitting:
-        raise ConfigError(
-            f"meshes.sampler.tensor must divide the model's {heads} attention heads, and divide its {kv_heads} "
-            f"key-value heads or be a multiple of them, got {tensor}; use as many devices as one of {fitting}"
-        )
 
 
 def token_id(value: Any) -> int:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.models.random_checkpoint import edit_config, edit_tensors, qwen3_shapes, write_random_qwen3
+from tests.models.random_checkpoint import edit_config, edit_tensors, published_shapes, write_random_qwen3
 from tpu_grpo.errors import CheckpointError, ConfigError
+from tpu_grpo.families import FAMILIES
 from tpu_grpo.models import check_mesh, read_checkpoint
 
 QWEN3_0P6B = {
@@ -74,7 +75,7 @@ def write_sparse(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
 
 def test_qwen3_0p6b_is_accepted(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_0P6B))
-    write_sparse(tmp_path / "model.safetensors", qwen3_shapes(QWEN3_0P6B))
+    write_sparse(tmp_path / "model.safetensors", published_shapes(QWEN3_0P6B))
     started = time.monotonic()
     checkpoint = read_checkpoint(tmp_path)
     assert time.monotonic() - started < 5
@@ -132,8 +133,8 @@ def test_broken_config(directory: Path, text: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"model_type": "mamba"}, "model_type must be one of the supported families (qwen3), got 'mamba'; "),
-        ({"model_type": ...}, "model_type must be one of the supported families (qwen3), got None; "),
+        ({"model_type": "mamba"}, f"model_type must be one of the supported families ({', '.join(FAMILIES)}), got 'mamba'; "),
+        ({"model_type": ...}, f"model_type must be one of the supported families ({', '.join(FAMILIES)}), got None; "),
         (
             {"architectures": ["Qwen3ForSequenceClassification"]},
             "architectures must be ['Qwen3ForCausalLM'] for model_type qwen3, got ['Qwen3ForSequenceClassification']; ",
@@ -231,7 +232,7 @@ def test_a_tensor_in_two_files(directory: Path) -> None:
 def test_dtypes_that_tunix_would_misread(directory: Path) -> None:
     edit_tensors(directory, **{"model.norm.weight": np.ones(64, np.float16)})
     assert "must hold tensors of one dtype of BF16, F16, F32, F64, got F16, F32; " in refusal(directory)
-    edit_tensors(directory, **dict.fromkeys(qwen3_shapes(json.loads((directory / "config.json").read_text()))))
+    edit_tensors(directory, **dict.fromkeys(published_shapes(json.loads((directory / "config.json").read_text()))))
     assert "got no tensor; " in refusal(directory)
     edit_tensors(directory, **{"model.norm.weight": np.ones(64, np.int8)})
     assert "got I8; " in refusal(directory)

@@ -11,10 +11,10 @@ from tunix.models.qwen3 import model as qwen3
 
 from tests.models.forward import compiled_logprobs, trainer_mesh
 from tests.models.random_checkpoint import write_random_qwen3
-from tests.models.reference_qwen3 import reference_logprobs
+from tests.models.reference import reference_logprobs
 from tpu_grpo.errors import ConfigError
+from tpu_grpo.families import Remat
 from tpu_grpo.models import load_model, read_checkpoint, repairs
-from tpu_grpo.models.families import Remat
 
 THETAS = (1e6, 1e4)
 
