@@ -5,6 +5,9 @@ write_random("llama", tmp_path / "model", rope_scaling={"rope_type": "llama3", .
 """
 
 import json
+import math
+import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +138,20 @@ def write_tensors(directory: Path, tensors: dict[str, np.ndarray], shards: int =
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": sum(t.nbytes for t in tensors.values())}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+
+
+def write_sparse(directory: Path, config: dict[str, Any]) -> Path:
+    """A bfloat16 checkpoint of any size whose data is a hole in the file: right length, no bytes on disk."""
+    header, end = {}, 0
+    for name, shape in published_shapes(config).items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    (directory / "config.json").write_text(json.dumps(config))
+    path = directory / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path, 8 + len(text) + end)
+    return directory
 
 
 def edit_config(directory: Path, **settings: Any) -> None:

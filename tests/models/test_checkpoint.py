@@ -1,9 +1,7 @@
 """Reading and verifying checkpoints: what is accepted, and every refusal with its message."""
 
 import json
-import os
 import re
-import struct
 import subprocess
 import sys
 import time
@@ -13,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.models.random_checkpoint import edit_config, edit_tensors, published_shapes, write_random_qwen3
+from tests.models.random_checkpoint import edit_config, edit_tensors, published_shapes, write_random_qwen3, write_sparse
 from tpu_grpo.errors import CheckpointError, ConfigError
 from tpu_grpo.families import FAMILIES
 from tpu_grpo.models import check_mesh, read_checkpoint
 
+KNOWN = ", ".join(FAMILIES)
 QWEN3_0P6B = {
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
@@ -59,23 +58,11 @@ def refusal(directory: Path) -> str:
     return str(caught.value)
 
 
-def write_sparse(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """A bfloat16 safetensors file whose data is a hole in the file: right length, no bytes on disk."""
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        start, end = end, end + 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
-    os.truncate(path, 8 + len(text) + end)
-
-
 # --- accepted --------------------------------------------------------------------------------------------------------
 
 
 def test_qwen3_0p6b_is_accepted(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_0P6B))
-    write_sparse(tmp_path / "model.safetensors", published_shapes(QWEN3_0P6B))
+    write_sparse(tmp_path, QWEN3_0P6B)
     started = time.monotonic()
     checkpoint = read_checkpoint(tmp_path)
     assert time.monotonic() - started < 5
@@ -135,9 +122,9 @@ def test_broken_config(directory: Path, text: str, expected: str) -> None:
     [
         (
             {"model_type": "mamba"},
-            f"model_type must be one of the supported families ({', '.join(FAMILIES)}), got 'mamba'; ",
+            f"model_type must be one of the supported families ({KNOWN}), got 'mamba'; ",
         ),
-        ({"model_type": ...}, f"model_type must be one of the supported families ({', '.join(FAMILIES)}), got None; "),
+        ({"model_type": ...}, f"model_type must be one of the supported families ({KNOWN}), got None; "),
         (
             {"architectures": ["Qwen3ForSequenceClassification"]},
             "architectures must be ['Qwen3ForCausalLM'] for model_type qwen3, got ['Qwen3ForSequenceClassification']; ",
