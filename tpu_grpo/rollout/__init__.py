@@ -9,5 +9,6 @@ scheduler.py         sglang-jax's scheduler, stepped on the calling thread
 runner.py            one compiled program per shape: model, attention, sampler
 sampling.py          our sampler
 gather_attention.py  paged attention for any device
+experts.py           layers of experts
 repairs.py           everything changed in sglang-jax 0.0.2, each with its reason
 """
