@@ -85,7 +85,9 @@ class Runner(ModelRunner):
         specs = nnx.to_flat_state(nnx.get_partition_spec(self._abstract))
         return {
             ".".join(map(str, path)): jax.ShapeDtypeStruct(
-                leaf.value.shape, leaf.value.dtype, sharding=NamedSharding(self.mesh, spec.value or P())
+                leaf.value.shape,
+                leaf.value.dtype,
+                sharding=NamedSharding(self.mesh, _whole_in_an_engine(spec.value)),
             )
             for (path, leaf), (_, spec) in zip(nnx.to_flat_state(self._abstract), specs, strict=True)
         }
@@ -167,6 +169,12 @@ class Runner(ModelRunner):
         for mode, size in sizes:
             self.run(mode, self.inputs.padding(mode, size))
         return len(sizes)
+
+
+def _whole_in_an_engine(spec: P | None) -> P:
+    """Without the axis "data", which counts the engines, while the library's router of experts is split over it."""
+    parts = [tuple(axis for axis in part if axis != "data") if isinstance(part, tuple) else part for part in spec or ()]
+    return P(*parts)
 
 
 def _logits_metadata(inputs: StepInputs, mode: ForwardMode) -> LogitsMetadata:
