@@ -4,6 +4,8 @@
 
     sections.py   the settings themselves: read this
     places.py     those of devices and processes
+    training.py   those of what is trained
+    layers.py     ranges of layers
     rules.py      what must hold between settings of different sections
     loading.py    YAML and overrides -> RunConfig, with errors people can act on
     listing.py    every setting with its type and default, for --help
@@ -12,6 +14,7 @@
 Imports nothing heavy, so that ``--help`` and a typing error cost nothing.
 """
 
+from tpu_grpo.config.layers import parse_layers
 from tpu_grpo.config.listing import settings
 from tpu_grpo.config.loading import load_config, parse_config
 from tpu_grpo.config.places import HostsSection, MeshesSection
@@ -31,6 +34,7 @@ from tpu_grpo.config.sections import (
     RunConfig,
     RunSection,
 )
+from tpu_grpo.config.training import LoraSection
 
 __all__ = [
     "BUILTIN",
@@ -41,6 +45,7 @@ __all__ = [
     "EvaluationSection",
     "HostsSection",
     "LoggingSection",
+    "LoraSection",
     "MeshesSection",
     "ModelSection",
     "OptimizerSection",
@@ -51,5 +56,6 @@ __all__ = [
     "Section",
     "load_config",
     "parse_config",
+    "parse_layers",
     "settings",
 ]

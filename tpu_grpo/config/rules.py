@@ -74,6 +74,18 @@ def _hosts_described(config: "RunConfig") -> None:
         )
 
 
+def _trained_once(config: "RunConfig") -> None:
+    lora, layers = config.model.lora, config.model.train_layers
+    if layers is not None and lora.rank is not None:
+        raise ValueError(
+            f"model.train_layers={layers} and model.lora.rank={lora.rank} exclude each other; for adapters in some "
+            "layers use model.lora.layers"
+        )
+    for name in ("layers", "path"):
+        if lora.rank is None and (value := getattr(lora, name)) is not None:
+            raise ValueError(f"model.lora.{name}={value} needs model.lora.rank, got none; set it, e.g. to 16")
+
+
 RULES = (
     _micro_batches_divide,
     _rewards_named_once,
@@ -82,4 +94,5 @@ RULES = (
     _paddings_within_limit,
     _groups_vary,
     _hosts_described,
+    _trained_once,
 )

@@ -10,6 +10,7 @@ from tpu_grpo.config import rules
 from tpu_grpo.config.dialect import Dumper
 from tpu_grpo.config.places import HostsSection, MeshesSection
 from tpu_grpo.config.section import PositiveInt, Section
+from tpu_grpo.config.training import LayerRanges, LoraSection
 
 BUILTIN = "builtin:"
 
@@ -38,6 +39,10 @@ class ModelSection(Section):
     """The trainer's attention; auto takes dot."""
     remat: Literal["none", "block", "decoder"] = "none"
     """What the backward pass recomputes instead of storing: nothing, attention, or whole layers."""
+    train_layers: LayerRanges | None = None
+    """Layers that are trained, e.g. 20-31; embeddings, the last norm and the head are not trained then. All parameters
+    are when unset."""
+    lora: LoraSection = LoraSection()
 
 
 class DataSection(Section):

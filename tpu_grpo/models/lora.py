@@ -1,0 +1,105 @@
+"""Adapters on a loaded model, by qwix: which modules get them, and their first values.
+
+    modules = adapted_modules(checkpoint, config.model.lora)      # reads no tensor, needs no jax
+    model = apply_lora(model, modules, config.model.lora, seed=config.run.seed)
+
+A module computes ``x W + (x A) B * alpha / rank``. A is random and B zero at first, so the model is the base's. The
+returned model shares the base's arrays; A and B are ``nnx.LoRAParam`` beside W, called like it with _lora_a and _lora_b:
+
+    layers.3.attn.q_proj.w [D, N, H]   w_lora_a [D, rank]      w_lora_b [rank, N, H]
+    layers.3.attn.o_proj.w [N, H, D]   w_lora_a [N, H, rank]   w_lora_b [rank, D]
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from tpu_grpo.config import LoraSection, parse_layers
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.models.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from flax import nnx
+
+_ADAPTABLE = re.compile(r"layers\.\*\.((?:attn|mlp)\.\w+_proj)\.\w+")
+"""Weights of modules that are one matrix product; those of experts are parameters of a larger module."""
+
+
+def adaptable_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """All modules that can have an adapter, layer by layer."""
+    found = [_ADAPTABLE.fullmatch(rule.source) for rule in checkpoint.weight_rules]
+    names = [match[1] for match in found if match]
+    return tuple(f"layers.{layer}.{name}" for layer in range(checkpoint.config.num_hidden_layers) for name in names)
+
+
+def adapted_modules(checkpoint: Checkpoint, section: LoraSection) -> tuple[str, ...]:
+    """The modules that get an adapter.
+
+    Raises:
+        ConfigError: for layers the model lacks, or an expression that is found in no module.
+    """
+    possible = adaptable_modules(checkpoint)
+    named = [name for name in possible if re.search(section.targets, name)]
+    if not named:
+        kinds = ", ".join(name.removeprefix("layers.0.") for name in possible if name.startswith("layers.0."))
+        raise ConfigError(
+            f"model.lora.targets must be found in the path of a module, got {section.targets!r}; every layer N has "
+            f"layers.N. and {kinds}"
+        )
+    if section.layers is None:
+        return tuple(named)
+    layers = existing_layers(checkpoint, "model.lora.layers", section.layers)
+    chosen = tuple(name for name in named if int(name.split(".")[1]) in layers)
+    if not chosen:
+        raise ConfigError(
+            f"model.lora.targets={section.targets!r} must be found in a module of model.lora.layers={section.layers}, "
+            f"found only in {named[0]} to {named[-1]}; change one of them"
+        )
+    return chosen
+
+
+def existing_layers(checkpoint: Checkpoint, setting: str, text: str) -> frozenset[int]:
+    """The layers that a setting names.
+
+    Raises:
+        ConfigError: for one that the model lacks.
+    """
+    layers, count = parse_layers(text), checkpoint.config.num_hidden_layers
+    if layers[-1] >= count:
+        raise ConfigError(
+            f"{setting} must name layers of the model in {checkpoint.directory}, which has {count} (0-{count - 1}), "
+            f"got {text}"
+        )
+    return frozenset(layers)
+
+
+def apply_lora(model: nnx.Module, modules: Collection[str], section: LoraSection, *, seed: int) -> nnx.Module:
+    """A model with adapters, which depend on the seed and not on devices or hosts; A as He et al. 2015, B zero.
+
+    An adapter is split over the mesh like the sides of the weight that it has in common with it.
+    """
+    import jax
+    import qwix
+    from flax import nnx
+
+    paths = "|".join(re.escape(name.replace(".", "/")) for name in modules)
+    provider = qwix.LoraProvider(module_path=paths, rank=section.rank, alpha=section.alpha)
+    definition, base = nnx.split(model)
+    definitions: list[Any] = []
+
+    def adapters(base: nnx.State) -> nnx.State:
+        # qwix makes them in a forward pass, of which nothing else is left in the compiled program
+        plain: Any = nnx.merge(definition, base)
+        with_lora = qwix.apply_lora_to_model(plain, provider, **plain.get_model_input(), rngs=nnx.Rngs(seed))
+        adapted_definition, lora, _ = nnx.split(with_lora, nnx.LoRAParam, ...)
+        definitions.append(adapted_definition)
+        return lora
+
+    mesh = jax.tree.leaves(base)[0].sharding.mesh
+    shardings = nnx.get_named_sharding(jax.eval_shape(adapters, base), mesh)
+    lora = jax.jit(adapters, out_shardings=shardings)(base)
+    made = {".".join(map(str, path[:-1])) for path, _ in nnx.to_flat_state(lora)}
+    assert made == set(modules), f"qwix made no adapters for {set(modules) - made}"
+    return nnx.merge(definitions[-1], lora, base)
