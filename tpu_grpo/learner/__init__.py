@@ -2,5 +2,6 @@
 
 from tpu_grpo.learner.adapter import SampledTexts, SamplingEngine
 from tpu_grpo.learner.learner import Learner
+from tpu_grpo.learner.trained import frozen_leaves
 
-__all__ = ["Learner", "SampledTexts", "SamplingEngine"]
+__all__ = ["Learner", "SampledTexts", "SamplingEngine", "frozen_leaves"]

@@ -1,5 +1,8 @@
 """Saving and restoring the policy and its optimizer, through Tunix's checkpoint manager (Orbax).
 
+Of a model with adapters these alone are saved; the sums are of its other parameters as well, so that adapters are not
+continued on another base.
+
     <run.dir>/checkpoints/<step>/   model_params, optimizer_state, and {"global_step": step, "checksums": {...}}
 
 A step is saved on a thread of its own into a directory with a temporary name, renamed when it is complete: a process
@@ -18,6 +21,7 @@ from flax import nnx
 from tpu_grpo.errors import CheckpointError
 from tpu_grpo.learner.digest import checksums
 from tpu_grpo.learner.repairs import WholeArrayCheckpointManager
+from tpu_grpo.learner.trained import has_adapters
 
 Resume = Literal["auto", "never", "require"]
 _ITEMS = ("model_params", "optimizer_state")
@@ -64,7 +68,7 @@ class Checkpoints:
         """Start saving; returns when the values are copied and may change. A step that is saved is left alone."""
         if step != self._manager.latest_step():
             metadata = {"global_step": step, "checksums": _checksums(model, optimizer)}
-            self._manager.save(step, model, optimizer, force=True, custom_metadata=metadata)
+            self._manager.save(step, model, optimizer, has_adapters(model), force=True, custom_metadata=metadata)
 
     def close(self) -> None:
         """Wait until every save is complete; raises what the saving thread raised, such as OSError for a full disk."""
@@ -74,7 +78,7 @@ class Checkpoints:
         if missing := [item for item in _ITEMS if not (self._directory / str(step) / item).is_dir()]:
             raise self._damaged(step, f"{' and '.join(missing)} is missing")
         try:
-            _, metadata = self._manager.maybe_restore(model, optimizer, step)
+            _, metadata = self._manager.maybe_restore(model, optimizer, step, has_adapters(model))
         except Exception as error:  # Orbax raises many types, and for a truncated array the bare Exception
             raise self._damaged(step, f"{type(error).__name__}: {str(error).strip()[:300]}") from error
         saved: dict[str, int] | None = metadata.get("checksums")

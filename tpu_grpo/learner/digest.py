@@ -17,7 +17,7 @@ def params_digest(params: nnx.State) -> str:
     """
     digest = hashlib.sha256()
     for name, leaf in _named_leaves(params):
-        value = _on_host(leaf)
+        value = on_host(leaf)
         digest.update(f"{name} {value.dtype} {value.shape}\n".encode())
         digest.update(np.ascontiguousarray(value).tobytes())
     return digest.hexdigest()
@@ -44,7 +44,8 @@ def _named_leaves(state: nnx.State) -> Iterator[tuple[str, jax.Array]]:
         yield name, leaves[name][...]
 
 
-def _on_host(value: jax.Array) -> np.ndarray:
+def on_host(value: jax.Array) -> np.ndarray:
+    """The whole array; every host must call it, because one that is split over hosts is gathered."""
     if value.is_fully_addressable or value.is_fully_replicated:
         return np.asarray(value)
     assert isinstance(value.sharding, NamedSharding)  # the trainer's parameters are on its mesh

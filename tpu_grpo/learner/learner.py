@@ -24,16 +24,17 @@ from jax.sharding import Mesh
 from tunix.rl import rl_cluster as rl_cluster_lib
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import RunConfig, parse_layers
 from tpu_grpo.errors import ConfigError, DataError, NonFiniteError, RewardError
 from tpu_grpo.learner.adapter import RolloutAdapter, SamplingEngine
 from tpu_grpo.learner.checkpoints import Checkpoints
-from tpu_grpo.learner.digest import params_digest
+from tpu_grpo.learner.digest import on_host, params_digest
 from tpu_grpo.learner.grpo import Grpo, GrpoAlgorithmConfig, TrainExample
 from tpu_grpo.learner.loss import agreement_metrics
 from tpu_grpo.learner.optimizer import UpdateRecord, build_optimizer, last_update
 from tpu_grpo.learner.repairs import Cluster
 from tpu_grpo.learner.rows import RowShape, group_advantages, train_rows
+from tpu_grpo.learner.trained import freeze_all_but, parameters
 from tpu_grpo.learner.trainer import CollectingTrainer, MicroStep
 from tpu_grpo.types import ScoredRollout, UpdateResult
 
@@ -47,9 +48,10 @@ class Learner:
 
     Args:
         config: the run.
-        model: the policy, on ``mesh``; updated in place.
+        model: the policy, on ``mesh``; updated in place. Where it has adapters, they alone are trained; otherwise the
+            layers of ``model.train_layers`` if that is set, or everything.
         reference: the initial policy, if ``algorithm.beta`` > 0. It may be ``model`` itself or share its arrays, which
-            costs nothing until they part: an update makes new arrays.
+            costs nothing until they part: an update makes new arrays, and what is not trained stays shared.
         mesh: the trainer's, with the axes fsdp and tp.
         tokenizer: a Hugging Face tokenizer, or anything with encode, decode, bos_id, eos_id and pad_id.
         pad_id: fills rows.
@@ -75,6 +77,8 @@ class Learner:
     ):
         _check_rows_divide(config, mesh)
         _check_reference(config, reference)
+        if config.model.train_layers is not None:
+            freeze_all_but(model, parse_layers(config.model.train_layers))
         self._config = config
         self._shape = RowShape(config.data.max_prompt_tokens, config.rollout.max_new_tokens, pad_id)
         self._cluster = Cluster(
@@ -112,8 +116,13 @@ class Learner:
         return UpdateResult(metrics=metrics, advantages=advantages, seconds=seconds)
 
     def params(self) -> nnx.State:
-        """The policy's parameters as they are on the trainer's mesh."""
-        return nnx.state(self._trainer.model, nnx.Param)
+        """The policy's parameters as they are on the trainer's mesh, those that are not trained among them."""
+        return parameters(self._trainer.model)
+
+    def adapters(self) -> dict[str, np.ndarray]:
+        """Adapters by dotted name, gathered on this host; empty without any. Every host must call it."""
+        state = nnx.to_flat_state(nnx.state(self._trainer.model, nnx.LoRAParam))
+        return {".".join(map(str, path)): on_host(leaf[...]) for path, leaf in state}
 
     def params_digest(self) -> str:
         """sha256 of all parameters; see `digest.params_digest`."""

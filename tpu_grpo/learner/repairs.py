@@ -8,6 +8,8 @@
    `observed_logps` records them while the loss is traced, so that measuring them costs no second forward pass.
 4. **Arrays are saved whole.** Tunix's checkpoint manager takes Orbax's defaults, by which an array that several devices
    hold is cut into pieces, by a program compiled for each shape at the first save. Only small arrays are held so.
+5. **A train step that returns what is trained.** Tunix's returns the whole model, and so copies what is not trained.
+   `CollectingTrainer` compiles its own; `Cluster` has it used, by telling Tunix not to compile.
 """
 
 from collections.abc import Callable, Iterator
@@ -50,6 +52,11 @@ class Cluster(rl_cluster.RLCluster):
         require_tunix()
         with _replaced(rl_trainer, "Trainer", CollectingTrainer), _no_host_copy():
             super()._init_cluster()
+
+    def update_actor(self, train_ds: Any, eval_ds: Any, skip_jit: bool = True) -> None:
+        """Train on some examples."""
+        del skip_jit
+        super().update_actor(train_ds, eval_ds, skip_jit=True)
 
     def sync_weights(self) -> None:
         """Push the actor's parameters to the sampler; counts a step, as Tunix's own does."""

@@ -1,0 +1,49 @@
+"""Which of a model's parameters are trained, told by their type, so that Tunix and everyone else sees the same.
+
+    nnx.LoRAParam   adapters: they alone are trained where there are any
+    nnx.Param       trained in a model without adapters
+    Frozen          never trained
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from flax import nnx
+
+
+class Frozen(nnx.Variable[Any]):
+    """A parameter that is used and not trained: no gradient is taken by it, and no optimizer state kept for it."""
+
+
+def freeze_all_but(model: nnx.Module, layers: Collection[int]) -> None:
+    """Freeze, in place, every parameter outside of these layers."""
+    for path, module in list(nnx.iter_modules(model)):
+        if path[:1] == ("layers",) and len(path) > 1 and path[1] in layers:
+            continue
+        for name, value in list(vars(module).items()):
+            if isinstance(value, nnx.Param):
+                setattr(module, name, Frozen(value.get_raw_value(), **value.get_metadata()))
+
+
+def has_adapters(model: nnx.Module) -> bool:
+    """Whether adapters are what is trained."""
+    return bool(nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)))
+
+
+def trained_type(model: nnx.Module) -> type[nnx.Variable[Any]]:
+    """The type of what is trained."""
+    return nnx.LoRAParam if has_adapters(model) else nnx.Param
+
+
+def parameters(model: nnx.Module) -> nnx.State:
+    """All of a model's parameters, trained or not."""
+    return nnx.state(model, nnx.Any(nnx.Param, Frozen))
+
+
+def frozen_leaves(params: nnx.State) -> frozenset[str]:
+    """Dotted names of the leaves among these that no update changes."""
+    leaves = {".".join(map(str, path)): type(leaf) for path, leaf in nnx.to_flat_state(params)}
+    adapters = nnx.LoRAParam in leaves.values()
+    return frozenset(
+        name for name, kind in leaves.items() if kind is Frozen or (adapters and kind is not nnx.LoRAParam)
+    )
