@@ -2,7 +2,7 @@
 
     config = load_config("configs/demo_cpu.yaml", ["run.seed=1", "optimizer.learning_rate=3e-4"])
 
-    sections.py   the settings themselves: read this
+    sections.py   the settings themselves: read this; devices.py: those of meshes and hosts
     rules.py      what must hold between settings of different sections
     loading.py    YAML and overrides -> RunConfig, with errors people can act on
     listing.py    every setting with its type and default, for --help
@@ -11,6 +11,8 @@
 Imports nothing heavy, so that ``--help`` and a typing error cost nothing.
 """
 
+from tpu_grpo.config.base import Section
+from tpu_grpo.config.devices import HostsSection, MeshesSection
 from tpu_grpo.config.listing import settings
 from tpu_grpo.config.loading import load_config, parse_config
 from tpu_grpo.config.rules import CACHE_MARGIN_TOKENS
@@ -20,16 +22,13 @@ from tpu_grpo.config.sections import (
     CheckpointSection,
     DataSection,
     EvaluationSection,
-    HostsSection,
     LoggingSection,
-    MeshesSection,
     ModelSection,
     OptimizerSection,
     RewardSpec,
     RolloutSection,
     RunConfig,
     RunSection,
-    Section,
 )
 
 __all__ = [

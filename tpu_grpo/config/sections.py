@@ -1,29 +1,17 @@
 """Every setting of a run, once."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tpu_grpo.config import rules
+from tpu_grpo.config.base import PositiveInt, Section
+from tpu_grpo.config.devices import HostsSection, MeshesSection
 from tpu_grpo.config.dialect import Dumper
 
 BUILTIN = "builtin:"
-PositiveInt = Annotated[int, Field(ge=1)]
-
-
-class Section(BaseModel):
-    """A part of the config: frozen, strict about its keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _switches_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
-            raise ValueError(f"must not be a switch, got {str(value).lower()}; `--help` lists what it takes")
-        return value
 
 
 class RunSection(Section):
@@ -117,7 +105,7 @@ class RewardSpec(Section):
     """A shipped name (exact_answer, gsm8k, format) or path.py:function."""
     weight: float = 1.0
     """Factor of this reward in the sum."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
     """Keyword arguments passed to the reward at every call."""
     deterministic: bool = True
     """The same text always gets the same value: hosts compare it on one group a step. false for a judge, say."""
@@ -177,50 +165,6 @@ class OptimizerSection(Section):
     """Decoupled weight decay."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Gradients are scaled down to this global norm."""
-
-
-class TrainerMeshSection(Section):
-    """Shape of the trainer's mesh."""
-
-    fsdp: PositiveInt | None = None
-    """Devices that parameters and batch rows are split over; all that tp leaves when unset."""
-    tp: PositiveInt = 1
-    """Devices that heads and hidden units are split over."""
-
-
-class SamplerMeshSection(Section):
-    """How the sampler's devices are cut into replicas, each an engine of its own."""
-
-    tensor: PositiveInt | None = None
-    """Devices of one replica, over which the model's heads and hidden units are split; when unset, the fewest that
-    hold at most 4 GiB of weights each."""
-
-
-class MeshesSection(Section):
-    """How devices are used."""
-
-    layout: Literal["shared"] = "shared"
-    """shared: trainer and sampler both use the devices, in turn."""
-    trainer: TrainerMeshSection = TrainerMeshSection()
-    sampler: SamplerMeshSection = SamplerMeshSection()
-
-
-class HostsSection(Section):
-    """Processes of the run."""
-
-    coordinator: str | None = None
-    """host:port of process 0, for several processes off a TPU slice."""
-    count: PositiveInt = 1
-    """Number of processes."""
-    index: int = Field(default=0, ge=0)
-    """Which of them this is."""
-    check: Literal["rollout", "step"] = "rollout"
-    """How often processes that share a replica compare its scheduling and tokens: after every rollout, or before every
-    step of the engine, which names the first step that differs."""
-    start_timeout_seconds: float = Field(default=300.0, gt=0.0)
-    """How long to wait for the other processes at start-up."""
-    lost_timeout_seconds: float = Field(default=40.0, ge=2.0)
-    """A process that gives no sign of life for this long is lost, and ends the others; a slow one does give signs."""
 
 
 class CheckpointSection(Section):
