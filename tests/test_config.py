@@ -61,6 +61,7 @@ def file_message(path: Path, text: str | bytes) -> str:
         ("meshes.trainer.fsdp", None),
         ("meshes.trainer.tp", 1),
         ("meshes.sampler.tensor", None),
+        ("meshes.sampler.shard_vocab", None),
         ("hosts.coordinator", None),
         ("hosts.count", 1),
         ("hosts.index", 0),
@@ -94,6 +95,8 @@ def test_overrides_replace_the_file_and_the_last_one_wins(tmp_path: Path) -> Non
     ("override", "value"),
     [
         ("meshes.trainer.tp=4", 4),
+        ("meshes.sampler.shard_vocab=false", False),
+        ("meshes.sampler.shard_vocab=null", None),
         ("optimizer.learning_rate=1e-4", 1e-4),
         ("optimizer.learning_rate=3e-4", 3e-4),
         ("optimizer.learning_rate=2.5E-05", 2.5e-5),

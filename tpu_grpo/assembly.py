@@ -24,6 +24,7 @@ from tpu_grpo.rewards import SharedRewards, open_rewards
 from tpu_grpo.rollout.engine import EngineOptions, choose_attention
 from tpu_grpo.rollout.replicas import Replicas, cut
 from tpu_grpo.rollout.sampler import EVALUATION_SAMPLE, Sampler, sampling_params
+from tpu_grpo.rollout.vocabulary import splits_vocabulary
 from tpu_grpo.types import Prompt, Request, SampleKey, SyncResult
 from tpu_grpo.weights.copies import CopyCheck
 from tpu_grpo.weights.sync import WeightSync, named_leaves
@@ -243,6 +244,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint | None) -> Meshes:
                 f"heads, and divide its {checkpoint.config.num_key_value_heads} key-value heads or be a multiple of "
                 f"them, got {tensor}; use one of {fitting}"
             )
+        splits_vocabulary(config.meshes.sampler.shard_vocab, checkpoint.hf_config["vocab_size"], tensor)
     return Meshes(Mesh(np.asarray(devices).reshape(fsdp, tp), ("fsdp", "tp")), tensor)
 
 
