@@ -56,9 +56,8 @@ def work(arguments: list[str]) -> None:
 
     directory, devices = Path(own["model"]), by_host(jax.devices())
     mesh = Mesh(np.asarray(devices).reshape(DEVICES, 1), ("fsdp", "tp"))
-    leaves = named_leaves(
-        nnx.state(load_model(read_checkpoint(directory), mesh, dtype=jnp.float32, remat="none"), nnx.Param)
-    )
+    checkpoint = read_checkpoint(directory)
+    leaves = named_leaves(nnx.state(load_model(checkpoint, mesh, dtype=jnp.float32, remat="none"), nnx.Param))
 
     def build(tensor: int, *, checked: bool = False) -> Replicas:
         options = EngineOptions(
@@ -68,7 +67,7 @@ def work(arguments: list[str]) -> None:
             prefill_tokens=256,
         )
         replicas = Replicas.build(directory, devices, tensor, options, hosts)
-        replicas.install_weights(WeightSync("qwen3", leaves, replicas.weight_specs)(leaves)[0])
+        replicas.install_weights(WeightSync(checkpoint.weight_rules, leaves, replicas.weight_specs)(leaves)[0])
         if checked:
             replicas.check_every_step()
         replicas.compile_all()

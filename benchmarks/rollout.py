@@ -135,7 +135,7 @@ def build_engine(directory: Path, model: nnx.Module, attention: str, rows: int) 
     )
     engine = Engine.build(directory, engine_mesh(jax.devices()[:1]), options)
     leaves = named_leaves(nnx.state(model, nnx.Param))
-    engine.install_weights(WeightSync("qwen3", leaves, engine.weight_specs)(leaves)[0])
+    engine.install_weights(WeightSync(read_checkpoint(directory).weight_rules, leaves, engine.weight_specs)(leaves)[0])
     engine.compile_all()
     return engine
 

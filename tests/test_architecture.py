@@ -18,9 +18,9 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LEVELS = (
     {"types", "errors"},
     {"config"},
-    {"tasks", "hosts", "metrics", "launching"},
+    {"tasks", "hosts", "metrics", "families", "launching"},
     {"models", "prompts", "rollout", "rewards", "weights", "learner"},
-    {"evaluation", "run_dir", "fingerprints"},
+    {"evaluation", "run_dir", "fingerprints", "placement", "policy"},
     {"assembly"},
     {"pipeline"},
     {"cli"},

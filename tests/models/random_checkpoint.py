@@ -1,9 +1,13 @@
-"""Small random Qwen3 checkpoints in Hugging Face's format, for every test that needs a model but not its knowledge.
+"""Small random checkpoints in Hugging Face's format, for every test that needs a model but not its knowledge.
 
 write_random_qwen3(tmp_path / "model", layers=2, tied=False, rope_theta=5e5)
+write_random("llama", tmp_path / "model", rope_scaling={"rope_type": "llama3", ...})
 """
 
 import json
+import math
+import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +15,67 @@ import numpy as np
 from numpy.typing import DTypeLike
 from safetensors.numpy import load_file, save_file
 
+Shapes = dict[str, tuple[int, ...]]
 
-def write_random_qwen3(
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "head_dim": ...,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "max_window_layers": 2,
+    },
+    "qwen3": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 2,
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 48,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    },
+    "llama": {
+        "architectures": ["LlamaForCausalLM"],
+        "head_dim": ...,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+    },
+}
+"""What a config.json of each family says besides the sizes; an ellipsis leaves a setting out."""
+
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+"""As in Llama 3.1, but for an original context so short that positions below 100 are beyond it."""
+
+
+def write_random_qwen3(directory: Path, **options: Any) -> Path:
+    """``write_random`` of the family that most tests take."""
+    return write_random("qwen3", directory, **options)
+
+
+def write_random(
+    model_type: str,
     directory: Path,
     *,
     layers: int = 2,
@@ -23,21 +86,21 @@ def write_random_qwen3(
     intermediate: int = 128,
     vocab: int = 300,
     tied: bool = True,
-    rope_theta: float = 1e6,
     seed: int = 0,
     scale: float = 0.08,
     dtype: DTypeLike = np.float32,
     shards: int = 1,
+    **settings: Any,
 ) -> Path:
-    """Write config.json and safetensors of a random Qwen3; the same arguments write the same numbers.
+    """Write config.json and safetensors of a random model; the same arguments write the same numbers.
 
-    Matrices are normal with standard deviation ``scale``, norm weights uniform in [0.7, 1.3]. With ``shards`` > 1 the
-    tensors are dealt over that many files with an index. Returns ``directory``, created if need be.
+    Matrices are normal with standard deviation ``scale``, biases too, norm weights uniform in [0.7, 1.3]. With
+    ``shards`` > 1 the tensors are dealt over that many files with an index. ``settings`` are added to config.json.
+    Returns ``directory``, created if need be.
     """
     directory.mkdir(parents=True, exist_ok=True)
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
+        "model_type": model_type,
         "vocab_size": vocab,
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -48,20 +111,17 @@ def write_random_qwen3(
         "hidden_act": "silu",
         "max_position_embeddings": 4096,
         "rms_norm_eps": 1e-6,
-        "rope_theta": rope_theta,
+        "rope_theta": 1e6,
         "rope_scaling": None,
-        "attention_bias": False,
         "attention_dropout": 0.0,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": layers,
         "tie_word_embeddings": tied,
         "torch_dtype": np.dtype(dtype).name,
         "bos_token_id": 0,
         "eos_token_id": 1,
-    }
+    } | PUBLISHED[model_type]
+    config = {name: value for name, value in (config | settings).items() if value is not ...}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
-    write_tensors(directory, _random_tensors(qwen3_shapes(config), seed, scale, dtype), shards)
+    write_tensors(directory, _random_tensors(published_shapes(config), seed, scale, dtype), shards)
     return directory
 
 
@@ -80,6 +140,20 @@ def write_tensors(directory: Path, tensors: dict[str, np.ndarray], shards: int =
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
 
 
+def write_sparse(directory: Path, config: dict[str, Any]) -> Path:
+    """A bfloat16 checkpoint of any size whose data is a hole in the file: right length, no bytes on disk."""
+    header, end = {}, 0
+    for name, shape in published_shapes(config).items():
+        start, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    (directory / "config.json").write_text(json.dumps(config))
+    path = directory / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path, 8 + len(text) + end)
+    return directory
+
+
 def edit_config(directory: Path, **settings: Any) -> None:
     """Set settings of config.json; an ellipsis removes one."""
     path = directory / "config.json"
@@ -94,37 +168,53 @@ def edit_tensors(directory: Path, **tensors: np.ndarray | None) -> None:
     save_file({name: value for name, value in edited.items() if value is not None}, path)
 
 
-def qwen3_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that a Qwen3 of this config.json publishes."""
-    hidden, head_dim, ffw = config["hidden_size"], config["head_dim"], config["intermediate_size"]
-    q, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    layer = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (q, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, q),
-        "self_attn.q_norm": (head_dim,),
-        "self_attn.k_norm": (head_dim,),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (ffw, hidden),
-        "mlp.up_proj": (ffw, hidden),
-        "mlp.down_proj": (hidden, ffw),
-    }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+def published_shapes(config: dict[str, Any]) -> Shapes:
+    """Name and shape of every tensor that a model of this config.json publishes."""
+    norm = (config["hidden_size"],)
+    layer = {"input_layernorm.weight": norm} | _attention_shapes(config)
+    layer |= {"post_attention_layernorm.weight": norm} | _mlp_shapes(config)
+    shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], config["hidden_size"])}
     for i in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{i}.{name}.weight": shape for name, shape in layer.items()}
-    shapes["model.norm.weight"] = (hidden,)
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    shapes["model.norm.weight"] = (config["hidden_size"],)
     if not config["tie_word_embeddings"]:
-        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+        shapes["lm_head.weight"] = (config["vocab_size"], config["hidden_size"])
     return shapes
 
 
-def _random_tensors(
-    shapes: dict[str, tuple[int, ...]], seed: int, scale: float, dtype: DTypeLike
-) -> dict[str, np.ndarray]:
+def _attention_shapes(config: dict[str, Any]) -> Shapes:
+    hidden, heads, kv_heads = (config[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    head_dim = config.get("head_dim", hidden // heads)
+    outputs = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
+    shapes: Shapes = {f"self_attn.{name}.weight": (size, hidden) for name, size in outputs.items()}
+    shapes["self_attn.o_proj.weight"] = (hidden, heads * head_dim)
+    if config["model_type"] == "qwen2":
+        shapes |= {f"self_attn.{name}.bias": (size,) for name, size in outputs.items()}
+    if config["model_type"] in ("qwen3", "qwen3_moe"):
+        shapes |= {"self_attn.q_norm.weight": (head_dim,), "self_attn.k_norm.weight": (head_dim,)}
+    return shapes
+
+
+def _mlp_shapes(config: dict[str, Any]) -> Shapes:
+    hidden = config["hidden_size"]
+    if config["model_type"] != "qwen3_moe":
+        return _gated("mlp", config["intermediate_size"], hidden)
+    shapes: Shapes = {"mlp.gate.weight": (config["num_experts"], hidden)}
+    for i in range(config["num_experts"]):
+        shapes |= _gated(f"mlp.experts.{i}", config["moe_intermediate_size"], hidden)
+    return shapes
+
+
+def _gated(name: str, width: int, hidden: int) -> Shapes:
+    shapes: Shapes = {f"{name}.{part}_proj.weight": (width, hidden) for part in ("gate", "up")}
+    return shapes | {f"{name}.down_proj.weight": (hidden, width)}
+
+
+def _random_tensors(shapes: Shapes, seed: int, scale: float, dtype: DTypeLike) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {
-        name: (rng.uniform(0.7, 1.3, shape) if len(shape) == 1 else scale * rng.standard_normal(shape)).astype(dtype)
-        for name, shape in shapes.items()
-    }
+
+    def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        is_norm = len(shape) == 1 and name.endswith(".weight")
+        return rng.uniform(0.7, 1.3, shape) if is_norm else scale * rng.standard_normal(shape)
+
+    return {name: tensor(name, shape).astype(dtype) for name, shape in shapes.items()}

@@ -1,9 +1,7 @@
 """Reading and verifying checkpoints: what is accepted, and every refusal with its message."""
 
 import json
-import os
 import re
-import struct
 import subprocess
 import sys
 import time
@@ -13,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.models.random_checkpoint import edit_config, edit_tensors, qwen3_shapes, write_random_qwen3
+from tests.models.random_checkpoint import edit_config, edit_tensors, published_shapes, write_random_qwen3, write_sparse
 from tpu_grpo.errors import CheckpointError, ConfigError
+from tpu_grpo.families import FAMILIES
 from tpu_grpo.models import check_mesh, read_checkpoint
 
+KNOWN = ", ".join(FAMILIES)
 QWEN3_0P6B = {
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
@@ -58,23 +58,11 @@ def refusal(directory: Path) -> str:
     return str(caught.value)
 
 
-def write_sparse(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """A bfloat16 safetensors file whose data is a hole in the file: right length, no bytes on disk."""
-    header, end = {}, 0
-    for name, shape in shapes.items():
-        start, end = end, end + 2 * int(np.prod(shape))
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
-    os.truncate(path, 8 + len(text) + end)
-
-
 # --- accepted --------------------------------------------------------------------------------------------------------
 
 
 def test_qwen3_0p6b_is_accepted(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_0P6B))
-    write_sparse(tmp_path / "model.safetensors", qwen3_shapes(QWEN3_0P6B))
+    write_sparse(tmp_path, QWEN3_0P6B)
     started = time.monotonic()
     checkpoint = read_checkpoint(tmp_path)
     assert time.monotonic() - started < 5
@@ -132,8 +120,11 @@ def test_broken_config(directory: Path, text: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({"model_type": "mamba"}, "model_type must be one of the supported families (qwen3), got 'mamba'; "),
-        ({"model_type": ...}, "model_type must be one of the supported families (qwen3), got None; "),
+        (
+            {"model_type": "mamba"},
+            f"model_type must be one of the supported families ({KNOWN}), got 'mamba'; ",
+        ),
+        ({"model_type": ...}, f"model_type must be one of the supported families ({KNOWN}), got None; "),
         (
             {"architectures": ["Qwen3ForSequenceClassification"]},
             "architectures must be ['Qwen3ForCausalLM'] for model_type qwen3, got ['Qwen3ForSequenceClassification']; ",
@@ -231,7 +222,7 @@ def test_a_tensor_in_two_files(directory: Path) -> None:
 def test_dtypes_that_tunix_would_misread(directory: Path) -> None:
     edit_tensors(directory, **{"model.norm.weight": np.ones(64, np.float16)})
     assert "must hold tensors of one dtype of BF16, F16, F32, F64, got F16, F32; " in refusal(directory)
-    edit_tensors(directory, **dict.fromkeys(qwen3_shapes(json.loads((directory / "config.json").read_text()))))
+    edit_tensors(directory, **dict.fromkeys(published_shapes(json.loads((directory / "config.json").read_text()))))
     assert "got no tensor; " in refusal(directory)
     edit_tensors(directory, **{"model.norm.weight": np.ones(64, np.int8)})
     assert "got I8; " in refusal(directory)

@@ -40,7 +40,8 @@ def install(engine: Engine, model: nnx.Module) -> None:
     mesh = jax.tree.leaves(engine.weight_specs)[0].sharding.mesh
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     leaves = {k: jax.device_put(v, replicated) for k, v in named_leaves(nnx.state(model, nnx.Param)).items()}
-    engine.install_weights(WeightSync("qwen3", leaves, engine.weight_specs)(leaves)[0])
+    rules = read_checkpoint(Path(engine._scheduler.model_config.model_path)).weight_rules
+    engine.install_weights(WeightSync(rules, leaves, engine.weight_specs)(leaves)[0])
 
 
 def requests(

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from tests.models.random_checkpoint import write_random_qwen3
+from tests.models.random_checkpoint import LLAMA3_SCALING, write_random, write_random_qwen3
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.rollout import repairs
 from tpu_grpo.rollout.engine import engine_mesh
@@ -98,9 +98,56 @@ def test_rotating_in_float32_is_still_needed() -> None:
         return float(np.abs(np.asarray(rotated, np.float64)[0, 0, :64] - exact).max())
 
     assert error(rotary("bfloat16")) > 0.5
-    rope = rotary("bfloat16")
-    repairs.rope_in_float32(_Holder(rope))
-    assert error(rope) < 0.02  # bfloat16's own rounding of the sum
+    holder = _Holder(rotary("bfloat16"))
+    repairs.rope_as_published(holder)
+    assert error(holder.rotary_emb) < 0.02  # bfloat16's own rounding of the sum
+
+
+def test_scaling_positions_is_still_needed() -> None:
+    """The library's scaled embedding rotates as one without scaling; the repaired one as Llama 3.1 does."""
+    from sgl_jax.srt.layers.embeddings import RotaryEmbedding, get_rope
+
+    def angle(rope) -> np.ndarray:
+        """By which each pair of dimensions turned at position 1000."""
+        ones = jnp.ones((1, 1, 8), jnp.float32)
+        rotated = np.asarray(rope(jnp.asarray([1000]), ones, ones)[0], np.float64)[0, 0]
+        return np.arctan2(rotated[4:] - rotated[:4], rotated[:4] + rotated[4:])
+
+    shared = get_rope(8, 8, 4096, 10_000, True, LLAMA3_SCALING, jnp.dtype("float32"))
+    plain = RotaryEmbedding(8, 8, 4096, 10_000, True, jnp.dtype("float32"))
+    np.testing.assert_array_equal(angle(shared), angle(plain))
+    holder = _Holder(shared)
+    repairs.rope_as_published(holder)
+    # wavelengths 6.3, 62.8, 628, 6283 in an original context of 64: fast, in between, and two slow ones
+    turns = 64 * 0.1 / (2 * np.pi)
+    halfway = 0.1 * ((turns - 1) / 3 + (4 - turns) / 3 / 8)
+    exact = 1000 * np.array([1.0, halfway, 0.01 / 8, 0.001 / 8])
+    np.testing.assert_allclose(np.exp(1j * angle(holder.rotary_emb)), np.exp(1j * exact), atol=1e-4)
+    np.testing.assert_array_equal(angle(shared), angle(plain))  # other models share it
+
+
+def experts(library_class: type, devices: int):
+    """One layer of 8 experts as the library's model builds it."""
+    mesh = engine_mesh(jax.devices()[:devices])
+    config = SimpleNamespace(hidden_size=4)
+    with nnx.use_eager_sharding(False), mesh:
+        return library_class(config, 8, 2, devices, mesh, intermediate_dim=4, dtype=jnp.float32)
+
+
+def test_our_experts_are_still_needed(tmp_path: Path) -> None:
+    from sgl_jax.srt.configs.model_config import ModelConfig
+    from sgl_jax.srt.layers.moe import EPMoE
+    from sgl_jax.srt.models import qwen3_moe
+
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'top_k_weights'"):
+        experts(EPMoE, 1)(jnp.ones((3, 4)), jnp.ones((3, 8)))
+    assert experts(EPMoE, 2).wi_0.value.shape == (4, 4, 4)  # of 8 experts
+    directory = write_random("qwen3_moe", tmp_path / "m", layers=1)
+    config = ModelConfig(model_path=str(directory), dtype="float32").hf_config
+    mesh = engine_mesh(jax.devices()[:2])
+    model: Any = repairs.abstract_model(qwen3_moe.Qwen3MoeForCausalLM, config, jnp.dtype("float32"), mesh)
+    assert model.transformer.layers[0].mlp.wi_0.value.shape == (8, 64, 48)
+    assert qwen3_moe.EPMoE is EPMoE
 
 
 class _Holder(nnx.Module):

@@ -15,6 +15,7 @@ from tests.models.random_checkpoint import write_random_qwen3
 from tests.rollout.building import CONTEXT, PROMPTS, policy, requests, tokens
 from tpu_grpo.errors import ConfigError, RequestError
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.models import read_checkpoint
 from tpu_grpo.rollout.engine import EngineOptions
 from tpu_grpo.rollout.packing import pack, unpack
 from tpu_grpo.rollout.replicas import Replica, Replicas, cut, deal
@@ -108,7 +109,7 @@ def build(checkpoint: Path, model: nnx.Module, tensor: int) -> tuple[Replicas, d
     replicas = Replicas.build(checkpoint, jax.devices(), tensor, OPTIONS, Hosts())
     everywhere = NamedSharding(replicas.mesh, PartitionSpec())
     leaves = {k: jax.device_put(v, everywhere) for k, v in named_leaves(nnx.state(model, nnx.Param)).items()}
-    weights, _ = WeightSync("qwen3", leaves, replicas.weight_specs)(leaves)
+    weights, _ = WeightSync(read_checkpoint(checkpoint).weight_rules, leaves, replicas.weight_specs)(leaves)
     replicas.install_weights(weights)
     return replicas, weights
 

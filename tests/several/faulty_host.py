@@ -146,16 +146,16 @@ def sampler_parameter(name: str) -> None:
 @fault
 def trainer_parameter(name: str) -> None:
     """One bit of this host's copies of a trainer's parameter changes before the second update's sync."""
-    from tpu_grpo import assembly
+    from tpu_grpo import policy
 
-    original, calls = assembly.named_leaves, []
+    original, calls = policy.named_leaves, []
 
     def named_leaves(params: Any) -> Any:
         leaves = original(params)
         calls.append(name)
         return leaves | {name: flipped(leaves[name])} if len(calls) == 3 else leaves
 
-    assembly.named_leaves = named_leaves
+    policy.named_leaves = named_leaves
 
 
 @fault

@@ -1,5 +1,12 @@
-"""A checkpoint directory -> a Tunix model; which families exist; tokenizers."""
+"""A checkpoint directory -> a Tunix model; tokenizers."""
 
-from tpu_grpo.models.checkpoint import Checkpoint, check_mesh, load_model, read_checkpoint
+from tpu_grpo.models.checkpoint import (
+    Checkpoint,
+    check_mesh,
+    check_sampler_mesh,
+    load_model,
+    read_checkpoint,
+    sampler_sizes,
+)
 
-__all__ = ["Checkpoint", "check_mesh", "load_model", "read_checkpoint"]
+__all__ = ["Checkpoint", "check_mesh", "check_sampler_mesh", "load_model", "read_checkpoint", "sampler_sizes"]

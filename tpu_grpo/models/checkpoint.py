@@ -14,21 +14,21 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
 from tpu_grpo.errors import CheckpointError, ConfigError
-from tpu_grpo.models.families import FAMILIES, DecoderConfig, Family, Remat, Shape
+from tpu_grpo.families import DecoderConfig, Family, Remat, Shape, WeightRule
+from tpu_grpo.models.hf_config import CONFIG_FILE, read_hf_config, read_json
 
 if TYPE_CHECKING:
     import jax
     from flax import nnx
     from jax.typing import DTypeLike
 
-CONFIG_FILE = "config.json"
 INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = ("BF16", "F16", "F32", "F64")
 """What Tunix's loader can read; it would take bytes of any other dtype for float64."""
@@ -53,6 +53,11 @@ class Checkpoint:
         """Number of trainable values; a tied embedding counts once."""
         return sum(math.prod(shape) for shape in self.family.tensor_shapes(self.config).values())
 
+    @property
+    def weight_rules(self) -> tuple[WeightRule, ...]:
+        """Which leaf of Tunix's model becomes which leaf of the sampler's."""
+        return self.family.weight_rules(self.config)
+
 
 @dataclass(frozen=True)
 class _Tensor:
@@ -74,10 +79,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
             f"model.path must be a checkpoint directory on this machine, got {directory}, which is not one; "
             "a model's public name is not downloaded: fetch the checkpoint first and give its directory"
         )
-    hf_config = _read_json(directory / CONFIG_FILE)
-    family = _family_of(hf_config, directory)
-    _refuse_unsupported(hf_config, family, directory)
-    config = _decoder_config(hf_config, family, directory)
+    hf_config, family, config = read_hf_config(directory)
     files = _safetensors_files(directory)
     _verify_tensors(_read_headers(files), config, family, directory)
     return Checkpoint(directory, hf_config, family, config, files)
@@ -90,15 +92,43 @@ def check_mesh(checkpoint: Checkpoint, fsdp: int, tp: int) -> None:
         ConfigError: naming the axis, the settings of config.json that it does not divide, and sizes that would.
     """
     for axis, size in (("fsdp", fsdp), ("tp", tp)):
-        values = {name: getattr(checkpoint.config, name) for name in checkpoint.family.divisible[axis]}
-        wrong = [f"{name}={value}" for name, value in values.items() if size < 1 or value % size]
+        wrong, possible = _divisors(checkpoint, axis, size)
         if wrong:
-            common = math.gcd(*values.values())
-            possible = [d for d in range(1, common + 1) if common % d == 0]
             raise ConfigError(
                 f"meshes.trainer.{axis} must divide {', '.join(wrong)} of the model in {checkpoint.directory}, got "
                 f"{size}; sizes that divide all it splits: {', '.join(map(str, possible))}"
             )
+
+
+def check_sampler_mesh(checkpoint: Checkpoint, tensor: int) -> None:
+    """Verify that the sampler can split the model over ``tensor`` devices; it may repeat key-value heads.
+
+    Raises:
+        ConfigError: naming the settings of config.json that do not fit, and sizes that would.
+    """
+    wrong, _ = _divisors(checkpoint, "tensor", tensor)
+    kv_heads, fitting = checkpoint.config.num_key_value_heads, sampler_sizes(checkpoint)
+    if wrong or tensor not in fitting:
+        unmet = ", ".join(wrong) or f"num_key_value_heads={kv_heads} (or be a multiple of it)"
+        raise ConfigError(
+            f"meshes.sampler.tensor must divide {unmet} of the model in {checkpoint.directory}, got {tensor}; "
+            f"use as many devices as one of {fitting}"
+        )
+
+
+def sampler_sizes(checkpoint: Checkpoint) -> list[int]:
+    """Numbers of devices that the sampler can split the model over, ascending."""
+    _, possible = _divisors(checkpoint, "tensor", 1)
+    kv_heads = checkpoint.config.num_key_value_heads
+    return [size for size in possible if kv_heads % size == 0 or size % kv_heads == 0]
+
+
+def _divisors(checkpoint: Checkpoint, axis: str, size: int) -> tuple[list[str], list[int]]:
+    """("name=value" of what a mesh axis must divide and does not at this size, sizes that divide all of it)."""
+    values = {name: getattr(checkpoint.config, name) for name in checkpoint.family.divisible[axis]}
+    common = math.gcd(*values.values())
+    wrong = [f"{name}={value}" for name, value in values.items() if size < 1 or value % size]
+    return wrong, [divisor for divisor in range(1, common + 1) if common % divisor == 0]
 
 
 def load_model(checkpoint: Checkpoint, mesh: jax.sharding.Mesh, *, dtype: DTypeLike, remat: Remat) -> nnx.Module:
@@ -128,74 +158,6 @@ def load_model(checkpoint: Checkpoint, mesh: jax.sharding.Mesh, *, dtype: DTypeL
     return model
 
 
-# --- config.json -----------------------------------------------------------------------------------------------------
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is missing; a checkpoint directory needs it beside its *.safetensors files"
-        ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}; copy it again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got a {type(value).__name__}; copy it again")
-    return value
-
-
-def _family_of(hf_config: Mapping[str, Any], directory: Path) -> Family:
-    path, model_type = directory / CONFIG_FILE, hf_config.get("model_type")
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    if family is None:
-        raise CheckpointError(
-            f"{path}: model_type must be one of the supported families ({', '.join(FAMILIES)}), got {model_type!r}; "
-            "choose a checkpoint of one of them"
-        )
-    architectures = hf_config.get("architectures")
-    if architectures != [family.architecture]:
-        raise CheckpointError(
-            f"{path}: architectures must be [{family.architecture!r}] for model_type {model_type}, got "
-            f"{architectures!r}; choose the causal language model's checkpoint"
-        )
-    return family
-
-
-def _refuse_unsupported(hf_config: Mapping[str, Any], family: Family, directory: Path) -> None:
-    for rule in family.rules:
-        if rule.setting in hf_config and not rule.accepts(value := hf_config[rule.setting]):
-            raise CheckpointError(
-                f"{directory / CONFIG_FILE}: {rule.setting} must be {rule.accepted}, got {value!r}; {rule.remedy}"
-            )
-
-
-def _decoder_config(hf_config: Mapping[str, Any], family: Family, directory: Path) -> DecoderConfig:
-    path, values = directory / CONFIG_FILE, {**family.defaults, **hf_config}
-    wanted = [field.name for field in fields(DecoderConfig)]
-    if missing := [name for name in wanted if name not in values]:
-        raise CheckpointError(f"{path} must give {', '.join(missing)}, which it lacks; copy the model's own again")
-    for field in fields(DecoderConfig):
-        value = values[field.name]
-        if not _is_a(str(field.type), value):
-            kind = {"int": "a whole number >= 1", "float": "a number > 0", "bool": "true or false"}[str(field.type)]
-            raise CheckpointError(f"{path}: {field.name} must be {kind}, got {value!r}; copy the model's own again")
-    config = DecoderConfig(**{name: values[name] for name in wanted})
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise CheckpointError(
-            f"{path}: num_key_value_heads must divide num_attention_heads={config.num_attention_heads}, got "
-            f"{config.num_key_value_heads}; copy the model's own config.json again"
-        )
-    return config
-
-
-def _is_a(kind: str, value: Any) -> bool:
-    if kind == "bool" or isinstance(value, bool):
-        return kind == "bool" and isinstance(value, bool)
-    numbers = int if kind == "int" else (int, float)
-    return isinstance(value, numbers) and 0 < value < math.inf
-
-
 # --- safetensors -----------------------------------------------------------------------------------------------------
 
 
@@ -204,7 +166,7 @@ def _safetensors_files(directory: Path) -> tuple[Path, ...]:
     files = tuple(sorted(directory.glob("*.safetensors")))
     listed: set[str] = set()
     if (directory / INDEX_FILE).exists():
-        weight_map = _read_json(directory / INDEX_FILE).get("weight_map")
+        weight_map = read_json(directory / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict):
             raise CheckpointError(f"{directory / INDEX_FILE} must hold a weight_map, which it lacks; copy it again")
         listed = set(map(str, weight_map.values()))
@@ -236,14 +198,22 @@ def _read_headers(files: Iterable[Path]) -> dict[str, _Tensor]:
 def _read_header(file: Path) -> dict[str, _Tensor]:
     """The tensors of a file, whose length, offsets and shapes the safetensors library verifies against each other."""
     try:
-        with safe_open(file, framework="numpy") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # it is not a mapping
-            return {name: _Tensor(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        with safe_open(file, framework="numpy"):  # it takes a millisecond to describe one tensor of thousands
+            header = _header_of_whole_file(file)
     except (OSError, SafetensorError) as error:
         size = file.stat().st_size if file.exists() else 0
         raise CheckpointError(
             f"{file} ({size} bytes) is not a whole safetensors file: {error}; it may be cut off: copy it again"
         ) from error
+    return {name: _Tensor(file, tensor["dtype"], tuple(tensor["shape"])) for name, tensor in header.items()}
+
+
+def _header_of_whole_file(file: Path) -> dict[str, Any]:
+    """Its length in eight bytes, then JSON: name -> dtype, shape and place."""
+    with file.open("rb") as opened:
+        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
+    header.pop("__metadata__", None)
+    return header
 
 
 def _require_one_dtype(file: Path, header: Mapping[str, _Tensor]) -> None:

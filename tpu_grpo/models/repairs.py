@@ -1,12 +1,17 @@
 """Repairs of Tunix's models, applied by ``apply()`` when a model is loaded, never at import.
 
-Reviewed for google-tunix 0.1.7. There is one repair:
+Reviewed for google-tunix 0.1.7:
 
-**RoPE's base.** ``tunix.models.qwen3.model.Attention.block`` calls ``apply_rope`` without ``rope_theta``, so that every
-model rotates with the default 1e6, whatever its ``ModelConfig`` says. A checkpoint with another base (5e6 in the
-2507 releases of Qwen3-4B) would silently be another model in training than in sampling. The repair wraps both
-functions: while a module's ``block`` runs, which is also while it is traced, ``apply_rope`` takes that module's
-``config.rope_theta``. So models of different bases live in one process, and a call from elsewhere keeps its default.
+**Rotary positions.** In ``tunix.models.qwen3.model`` and ``tunix.models.llama3.model`` ``Attention.block`` calls
+``apply_rope`` without ``rope_theta``, so that every model rotates with the default 1e6, whatever its ``ModelConfig``
+says; and it knows no scaling. A checkpoint with another base (5e6 in the 2507 releases of Qwen3-4B, 5e5 in Llama 3)
+would silently be another model in training than in sampling. The repair wraps both functions: while a module's
+``block`` runs, which is also while it is traced, ``apply_rope`` takes ``rope_theta`` and, where it has one,
+``rope_scaling`` of that module's ``config``. So models of different positions live in one process, and a call from
+elsewhere keeps its default.
+
+**Logits in float32.** ``Llama3`` returns logits in the type of the parameters, while Tunix's other models, and so the
+log-probabilities taken of them, are float32. The repair casts them.
 """
 
 import functools
@@ -14,13 +19,16 @@ import importlib.metadata
 from contextvars import ContextVar
 from typing import Any
 
+import jax.numpy as jnp
+
 from tpu_grpo.errors import ConfigError
+from tpu_grpo.families.rope import inverse_timescales
 
 TUNIX_VERSION = "0.1.7"
 _MARK = "repaired_by_tpu_grpo"
 
-_rope_theta: ContextVar[float | None] = ContextVar("rope_theta", default=None)
-"""The base of the attention module that is running on this thread."""
+_config: ContextVar[Any] = ContextVar("config", default=None)
+"""Tunix's config of the attention module that is running on this thread."""
 
 
 def apply() -> None:
@@ -32,12 +40,16 @@ def apply() -> None:
         ConfigError: when another version of google-tunix is installed than the one the repairs were reviewed for.
     """
     _require_reviewed_version()
+    from tunix.models.llama3 import model as llama3
     from tunix.models.qwen3 import model as qwen3
 
     if getattr(qwen3.apply_rope, _MARK, False):
         return
-    qwen3.apply_rope = _with_current_theta(qwen3.apply_rope)
-    qwen3.Attention.block = _setting_theta(qwen3.Attention.block)
+    modules: tuple[Any, ...] = (qwen3, llama3)
+    for module in modules:
+        module.apply_rope = _with_current_positions(module.apply_rope)
+        module.Attention.block = _setting_config(module.Attention.block)
+    llama3.Llama3.__call__ = _with_float32_logits(llama3.Llama3.__call__)
 
 
 def _require_reviewed_version() -> None:
@@ -49,24 +61,47 @@ def _require_reviewed_version() -> None:
         )
 
 
-def _with_current_theta(original: Any) -> Any:
+def _with_current_positions(original: Any) -> Any:
     @functools.wraps(original)
     def apply_rope(inputs: Any, positions: Any, head_dim: int, rope_theta: float | None = None) -> Any:
-        theta = _rope_theta.get() if rope_theta is None else rope_theta
-        given = {} if theta is None else {"rope_theta": theta}
-        return original(inputs, positions, head_dim, **given)
+        config = _config.get()
+        if rope_theta is not None:
+            return original(inputs, positions, head_dim, rope_theta)
+        if config is None:
+            return original(inputs, positions, head_dim)
+        scaling = getattr(config, "rope_scaling", None)
+        if scaling is None:
+            return original(inputs, positions, head_dim, config.rope_theta)
+        return _rotate(inputs, positions, inverse_timescales(head_dim, config.rope_theta, scaling))
 
     setattr(apply_rope, _MARK, True)
     return apply_rope
 
 
-def _setting_theta(original: Any) -> Any:
+def _rotate(inputs: Any, positions: Any, inverse_timescales: Any) -> Any:
+    """Turn dimensions i and i + H/2 of heads [B, L, N, H] by position [B, L] times inverse timescale [H/2]."""
+    angles = positions[..., None, None] * jnp.asarray(inverse_timescales, jnp.float32)
+    sin, cos = jnp.sin(angles), jnp.cos(angles)
+    first, second = jnp.split(inputs, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(inputs.dtype)
+
+
+def _setting_config(original: Any) -> Any:
     @functools.wraps(original)
     def block(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _rope_theta.set(self.config.rope_theta)
+        token = _config.set(self.config)
         try:
             return original(self, *args, **kwargs)
         finally:
-            _rope_theta.reset(token)
+            _config.reset(token)
 
     return block
+
+
+def _with_float32_logits(original: Any) -> Any:
+    @functools.wraps(original)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        logits, cache = original(self, *args, **kwargs)
+        return logits.astype(jnp.float32), cache
+
+    return __call__

@@ -25,6 +25,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_grpo.errors import ConfigError
+from tpu_grpo.families.rope import Llama3Scaling, inverse_timescales
 
 REPAIRED_VERSION = "0.0.2"
 
@@ -88,8 +89,24 @@ def abstract_model(model_class: type, hf_config: Any, dtype: jnp.dtype, mesh: Me
 
     Reason: its ``nnx.with_partitioning`` parameters demand an ambient mesh under flax's eager sharding.
     """
-    with nnx.use_eager_sharding(False), mesh:
+    with nnx.use_eager_sharding(False), mesh, _our_experts():
         return nnx.eval_shape(lambda: model_class(hf_config, dtype, nnx.Rngs(0), mesh))
+
+
+@contextmanager
+def _our_experts() -> Iterator[None]:
+    """Build layers of experts from our class.
+
+    Reasons: ``EPMoE`` does not run on one device (its forward is defined twice, and the second has other arguments);
+    on several it declares its weights a device's share too small, rounds the router's weights to bfloat16, and needs
+    a TPU for its kernel and its exchange.
+    """
+    from sgl_jax.srt.models import qwen3_moe
+
+    from tpu_grpo.rollout.experts import Experts
+
+    with mock.patch.object(qwen3_moe, "EPMoE", Experts):
+        yield
 
 
 def lm_head_in_model_dtype(model: Any, dtype: jnp.dtype) -> None:
@@ -105,19 +122,29 @@ def lm_head_in_model_dtype(model: Any, dtype: jnp.dtype) -> None:
         head.embedding.value = jax.ShapeDtypeStruct(value.shape, dtype)
 
 
-def rope_in_float32(model: nnx.Module) -> None:
-    """Compute rotary angles in float32 whatever the model's type.
+def rope_as_published(model: nnx.Module) -> None:
+    """Compute rotary angles in float32 whatever the model's type, and scaled where the model says so.
 
-    Reason: ``RotaryEmbedding`` rounds its inverse frequencies to the model's type; in bfloat16 the angle at position
+    Reasons: ``RotaryEmbedding`` rounds its inverse frequencies to the model's type; in bfloat16 the angle at position
     1000 is off by up to 2 radians. Sines and cosines are still rounded to the queries' type when they are applied, as
-    the published model does.
+    the published model does. ``Llama3RotaryEmbedding`` has the scaled frequencies and never uses them. The library
+    shares these objects between models, so the model gets its own.
     """
-    from sgl_jax.srt.layers.embeddings import RotaryEmbedding
+    from sgl_jax.srt.layers.embeddings import Llama3RotaryEmbedding, RotaryEmbedding
 
     for _, node in nnx.iter_modules(model):
-        for value in vars(node).values():
+        for name, value in list(vars(node).items()):
             if isinstance(value, RotaryEmbedding):
-                value.dtype = jnp.float32
+                rope = copy.copy(value)
+                rope.dtype = jnp.float32
+                if isinstance(rope, Llama3RotaryEmbedding):
+                    rope._inv_freq_np = _scaled_frequencies(rope)
+                setattr(node, name, rope)
+
+
+def _scaled_frequencies(rope: Any) -> np.ndarray:
+    scaling = Llama3Scaling(rope.scaling_factor, rope.low_freq_factor, rope.high_freq_factor, rope.orig_max_position)
+    return inverse_timescales(rope.rotary_dim, rope.base, scaling).astype(np.float32)
 
 
 def own_hf_config(model_config: Any) -> None:

@@ -50,7 +50,7 @@ class Runner(ModelRunner):
         model_class, _ = get_model_architecture(config)
         model = repairs.abstract_model(model_class, config.hf_config, config.dtype, self.mesh)
         repairs.lm_head_in_model_dtype(model, config.dtype)
-        repairs.rope_in_float32(model)
+        repairs.rope_as_published(model)
         self.model = None  # ModelRunner's attribute; parameters live in self.weights alone
         self.dtype = config.dtype
         self._splits_vocabulary = splits_vocabulary(self.shard_vocab, config.vocab_size, self.tp_size)

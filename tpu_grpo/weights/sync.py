@@ -1,6 +1,6 @@
 """The plan of a weight sync, and the one compiled function that carries it out.
 
-    sync = WeightSync("qwen3", named_leaves(trainer_params), engine.weight_specs)
+    sync = WeightSync(checkpoint.weight_rules, named_leaves(trainer_params), engine.weight_specs)
     weights, result = sync(named_leaves(trainer_params))
     engine.install_weights(weights)
 
@@ -11,7 +11,7 @@ no disk, no host copy, and one compilation for the whole run.
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,8 @@ from flax import nnx
 from jaxtyping import Array
 
 from tpu_grpo.errors import WeightsError
+from tpu_grpo.families import Transform, WeightRule, same
 from tpu_grpo.types import SyncResult
-from tpu_grpo.weights.names import FAMILIES, Rule, Transform, same
 
 Leaves = Mapping[str, Array]
 Spec = jax.ShapeDtypeStruct
@@ -49,35 +49,35 @@ def named_leaves(params: nnx.State) -> dict[str, Array]:
     return {".".join(map(str, path)): leaf.value for path, leaf in nnx.to_flat_state(params)}
 
 
-def plan_sync(family: str, source: Leaves | Mapping[str, Spec], target: Mapping[str, Spec]) -> tuple[LeafMove, ...]:
+def plan_sync(
+    rules: Sequence[WeightRule], source: Leaves | Mapping[str, Spec], target: Mapping[str, Spec]
+) -> tuple[LeafMove, ...]:
     """Match every leaf of the trainer with a leaf of the sampler.
 
     Raises:
         WeightsError: listing the names that match on one side only, or leaves whose shapes do not correspond.
     """
-    if family not in FAMILIES:
-        raise WeightsError(f"no weight names for model type {family!r}; known: {sorted(FAMILIES)}")
-    found = {name: _match(name, FAMILIES[family]) for name in source}
+    found = {name: _match(name, rules) for name in source}
     filled_by = {match[1]: (name, match[0]) for name, match in found.items() if match is not None}
     unknown = sorted(name for name, match in found.items() if match is None)
     missing, extra = sorted(target.keys() - filled_by.keys()), sorted(filled_by.keys() - target.keys())
     if unknown or missing or extra:
         raise WeightsError(
-            f"trainer and sampler parameters of {family} do not correspond: trainer leaves without a rule {unknown}, "
+            f"trainer and sampler parameters do not correspond: trainer leaves without a rule {unknown}, "
             f"sampler leaves that nothing fills {missing}, rules whose target the sampler lacks {extra}"
         )
     pairs = ((name, spec, *filled_by[name]) for name, spec in target.items())
     return tuple(_move(source_name, source[source_name], rule, name, spec) for name, spec, source_name, rule in pairs)
 
 
-def _match(name: str, rules: tuple[Rule, ...]) -> tuple[Rule, str] | None:
+def _match(name: str, rules: Sequence[WeightRule]) -> tuple[WeightRule, str] | None:
     for rule in rules:
         if found := re.fullmatch(re.escape(rule.source).replace(r"\*", r"(\d+)"), name):
             return rule, rule.target.replace("*", found.group(1)) if found.groups() else rule.target
     return None
 
 
-def _move(name: str, leaf: Array | Spec, rule: Rule, target: str, spec: Spec) -> LeafMove:
+def _move(name: str, leaf: Array | Spec, rule: WeightRule, target: str, spec: Spec) -> LeafMove:
     try:
         shape = jax.eval_shape(lambda x: rule.transform(x, spec.shape), leaf).shape
     except (TypeError, ValueError, IndexError) as error:
@@ -104,8 +104,8 @@ def _relabelled(leaf: Array, spec: Spec) -> Array:
 class WeightSync:
     """Turns the trainer's parameters into the sampler's; compiled at the first call."""
 
-    def __init__(self, family: str, source: Leaves, target: Mapping[str, Spec]):
-        self.moves = plan_sync(family, source, target)
+    def __init__(self, rules: Sequence[WeightRule], source: Leaves, target: Mapping[str, Spec]):
+        self.moves = plan_sync(rules, source, target)
         moving = [move for move in self.moves if not move.shared]
 
         def transform(leaves: dict[str, Array]) -> dict[str, Array]:

@@ -1,0 +1,240 @@
+"""Each family's checkpoints: the published ones are accepted, others refused by name; and what is loaded of them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.models.forward import compiled_logprobs, logprobs, trainer_mesh
+from tests.models.random_checkpoint import LLAMA3_SCALING, edit_config, write_random, write_sparse
+from tests.models.reference import reference_logprobs
+from tpu_grpo.errors import CheckpointError, ConfigError
+from tpu_grpo.families import FAMILIES
+from tpu_grpo.models import check_mesh, check_sampler_mesh, load_model, read_checkpoint
+
+QWEN25_0P5B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 14,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA32_1B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 32.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+}
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+PUBLISHED = [(QWEN25_0P5B, 494_032_768), (LLAMA32_1B, 1_235_814_400), (QWEN3_30B_A3B, 30_532_122_624)]
+"""config.json, and the number of parameters that was published with it."""
+
+
+# --- accepted --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("config", "parameters"), PUBLISHED, ids=[c["model_type"] for c, _ in PUBLISHED])
+def test_published_checkpoints_are_accepted(tmp_path: Path, config: dict[str, Any], parameters: int) -> None:
+    checkpoint = read_checkpoint(write_sparse(tmp_path, config))
+    assert checkpoint.parameter_count == parameters
+    assert checkpoint.config.head_dim == config.get("head_dim", 64)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_settings_left_out_take_hugging_faces_values(tmp_path: Path, family: str) -> None:
+    directory = write_random(family, tmp_path, tied=False, hidden=512, head_dim=128)
+    edit_config(directory, head_dim=..., tie_word_embeddings=..., rope_scaling=..., hidden_act=...)
+    config = read_checkpoint(directory).config
+    assert (config.head_dim, config.tie_word_embeddings) == (128, False)
+
+
+def test_a_head_width_of_null_is_derived(tmp_path: Path) -> None:
+    directory = write_random("llama", tmp_path)
+    edit_config(directory, head_dim=None)
+    assert read_checkpoint(directory).config.head_dim == 16
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loaded_on_four_devices_equals_the_reference(tmp_path: Path, tokens_BT: np.ndarray, family: str) -> None:
+    directory = write_random(family, tmp_path, tied=False, layers=1, scale=0.2, shards=2)
+    model = load_model(read_checkpoint(directory), trainer_mesh(2, 2), dtype=jnp.float32, remat="none")
+    difference = np.abs(compiled_logprobs(model, tokens_BT) - reference_logprobs(directory, tokens_BT)).max()
+    assert difference <= 5e-5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_stored_and_computed(tmp_path: Path, tokens_BT: np.ndarray, family: str) -> None:
+    directory = write_random(family, tmp_path, layers=1)
+    model = load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=jnp.bfloat16, remat="none")
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(jnp.bfloat16)}
+    error = np.abs(compiled_logprobs(model, tokens_BT) - reference_logprobs(directory, tokens_BT))
+    assert 1e-4 < error.mean() < 0.02  # 8 bits of mantissa
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+def test_every_parameter_learns(tmp_path: Path, tokens_BT: np.ndarray, family: str) -> None:
+    """Biases, the router, and every expert."""
+    directory = write_random(family, tmp_path, layers=1, scale=0.2)
+    model = load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=jnp.float32, remat="decoder")
+
+    def loss(model: nnx.Module) -> jax.Array:
+        return -jnp.take_along_axis(logprobs(model, tokens_BT)[:, :-1], tokens_BT[:, 1:, None], -1).mean()
+
+    for path, gradient in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.jit(nnx.grad(loss))(model))):
+        name = jax.tree_util.keystr(path)
+        assert np.isfinite(gradient).all(), name
+        per_expert = gradient if gradient.ndim == 3 and "mlp" in name else gradient[None]
+        assert (np.abs(per_expert).max(axis=tuple(range(1, per_expert.ndim))) > 1e-6).all(), name
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "expected"),
+    [
+        ("qwen2", {"rope_scaling": {"type": "yarn"}}, "rope_scaling must be null, got {'type': 'yarn'}; "),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window must be false, 0 or null, got True; "),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob must be true, got False; "),
+        ("qwen3_moe", {"norm_topk_prob": ...}, "norm_topk_prob must be true, and it is left out; "),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2; "),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers must be false, 0 or null, got [0]; "),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok must be <= num_experts=8, got 9; "),
+        ("qwen3_moe", {"moe_intermediate_size": ...}, "must give moe_intermediate_size, which it lacks; "),
+        ("llama", {"attention_bias": True}, "attention_bias must be false, 0 or null, got True; "),
+        ("llama", {"mlp_bias": True}, "mlp_bias must be false, 0 or null, got True; "),
+        ("llama", {"head_dim": 15}, "head_dim must be even, got 15; "),
+        ("llama", {"hidden_size": "64"}, "must give head_dim, which it lacks; "),
+    ],
+)
+def test_refused_settings(tmp_path: Path, family: str, settings: dict[str, Any], expected: str) -> None:
+    directory = write_random(family, tmp_path)
+    edit_config(directory, **settings)
+    with pytest.raises(CheckpointError, match=f"{directory}/config.json:? {re.escape(expected)}\\S"):
+        read_checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_type": "yarn"},
+        {"rope_type": "linear"},
+        {"rope_type": None},
+        {"factor": 0.5},
+        {"factor": "8"},
+        {"low_freq_factor": 0},
+        {"high_freq_factor": 1.0},
+        {"high_freq_factor": None},
+        {"original_max_position_embeddings": True},
+    ],
+    ids=str,
+)
+def test_other_scalings_of_llama_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    directory = write_random("llama", tmp_path, rope_scaling=LLAMA3_SCALING | change)
+    with pytest.raises(CheckpointError, match="rope_scaling must be null, or of rope_type llama3 .*; the libraries"):
+        read_checkpoint(directory)
+
+
+def test_the_older_name_of_the_scalings_type_is_known(tmp_path: Path) -> None:
+    scaling = {name: value for name, value in LLAMA3_SCALING.items() if name != "rope_type"} | {"type": "llama3"}
+    assert read_checkpoint(write_random("llama", tmp_path, rope_scaling=scaling)).parameter_count > 0
+
+
+# --- meshes ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_trainers_mesh_must_divide_the_experts(tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(write_random("qwen3_moe", tmp_path))
+    check_mesh(checkpoint, fsdp=8, tp=2)
+    with pytest.raises(ConfigError, match=r"meshes\.trainer\.fsdp must divide num_experts=8 .* got 16; .* 2, 4, 8$"):
+        check_mesh(checkpoint, fsdp=16, tp=1)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "tensor", "expected"),
+    [
+        ("qwen3", {}, 3, r"divide num_attention_heads=4, intermediate_size=128 of .* got 3; .* one of \[1, 2, 4\]"),
+        ("qwen2", {"intermediate": 126}, 4, r"divide intermediate_size=126 of .* got 4; .* one of \[1, 2\]"),
+        ("qwen3_moe", {"num_experts": 6}, 4, r"divide num_experts=6 of .* got 4; .* one of \[1, 2\]"),
+        (
+            "llama",
+            {"hidden": 96, "heads": 6, "kv_heads": 3, "intermediate": 120},
+            2,
+            r"divide num_key_value_heads=3 \(or be a multiple of it\) of .* got 2; .* one of \[1, 3, 6\]",
+        ),
+    ],
+)
+def test_the_samplers_mesh_must_divide(
+    tmp_path: Path, family: str, sizes: dict[str, Any], tensor: int, expected: str
+) -> None:
+    checkpoint = read_checkpoint(write_random(family, tmp_path, **sizes))
+    check_sampler_mesh(checkpoint, 1)
+    with pytest.raises(ConfigError, match=r"meshes\.sampler\.tensor must " + expected):
+        check_sampler_mesh(checkpoint, tensor)

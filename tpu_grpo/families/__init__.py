@@ -1,0 +1,34 @@
+"""Which model families exist, and all the package needs to know of each: one file per family, one line in the table.
+
+family.py     the record of a family, and of what a config.json decides
+settings.py   rules for config.json that families share
+layouts.py    how a trainer leaf becomes a sampler leaf
+decoder.py    what the families have in common
+rope.py       frequencies of rotary positions
+
+Nothing here imports jax until a model is configured or loaded.
+"""
+
+from collections.abc import Mapping
+
+from tpu_grpo.families.family import DecoderConfig, Family, Remat, SettingRule, Shape
+from tpu_grpo.families.layouts import Transform, WeightRule, same
+from tpu_grpo.families.llama3 import LLAMA3
+from tpu_grpo.families.qwen2 import QWEN2
+from tpu_grpo.families.qwen3 import QWEN3
+from tpu_grpo.families.qwen3_moe import QWEN3_MOE
+
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (QWEN2, QWEN3, QWEN3_MOE, LLAMA3)}
+"""Every supported family by the ``model_type`` of its config.json."""
+
+__all__ = [
+    "FAMILIES",
+    "DecoderConfig",
+    "Family",
+    "Remat",
+    "SettingRule",
+    "Shape",
+    "Transform",
+    "WeightRule",
+    "same",
+]

@@ -1,0 +1,96 @@
+"""Llama 3, 3.1, 3.2 and other models of the same architecture: no norms of heads, no biases, scaled positions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from tpu_grpo.families import decoder
+from tpu_grpo.families.family import DecoderConfig, Family, Remat, SettingRule, Shape
+from tpu_grpo.families.rope import Llama3Scaling
+from tpu_grpo.families.settings import COMMON, NO_ATTENTION_BIAS, number, off
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
+
+@dataclass(frozen=True)
+class LlamaConfig(DecoderConfig):
+    """A decoder whose rotary positions may be scaled."""
+
+    rope_scaling: Mapping[str, Any] | None
+
+    @property
+    def scaling(self) -> Llama3Scaling | None:
+        """Of the positions."""
+        return None if self.rope_scaling is None else Llama3Scaling.from_setting(self.rope_scaling)
+
+
+def _known_scaling(value: Any) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, dict) or value.get("rope_type", value.get("type")) != "llama3":
+        return False
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    numbers: list[Any] = [value.get(name) for name in names]
+    if not all(map(number, numbers)):
+        return False
+    factor, low, high, original = numbers
+    return factor >= 1 and 0 < low < high and original >= 1
+
+
+_SCALING = SettingRule(
+    "rope_scaling",
+    "null, or of rope_type llama3 with factor >= 1, 0 < low_freq_factor < high_freq_factor and "
+    "original_max_position_embeddings >= 1",
+    _known_scaling,
+    "the libraries have no other scaling: set it to null to train within the original context length",
+)
+
+
+def _tensors(config: LlamaConfig) -> dict[str, Shape]:
+    layer = decoder.norm_shapes(config) | decoder.attention_shapes(config) | decoder.mlp_shapes(config)
+    return decoder.decoder_shapes(config, layer)
+
+
+@cache
+def _tunix_config_class() -> type:
+    """Tunix's ``ModelConfig`` with the scaling that it lacks; ``models/repairs.py`` honours it."""
+    from tunix.models.llama3.model import ModelConfig
+
+    @dataclass(frozen=True)
+    class ScaledModelConfig(ModelConfig):
+        rope_scaling: Llama3Scaling | None = None
+
+    return ScaledModelConfig
+
+
+def _model_config(config: LlamaConfig, dtype: DTypeLike, remat: Remat) -> Any:
+    from tunix.models.llama3 import model
+
+    del dtype  # it has none: it computes in the type of the parameters
+    return _tunix_config_class()(
+        **decoder.tunix_sizes(config),
+        weight_tying=config.tie_word_embeddings,
+        remat_config=model.RematConfig[remat.upper()],
+        rope_scaling=config.scaling,
+    )
+
+
+_WEIGHTS = (*decoder.EMBEDDINGS_AND_NORMS, *decoder.ATTENTION, *decoder.MLP)
+
+LLAMA3 = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    config=LlamaConfig,
+    rules=(*COMMON, _SCALING, NO_ATTENTION_BIAS, off("mlp_bias")),
+    defaults={"tie_word_embeddings": False, "rope_scaling": None},
+    tensor_shapes=_tensors,
+    ignored_tensors=decoder.tied_head,
+    divisible=decoder.DIVISIBLE,
+    model_config=_model_config,
+    load=decoder.tunix_loader("tunix.models.llama3.params"),
+    weight_rules=lambda _: _WEIGHTS,
+)

@@ -1,0 +1,55 @@
+"""Qwen2 and Qwen2.5: queries, keys and values have biases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tpu_grpo.families import decoder
+from tpu_grpo.families.family import DecoderConfig, Family, Remat, Shape
+from tpu_grpo.families.layouts import WeightRule, repeat_kv
+from tpu_grpo.families.settings import COMMON, NO_ROPE_SCALING
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
+
+def _tensors(config: DecoderConfig) -> dict[str, Shape]:
+    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    biases: dict[str, Shape] = {
+        "self_attn.q_proj.bias": (queries,),
+        "self_attn.k_proj.bias": (keys,),
+        "self_attn.v_proj.bias": (keys,),
+    }
+    layer = decoder.norm_shapes(config) | decoder.attention_shapes(config) | biases | decoder.mlp_shapes(config)
+    return decoder.decoder_shapes(config, layer)
+
+
+def _model_config(config: DecoderConfig, dtype: DTypeLike, remat: Remat) -> Any:
+    from tunix.models.qwen2 import model
+
+    return decoder.tunix_qwen_config(model, config, dtype, remat)
+
+
+def _weights(config: DecoderConfig) -> tuple[WeightRule, ...]:
+    repeat = repeat_kv(config.head_dim)
+    biases = (
+        decoder.layer_rule("attn.q_bias", "self_attn.q_proj.bias"),
+        decoder.layer_rule("attn.k_bias", "self_attn.k_proj.bias", repeat),
+        decoder.layer_rule("attn.v_bias", "self_attn.v_proj.bias", repeat),
+    )
+    return (*decoder.EMBEDDINGS_AND_NORMS, *decoder.ATTENTION, *biases, *decoder.MLP)
+
+
+QWEN2 = Family(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    config=DecoderConfig,
+    rules=(*COMMON, NO_ROPE_SCALING),
+    defaults={"tie_word_embeddings": False},
+    tensor_shapes=_tensors,
+    ignored_tensors=decoder.tied_head,
+    divisible=decoder.DIVISIBLE,
+    model_config=_model_config,
+    load=decoder.tunix_loader("tunix.models.qwen2.params"),
+    weight_rules=_weights,
+)

@@ -1,0 +1,48 @@
+"""Qwen3, dense: queries and keys are normed by head, no biases."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tpu_grpo.families import decoder
+from tpu_grpo.families.family import DecoderConfig, Family, Remat, Shape
+from tpu_grpo.families.settings import COMMON, NO_ATTENTION_BIAS, NO_ROPE_SCALING
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
+
+def qk_norm_shapes(config: DecoderConfig) -> dict[str, Shape]:
+    """The norms of a layer's queries and keys."""
+    return {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+
+
+def _tensors(config: DecoderConfig) -> dict[str, Shape]:
+    layer = decoder.norm_shapes(config) | decoder.attention_shapes(config) | qk_norm_shapes(config)
+    return decoder.decoder_shapes(config, layer | decoder.mlp_shapes(config))
+
+
+def _model_config(config: DecoderConfig, dtype: DTypeLike, remat: Remat) -> Any:
+    from tunix.models.qwen3 import model
+
+    return decoder.tunix_qwen_config(model, config, dtype, remat)
+
+
+_WEIGHTS = (*decoder.EMBEDDINGS_AND_NORMS, *decoder.ATTENTION, *decoder.QK_NORMS, *decoder.MLP)
+
+QWEN3 = Family(
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    config=DecoderConfig,
+    rules=(*COMMON, NO_ROPE_SCALING, NO_ATTENTION_BIAS),
+    defaults={"head_dim": 128, "tie_word_embeddings": False},
+    tensor_shapes=_tensors,
+    ignored_tensors=decoder.tied_head,
+    divisible={
+        **decoder.DIVISIBLE,
+        "tp": (*decoder.DIVISIBLE["tp"], "head_dim"),  # the norms of queries and keys are split over tp as well
+    },
+    model_config=_model_config,
+    load=decoder.tunix_loader("tunix.models.qwen3.params"),
+    weight_rules=lambda _: _WEIGHTS,
+)

@@ -1,0 +1,107 @@
+"""Qwen3 with experts in every layer: Qwen3 but for its MLPs, of which a router picks a few for each token.
+
+The router's weights are a softmax over all experts, of which the largest ``num_experts_per_tok`` are kept and divided
+by their sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tpu_grpo.families import decoder
+from tpu_grpo.families.family import DecoderConfig, Family, Remat, SettingRule, Shape
+from tpu_grpo.families.layouts import flatten
+from tpu_grpo.families.qwen3 import qk_norm_shapes
+from tpu_grpo.families.settings import COMMON, NO_ATTENTION_BIAS, NO_ROPE_SCALING, off
+
+if TYPE_CHECKING:
+    from jax.typing import DTypeLike
+
+
+@dataclass(frozen=True)
+class MoeConfig(DecoderConfig):
+    """A decoder with experts; ``intermediate_size`` is that of dense layers, of which it has none."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+
+    def contradiction(self) -> str | None:
+        """Also more experts for a token than there are."""
+        if self.num_experts_per_tok > self.num_experts:
+            return f"num_experts_per_tok must be <= num_experts={self.num_experts}, got {self.num_experts_per_tok}"
+        return super().contradiction()
+
+
+_EXPERTS_EVERYWHERE = "Tunix's model has experts in every layer or in none"
+_RULES = (
+    SettingRule(
+        "norm_topk_prob",
+        "true",
+        lambda value: value is True,
+        "the libraries always divide the weights of a token's experts by their sum",
+        required=True,
+    ),
+    SettingRule("decoder_sparse_step", "1", lambda value: value == 1, _EXPERTS_EVERYWHERE),
+    off("mlp_only_layers", _EXPERTS_EVERYWHERE),
+)
+
+
+def _tensors(config: MoeConfig) -> dict[str, Shape]:
+    layer = decoder.norm_shapes(config) | decoder.attention_shapes(config) | qk_norm_shapes(config)
+    layer["mlp.gate.weight"] = (config.num_experts, config.hidden_size)
+    for i in range(config.num_experts):
+        layer |= decoder.gated_shapes(f"mlp.experts.{i}", config.hidden_size, config.moe_intermediate_size)
+    return decoder.decoder_shapes(config, layer)
+
+
+def _model_config(config: MoeConfig, dtype: DTypeLike, remat: Remat) -> Any:
+    from tunix.models.qwen3 import model
+
+    return decoder.tunix_qwen_config(
+        model,
+        config,
+        dtype,
+        remat,
+        hidden_dim=config.moe_intermediate_size,
+        num_experts=config.num_experts,
+        num_experts_per_tok=config.num_experts_per_tok,
+    )
+
+
+_WEIGHTS = (
+    *decoder.EMBEDDINGS_AND_NORMS,
+    *decoder.QUERIES_KEYS_VALUES,
+    decoder.layer_rule("attn.o_proj.w", "self_attn.c_proj.weight", flatten),
+    *decoder.QK_NORMS,
+    decoder.layer_rule("mlp.router.kernel", "moe_gate.kernel"),
+    decoder.layer_rule("mlp.gate_proj", "mlp.wi_0"),
+    decoder.layer_rule("mlp.up_proj", "mlp.wi_1"),
+    decoder.layer_rule("mlp.down_proj", "mlp.wo"),
+)
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    config=MoeConfig,
+    rules=(*COMMON, NO_ROPE_SCALING, NO_ATTENTION_BIAS, *_RULES),
+    defaults={"tie_word_embeddings": False},
+    tensor_shapes=_tensors,
+    ignored_tensors=decoder.tied_head,
+    divisible={
+        "fsdp": ("hidden_size", "num_experts"),
+        "tp": (
+            "num_key_value_heads",
+            "num_attention_heads",
+            "head_dim",
+            "hidden_size",
+            "moe_intermediate_size",
+            "vocab_size",
+        ),
+        "tensor": ("num_attention_heads", "num_experts"),
+    },
+    model_config=_model_config,
+    load=decoder.tunix_loader("tunix.models.qwen3.params"),
+    weight_rules=lambda _: _WEIGHTS,
+)

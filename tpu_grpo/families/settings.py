@@ -1,0 +1,51 @@
+"""Rules for config.json that families share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tpu_grpo.families.family import SettingRule
+
+_OTHER_CHECKPOINT = "the libraries do not have it, so train a checkpoint without it"
+
+
+def off(setting: str, remedy: str = _OTHER_CHECKPOINT) -> SettingRule:
+    """The setting must be false, 0 or null."""
+    return SettingRule(setting, "false, 0 or null", lambda value: not value, remedy)
+
+
+def null(setting: str, remedy: str) -> SettingRule:
+    """The setting must be null."""
+    return SettingRule(setting, "null", lambda value: value is None, remedy)
+
+
+def number(value: Any) -> bool:
+    """Whether JSON said a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+NO_ROPE_SCALING = null(
+    "rope_scaling",
+    "the libraries do not scale its positions: set it to null to train within the original context length",
+)
+NO_ATTENTION_BIAS = off("attention_bias")
+
+COMMON = (
+    SettingRule("hidden_act", "silu", lambda value: value == "silu", "the libraries always compute silu"),
+    null(
+        "rope_parameters",
+        "it is newer than the pinned libraries: move its rope_theta to the top level, what scales to rope_scaling, and "
+        "remove it",
+    ),
+    SettingRule("partial_rotary_factor", "1", lambda value: value in (1, None), "Tunix's model rotates whole heads"),
+    off("use_sliding_window", "the libraries attend to everything: set it to false if no sequence exceeds the window"),
+    SettingRule(
+        "layer_types",
+        "full_attention in every layer",
+        lambda value: value is None or (isinstance(value, list) and all(kind == "full_attention" for kind in value)),
+        "the libraries attend to everything in every layer",
+    ),
+    off("attention_dropout", "Tunix's model has no dropout: set it to 0"),
+    off("quantization_config", "train the unquantized checkpoint"),
+)
+"""What every family refuses."""

@@ -1,0 +1,110 @@
+"""A checkpoint's config.json -> its family and what decides its forward pass; what is not supported is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from tpu_grpo.errors import CheckpointError
+from tpu_grpo.families import FAMILIES, DecoderConfig, Family
+
+CONFIG_FILE = "config.json"
+_KINDS = {"int": "a whole number >= 1", "float": "a number > 0", "bool": "true or false"}
+
+
+def read_hf_config(directory: Path) -> tuple[dict[str, Any], Family, DecoderConfig]:
+    """(config.json as it is, its family, what the family takes from it).
+
+    Raises:
+        CheckpointError: for a missing or broken file, an unsupported family, or a setting it does not support.
+    """
+    hf_config = read_json(directory / CONFIG_FILE)
+    family = _family_of(hf_config, directory)
+    _refuse_unsupported(hf_config, family, directory)
+    return hf_config, family, _decoder_config(hf_config, family, directory)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        CheckpointError: when the file is missing or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing; a checkpoint directory needs it beside its *.safetensors files"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}; copy it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got a {type(value).__name__}; copy it again")
+    return value
+
+
+def _family_of(hf_config: Mapping[str, Any], directory: Path) -> Family:
+    path, model_type = directory / CONFIG_FILE, hf_config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        raise CheckpointError(
+            f"{path}: model_type must be one of the supported families ({', '.join(FAMILIES)}), got {model_type!r}; "
+            "choose a checkpoint of one of them"
+        )
+    architectures = hf_config.get("architectures")
+    if architectures != [family.architecture]:
+        raise CheckpointError(
+            f"{path}: architectures must be [{family.architecture!r}] for model_type {model_type}, got "
+            f"{architectures!r}; choose the causal language model's checkpoint"
+        )
+    return family
+
+
+def _refuse_unsupported(hf_config: Mapping[str, Any], family: Family, directory: Path) -> None:
+    for rule in family.rules:
+        if rule.setting not in hf_config:
+            if rule.required:
+                raise CheckpointError(
+                    f"{directory / CONFIG_FILE}: {rule.setting} must be {rule.accepted}, and it is left out; "
+                    f"{rule.remedy}"
+                )
+        elif not rule.accepts(value := hf_config[rule.setting]):
+            raise CheckpointError(
+                f"{directory / CONFIG_FILE}: {rule.setting} must be {rule.accepted}, got {value!r}; {rule.remedy}"
+            )
+
+
+def _decoder_config(hf_config: Mapping[str, Any], family: Family, directory: Path) -> DecoderConfig:
+    path, wanted = directory / CONFIG_FILE, fields(family.config)
+    values = _with_head_dim({**family.defaults, **hf_config}, derived="head_dim" not in family.defaults)
+    if missing := [field.name for field in wanted if field.name not in values]:
+        raise CheckpointError(f"{path} must give {', '.join(missing)}, which it lacks; copy the model's own again")
+    for field in wanted:
+        kind, value = str(field.type), values[field.name]
+        if kind in _KINDS and not _is_a(kind, value):
+            raise CheckpointError(
+                f"{path}: {field.name} must be {_KINDS[kind]}, got {value!r}; copy the model's own again"
+            )
+    config = family.config(**{field.name: values[field.name] for field in wanted})
+    if contradiction := config.contradiction():
+        raise CheckpointError(f"{path}: {contradiction}; copy the model's own config.json again")
+    return config
+
+
+def _with_head_dim(values: dict[str, Any], *, derived: bool) -> dict[str, Any]:
+    """With the ``head_dim`` that follows from the others, where that is so and it is left out or null."""
+    sizes: list[Any] = [values.get(name) for name in ("hidden_size", "num_attention_heads")]
+    if not derived or values.get("head_dim") is not None or not all(_is_a("int", size) for size in sizes):
+        return values
+    return values | {"head_dim": sizes[0] // sizes[1]}
+
+
+def _is_a(kind: str, value: Any) -> bool:
+    if kind == "bool" or isinstance(value, bool):
+        return kind == "bool" and isinstance(value, bool)
+    numbers = int if kind == "int" else (int, float)
+    return isinstance(value, numbers) and 0 < value < math.inf

@@ -1,0 +1,94 @@
+"""Which devices do what: the trainer's mesh, and the sampler's devices in replicas."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.hosts import by_host, devices_per_host
+from tpu_grpo.models import Checkpoint, check_mesh, check_sampler_mesh, sampler_sizes
+from tpu_grpo.rollout.replicas import cut
+from tpu_grpo.rollout.vocabulary import splits_vocabulary
+
+SHARE_BYTES = 4 * 2**30
+"""Most bytes of the sampler's weights per device before a replica takes more devices by itself."""
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The trainer's mesh (fsdp, tp), and the sampler's devices, host by host, in replicas of ``tensor``."""
+
+    trainer: Mesh
+    sampler_devices: tuple[Any, ...]
+    tensor: int
+
+    @property
+    def replicas(self) -> int:
+        """How many there are."""
+        return len(self.sampler_devices) // self.tensor
+
+    @property
+    def split(self) -> bool:
+        """Whether trainer and sampler have devices of their own."""
+        return not set(self.sampler_devices) & set(self.trainer.devices.flat)
+
+
+def build_meshes(config: RunConfig, checkpoint: Checkpoint | None) -> Meshes:
+    """Place trainer and sampler on the devices of all hosts.
+
+    shared: both on all devices, in turn. split: of every host's devices the first half is the trainer's and the second
+    the sampler's, so that every host takes part in both.
+
+    Raises:
+        ConfigError: for sizes that do not multiply to the number of devices, or do not divide the model.
+    """
+    trainer_devices, sampler_devices = _devices(config, by_host(jax.devices()))
+    tp, count = config.meshes.trainer.tp, len(trainer_devices)
+    fsdp = config.meshes.trainer.fsdp or max(1, count // tp)
+    if fsdp * tp != count:
+        fitting = [(count // t, t) for t in range(1, count + 1) if count % t == 0]
+        raise ConfigError(
+            f"meshes.trainer.fsdp x tp must be the number of the trainer's devices, {count}, got {fsdp} x {tp}; "
+            f"use one of {fitting}"
+        )
+    tensor = config.meshes.sampler.tensor or default_tensor(config, checkpoint, len(sampler_devices))
+    cut(sampler_devices, tensor)
+    if checkpoint is not None:
+        check_mesh(checkpoint, fsdp, tp)
+        check_sampler_mesh(checkpoint, tensor)
+        splits_vocabulary(config.meshes.sampler.shard_vocab, checkpoint.hf_config["vocab_size"], tensor)
+    trainer = Mesh(np.asarray(trainer_devices).reshape(fsdp, tp), ("fsdp", "tp"))
+    return Meshes(trainer, tuple(sampler_devices), tensor)
+
+
+def _devices(config: RunConfig, devices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """(the trainer's, the sampler's), each host by host."""
+    if config.meshes.layout == "shared":
+        return list(devices), list(devices)
+    per_host = devices_per_host(devices)
+    if per_host % 2:
+        raise ConfigError(
+            f"meshes.layout=split halves every host's devices, which must be an even number, got {per_host}; use shared"
+        )
+    halves: tuple[list[Any], list[Any]] = [], []
+    for position, device in enumerate(devices):
+        halves[position % per_host >= per_host // 2].append(device)
+    return halves
+
+
+def default_tensor(config: RunConfig, checkpoint: Checkpoint | None, devices: int) -> int:
+    """The fewest devices a replica whose share of the weights is at most SHARE_BYTES each; it depends on no host.
+
+    Where even the most devices the model allows hold more, that number.
+    """
+    if checkpoint is None:
+        return 1
+    weight_bytes = checkpoint.parameter_count * jnp.dtype(config.model.dtype).itemsize
+    possible = [size for size in sampler_sizes(checkpoint) if devices % size == 0]
+    return next((size for size in possible if weight_bytes / size <= SHARE_BYTES), possible[-1])

@@ -1,0 +1,72 @@
+"""Engines that take the trainer's parameters: the joint between learner, weights and rollout."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from transformers import PreTrainedTokenizerFast
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.families import WeightRule
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.learner import SampledTexts
+from tpu_grpo.rollout.replicas import Replicas
+from tpu_grpo.rollout.sampler import EVALUATION_SAMPLE, sampling_params
+from tpu_grpo.types import Request, SampleKey, SyncResult
+from tpu_grpo.weights.copies import CopyCheck
+from tpu_grpo.weights.sync import WeightSync, named_leaves
+
+
+class Policy:
+    """Engines that take the trainer's parameters: the joint between learner, weights and rollout."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        rules: Sequence[WeightRule],
+        tokenizer: PreTrainedTokenizerFast,
+        config: RunConfig,
+        hosts: Hosts,
+    ):
+        self.replicas = replicas
+        self._rules = rules
+        self._tokenizer = tokenizer
+        self._config = config
+        self._hosts = hosts
+        self._sync: WeightSync | None = None
+        self._checks: tuple[CopyCheck, CopyCheck] | None = None
+
+    def install(self, params: nnx.State) -> SyncResult:
+        """Move the trainer's parameters into every replica and forget what older ones computed.
+
+        Raises:
+            LockstepError: if copies of a parameter differ between hosts.
+        """
+        leaves = named_leaves(params)
+        if self._sync is None:
+            self._sync = WeightSync(self._rules, leaves, self.replicas.weight_specs)
+        weights, result = self._sync(leaves)
+        self._check_copies(leaves, weights)
+        self.replicas.install_weights(weights)
+        return result
+
+    def _check_copies(self, leaves: Mapping[str, jax.Array], weights: Mapping[str, jax.Array]) -> None:
+        if self._hosts.count == 1:
+            return
+        if self._checks is None:
+            self._checks = CopyCheck("trainer", leaves), CopyCheck("sampler", weights)
+        for check, held in zip(self._checks, (leaves, weights), strict=True):
+            check(held, self._hosts)
+
+    def generate_texts(self, prompts: Sequence[str], config: Any) -> SampledTexts:
+        """Completions of rendered prompts, for Tunix's own loops; ``config`` is Tunix's RolloutConfig."""
+        del config  # the run's settings hold
+        encoded = [tuple(self._tokenizer.encode(prompt, add_special_tokens=False)) for prompt in prompts]
+        sampling, seed = sampling_params(self._config), self._config.run.seed
+        requests = [
+            Request(ids, sampling, SampleKey(seed, 0, row, EVALUATION_SAMPLE + 1)) for row, ids in enumerate(encoded)
+        ]
+        completions = tuple(self.replicas.generate(requests))
+        texts = tuple(self._tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions)
+        return SampledTexts(tuple(encoded), completions, texts)

@@ -1,0 +1,80 @@
+"""A layer of experts for the sampler's model, in place of sglang-jax's ``EPMoE`` and with its constructor and weights.
+
+Experts are split over the mesh. Every device has all tokens: it computes what its own experts give for them, and the
+results are added up over the devices. No token is ever dropped.
+
+Arrays: T tokens, D width, E experts (e on this device), K experts per token, F hidden width of an expert.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+AXES = ("data", "tensor")
+"""Axes of the sampler's mesh that experts are split over."""
+
+
+class Experts(nnx.Module):
+    """Gated MLPs, of which each token uses the ``num_experts_per_tok`` that its router scores highest."""
+
+    def __init__(
+        self,
+        *,
+        config: Any,
+        num_experts: int,
+        num_experts_per_tok: int,
+        intermediate_dim: int,
+        mesh: Mesh,
+        weight_dtype: jnp.dtype,
+        **_: Any,
+    ):
+        def param(*shape: int) -> nnx.Param:
+            init = nnx.with_partitioning(nnx.initializers.normal(), (AXES, None, None))
+            return nnx.Param(init(jax.random.key(0), shape, weight_dtype))
+
+        self.experts_per_token = num_experts_per_tok
+        self.mesh = mesh
+        self.wi_0 = param(num_experts, config.hidden_size, intermediate_dim)  # gate
+        self.wi_1 = param(num_experts, config.hidden_size, intermediate_dim)  # up
+        self.wo = param(num_experts, intermediate_dim, config.hidden_size)  # down
+
+    def __call__(self, inputs: Float[Array, "T D"], router_logits: Float[Array, "T E"]) -> Float[Array, "T D"]:
+        """The sum of each token's experts, by the softmax of their scores, which add up to one."""
+        scores_TK, experts_TK = jax.lax.top_k(router_logits.astype(jnp.float32), self.experts_per_token)
+        weights_TK = jax.nn.softmax(scores_TK).astype(inputs.dtype)
+        by_expert = P(AXES, None, None)
+        mixed: Any = jax.shard_map(
+            _mix_own_experts,
+            mesh=self.mesh,
+            in_specs=(P(), P(), P(), by_expert, by_expert, by_expert),
+            out_specs=P(),
+        )
+        return mixed(inputs, weights_TK, experts_TK, self.wi_0.value, self.wi_1.value, self.wo.value)
+
+
+def _mix_own_experts(
+    x_TD: Float[Array, "T D"],
+    weights_TK: Float[Array, "T K"],
+    experts_TK: Int[Array, "T K"],
+    gate_eDF: Float[Array, "e D F"],
+    up_eDF: Float[Array, "e D F"],
+    down_eFD: Float[Array, "e F D"],
+) -> Float[Array, "T D"]:
+    """On one device: rows, one per (token, expert), are sorted by expert; those of other devices' experts come last."""
+    own, per_token = gate_eDF.shape[0], experts_TK.shape[1]
+    local = experts_TK.reshape(-1) - jax.lax.axis_index(AXES) * own
+    local = jnp.where((local >= 0) & (local < own), local, own)
+    order = jnp.argsort(local)
+    tokens, sizes = order // per_token, jnp.bincount(local, length=own)
+    x = x_TD[tokens]
+    hidden = jax.nn.silu(jax.lax.ragged_dot(x, gate_eDF, sizes)) * jax.lax.ragged_dot(x, up_eDF, sizes)
+    out = jax.lax.ragged_dot(hidden, down_eFD, sizes)
+    is_own = (local[order] < own)[:, None]  # what ragged_dot leaves in the rows beyond is not defined
+    weighted = jnp.where(is_own, out.astype(jnp.float32) * weights_TK.reshape(-1)[order][:, None], 0.0)
+    sum_TD = jnp.zeros(x_TD.shape, jnp.float32).at[tokens].add(weighted)
+    return jax.lax.psum(sum_TD.astype(x_TD.dtype), AXES)
