@@ -81,7 +81,7 @@ def test_no_table_is_gathered(tmp_path: Path, tied: bool, tensor: int) -> None:
             step = runner.step_program.lower(
                 list(runner.weight_specs.values()), runner.token_to_kv_pool.kv_buffer, inputs, mode=mode
             )
-        collectives = moved(step.compile().as_text())
+        collectives = moved(step.compile().as_text() or "")
         assert ("all-reduce", rows * WIDTH) in collectives  # the looked-up rows of the embedding
         share = 8 // tensor * VOCABULARY // tensor
         assert ("all-to-all", share) in collectives  # the logits
@@ -101,7 +101,7 @@ def test_pinning_the_logits_is_needed() -> None:
     hidden = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P()))
     table = jax.ShapeDtypeStruct((VOCABULARY, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P("tensor", None)))
     program = jax.jit(logits, static_argnames="pinned")
-    found = {pinned: moved(program.lower(hidden, table, pinned=pinned).compile().as_text()) for pinned in (True, False)}
+    found = {p: moved(program.lower(hidden, table, pinned=p).compile().as_text() or "") for p in (True, False)}
     assert found == {True: [("all-to-all", 2 * VOCABULARY // 4)], False: [("all-gather", VOCABULARY * WIDTH)]}
 
 
