@@ -52,7 +52,8 @@ def work(arguments: list[str]) -> None:
     from tpu_grpo.rollout.engine import EngineOptions
     from tpu_grpo.rollout.replicas import Replicas
     from tpu_grpo.types import Request, SampleKey, SamplingParams
-    from tpu_grpo.weights.sync import WeightSync, named_leaves
+    from tpu_grpo.weights.plan import named_leaves
+    from tpu_grpo.weights.sync import WeightSync
 
     directory, devices = Path(own["model"]), by_host(jax.devices())
     mesh = Mesh(np.asarray(devices).reshape(DEVICES, 1), ("fsdp", "tp"))

@@ -37,7 +37,8 @@ from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.models import load_model, read_checkpoint
 from tpu_grpo.rollout.engine import Engine, EngineOptions, engine_mesh
 from tpu_grpo.types import Request, SampleKey, SamplingParams
-from tpu_grpo.weights.sync import WeightSync, named_leaves
+from tpu_grpo.weights.plan import named_leaves
+from tpu_grpo.weights.sync import WeightSync
 
 PROMPTS, GROUP, PROMPT_TOKENS, LONGEST, VOCABULARY = 8, 8, 30, 256, 512
 LAYERS, KV_HEADS, HEAD_DIM = 4, 4, 32

@@ -15,7 +15,8 @@ from tpu_grpo.rollout.replicas import Replicas
 from tpu_grpo.rollout.sampler import EVALUATION_SAMPLE, sampling_params
 from tpu_grpo.types import Request, SampleKey, SyncResult
 from tpu_grpo.weights.copies import CopyCheck
-from tpu_grpo.weights.sync import WeightSync, named_leaves
+from tpu_grpo.weights.plan import named_leaves
+from tpu_grpo.weights.sync import WeightSync
 
 
 class Policy:
@@ -45,7 +46,8 @@ class Policy:
         """
         leaves = named_leaves(params)
         if self._sync is None:
-            self._sync = WeightSync(self._rules, leaves, self.replicas.weight_specs)
+            bound = self._config.meshes.sync_temporary_mib * 2**20
+            self._sync = WeightSync(self._rules, leaves, self.replicas.weight_specs, temporary_bytes=bound)
         weights, result = self._sync(leaves)
         self._check_copies(leaves, weights)
         self.replicas.install_weights(weights)

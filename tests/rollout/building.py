@@ -13,7 +13,8 @@ from tests.models.forward import compiled_logprobs, trainer_mesh
 from tpu_grpo.models import load_model, read_checkpoint
 from tpu_grpo.rollout.engine import Engine, EngineOptions, engine_mesh
 from tpu_grpo.types import Completion, Request, SampleKey, SamplingParams
-from tpu_grpo.weights.sync import WeightSync, named_leaves
+from tpu_grpo.weights.plan import named_leaves
+from tpu_grpo.weights.sync import WeightSync
 
 CONTEXT = 96
 GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_stop=True)

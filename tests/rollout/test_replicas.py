@@ -20,7 +20,8 @@ from tpu_grpo.rollout.engine import EngineOptions
 from tpu_grpo.rollout.packing import pack, unpack
 from tpu_grpo.rollout.replicas import Replica, Replicas, cut, deal
 from tpu_grpo.types import Completion, Request, SamplingParams
-from tpu_grpo.weights.sync import WeightSync, named_leaves
+from tpu_grpo.weights.plan import named_leaves
+from tpu_grpo.weights.sync import WeightSync
 
 OPTIONS = EngineOptions(context_tokens=CONTEXT, stop_token_ids=frozenset({1}), max_running_requests=8)
 

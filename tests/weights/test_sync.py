@@ -1,6 +1,6 @@
 """The plan of a sync and its numbers, leaf by leaf; the engine's use of them is tested in tests/rollout."""
 
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from tpu_grpo.errors import WeightsError
 from tpu_grpo.families import FAMILIES
-from tpu_grpo.weights.sync import Spec, WeightSync, plan_sync
+from tpu_grpo.metrics.compilations import CompilationCounter
+from tpu_grpo.weights.plan import Spec, plan_sync
+from tpu_grpo.weights.sync import WeightSync
 
 HEADS, KV_HEADS, WIDTH, HIDDEN, FFN, VOCAB = 4, 2, 3, 8, 6, 10
 RULES = FAMILIES["qwen3"].weight_rules(None)  # the same for every config
@@ -132,13 +134,21 @@ def test_casts_on_the_way() -> None:
 def test_one_compilation_for_all_syncs() -> None:
     source = trainer()
     sync = WeightSync(RULES, source, sampler())
+    scale = jax.jit(lambda leaves, factor: {name: leaf * factor for name, leaf in leaves.items()})
+    before = {}
     for factor in (1.0, 2.0, 3.0):
-        scaled = {name: leaf * factor for name, leaf in source.items()}
-        weights, _ = sync(scaled)
+        scaled = scale(source, factor)
+        with CompilationCounter() as compilations:
+            weights, _ = sync(scaled)
+        assert compilations.count == 0
         np.testing.assert_array_equal(
             np.asarray(weights["lm_head.embedding"]), factor * np.asarray(source["lm_head.w"]).T
         )
-    assert cast(Any, sync._transform)._cache_size() == 1
+        assert all(array.is_deleted() for array in before.values())  # what a sync wrote is freed by the next
+        before = {move.target: weights[move.target] for move in sync.moves if not move.shared}
+    sync.release()
+    assert all(array.is_deleted() for array in before.values())
+    assert not any(weights[move.target].is_deleted() for move in sync.moves if move.shared)
 
 
 def test_names_that_match_on_one_side_only_are_listed() -> None:

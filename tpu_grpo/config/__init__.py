@@ -2,7 +2,8 @@
 
     config = load_config("configs/demo_cpu.yaml", ["run.seed=1", "optimizer.learning_rate=3e-4"])
 
-    sections.py   the settings themselves: read this; devices.py: those of meshes and hosts
+    sections.py   the settings themselves: read this
+    places.py     those of devices and processes
     rules.py      what must hold between settings of different sections
     loading.py    YAML and overrides -> RunConfig, with errors people can act on
     listing.py    every setting with its type and default, for --help
@@ -11,11 +12,11 @@
 Imports nothing heavy, so that ``--help`` and a typing error cost nothing.
 """
 
-from tpu_grpo.config.base import Section
-from tpu_grpo.config.devices import HostsSection, MeshesSection
 from tpu_grpo.config.listing import settings
 from tpu_grpo.config.loading import load_config, parse_config
+from tpu_grpo.config.places import HostsSection, MeshesSection
 from tpu_grpo.config.rules import CACHE_MARGIN_TOKENS
+from tpu_grpo.config.section import Section
 from tpu_grpo.config.sections import (
     BUILTIN,
     AlgorithmSection,

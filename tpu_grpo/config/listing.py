@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
-from tpu_grpo.config.base import Section
-from tpu_grpo.config.sections import RewardSpec, RunConfig
+from tpu_grpo.config.sections import RewardSpec, RunConfig, Section
 
 
 def settings() -> Iterator[tuple[str, str, str, str]]:

@@ -7,9 +7,9 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from tpu_grpo.config import rules
-from tpu_grpo.config.base import PositiveInt, Section
-from tpu_grpo.config.devices import HostsSection, MeshesSection
 from tpu_grpo.config.dialect import Dumper
+from tpu_grpo.config.places import HostsSection, MeshesSection
+from tpu_grpo.config.section import PositiveInt, Section
 
 BUILTIN = "builtin:"
 

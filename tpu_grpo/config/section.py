@@ -1,4 +1,4 @@
-"""What every section of the config is."""
+"""What every section of a config is made of."""
 
 from typing import Annotated, Any, get_args
 

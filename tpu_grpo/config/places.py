@@ -1,10 +1,10 @@
-"""Settings of the machines: how devices are used, and the processes that drive them."""
+"""Where a run computes: meshes and processes."""
 
 from typing import Literal
 
 from pydantic import Field
 
-from tpu_grpo.config.base import PositiveInt, Section
+from tpu_grpo.config.section import PositiveInt, Section
 
 
 class TrainerMeshSection(Section):
@@ -30,8 +30,11 @@ class SamplerMeshSection(Section):
 class MeshesSection(Section):
     """How devices are used."""
 
-    layout: Literal["shared"] = "shared"
-    """shared: trainer and sampler both use the devices, in turn."""
+    layout: Literal["shared", "split"] = "shared"
+    """shared: trainer and sampler both use all devices, in turn; split: of every host's devices the first half is the
+    trainer's and the second the sampler's."""
+    sync_temporary_mib: PositiveInt = 256
+    """Memory in MiB that moving the weights may need per device, beside the weights themselves."""
     trainer: TrainerMeshSection = TrainerMeshSection()
     sampler: SamplerMeshSection = SamplerMeshSection()
 

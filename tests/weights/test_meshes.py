@@ -1,0 +1,152 @@
+"""Every pair of meshes, shared and split: leaves land bit for bit, and a round trip gives the trainer's back."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.families.layouts import WeightRule, flatten, flatten_kv, same, transpose
+from tpu_grpo.weights.plan import group_moves
+from tpu_grpo.weights.sync import WeightSync
+
+WIDTH, HEADS, HIDDEN, VOCAB, LAYERS = 4, 8, 16, 24, 3
+RULES = (
+    WeightRule("embed", "embed", same),
+    WeightRule("head", "head", transpose),
+    WeightRule("layers.*.q", "layers.*.q", flatten),
+    WeightRule("layers.*.k", "layers.*.k", flatten_kv),
+    WeightRule("layers.*.norm", "layers.*.norm", same),
+)
+
+
+def trainer_leaves(devices: list[jax.Device], fsdp: int, tp: int, kv_heads: int) -> dict[str, jax.Array]:
+    mesh = Mesh(np.asarray(devices).reshape(fsdp, tp), ("fsdp", "tp"))
+    kv_axis = "tp" if kv_heads % tp == 0 else None
+    layout = {
+        "embed": ((VOCAB, HIDDEN), P("tp", "fsdp")),
+        "head": ((HIDDEN, VOCAB), P("fsdp", "tp")),
+        "q": ((HIDDEN, HEADS, WIDTH), P("fsdp", "tp", None)),
+        "k": ((HIDDEN, kv_heads, WIDTH), P("fsdp", kv_axis, None)),
+        "norm": ((HIDDEN,), P()),
+    }
+    names = ["embed", "head", *(f"layers.{n}.{leaf}" for n in range(LAYERS) for leaf in ("q", "k", "norm"))]
+    leaves = {}
+    for number, name in enumerate(names):
+        shape, spec = layout[name.rpartition(".")[2]]
+        values = np.random.default_rng(number).normal(size=shape).astype(np.float32)
+        leaves[name] = jax.device_put(values, NamedSharding(mesh, spec))
+    return leaves
+
+
+def sampler_specs(
+    devices: list[jax.Device], tensor: int, kv_heads: int, dtype: str = "float32"
+) -> dict[str, jax.ShapeDtypeStruct]:
+    replicas = len(devices) // tensor
+    mesh = Mesh(np.asarray(devices).reshape(replicas, tensor, 1), ("data", "tensor", "expert"))
+    kv = max(kv_heads, tensor)
+    layout = {
+        "embed": ((VOCAB, HIDDEN), P("tensor", None)),
+        "head": ((VOCAB, HIDDEN), P()),
+        "q": ((HIDDEN, HEADS * WIDTH), P(None, "tensor")),
+        "k": ((HIDDEN, kv * WIDTH), P(None, "tensor")),
+        "norm": ((HIDDEN,), P()),
+    }
+    names = ["embed", "head", *(f"layers.{n}.{leaf}" for n in range(LAYERS) for leaf in ("q", "k", "norm"))]
+    return {
+        name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
+        for name in names
+        for shape, spec in [layout[name.rpartition(".")[2]]]
+    }
+
+
+def back(name: str, leaf: np.ndarray, kv_heads: int) -> np.ndarray:
+    """The trainer's leaf, of the sampler's."""
+    match name.rpartition(".")[2]:
+        case "head":
+            return leaf.T
+        case "q":
+            return leaf.reshape(HIDDEN, HEADS, WIDTH)
+        case "k":
+            heads = leaf.reshape(HIDDEN, -1, WIDTH)
+            return heads[:, :: heads.shape[1] // kv_heads]
+    return leaf
+
+
+PAIRS = [
+    (layout, fsdp, tp, tensor, kv_heads)
+    for layout, sizes, tensors in (
+        ("shared", [(4, 1), (2, 2), (1, 4)], (1, 2, 4)),
+        ("split", [(2, 1), (1, 2)], (1, 2)),
+    )
+    for (fsdp, tp), tensor, kv_heads in itertools.product(sizes, tensors, (1, 2, 4))
+]
+
+
+@pytest.mark.parametrize(("layout", "fsdp", "tp", "tensor", "kv_heads"), PAIRS)
+def test_a_round_trip_is_bit_equal(layout: str, fsdp: int, tp: int, tensor: int, kv_heads: int) -> None:
+    devices = jax.devices()
+    own, theirs = (devices, devices) if layout == "shared" else (devices[:2], devices[2:])
+    source = trainer_leaves(own, fsdp, tp, kv_heads)
+    target = sampler_specs(theirs, tensor, kv_heads)
+    weights, result = WeightSync(RULES, source, target)(source)
+    assert list(weights) == list(target)
+    for name, array in weights.items():
+        assert (array.shape, array.sharding) == (target[name].shape, target[name].sharding)
+        assert array.sharding.device_set == set(theirs)
+        np.testing.assert_array_equal(back(name, np.asarray(array), kv_heads), np.asarray(source[name]))
+    shared = {name for name in source if layout == "shared" and name.endswith("norm")}
+    shared |= {"embed"} if (layout, tp, tensor, fsdp) == ("shared", 4, 4, 1) else set()
+    assert result.bytes_moved == sum(spec.size * 4 for name, spec in target.items() if name not in shared)
+
+
+@pytest.mark.parametrize("layout", ["shared", "split"])
+def test_casts_on_the_way_round_as_numpy_does(layout: str) -> None:
+    devices = jax.devices()
+    source = trainer_leaves(devices[:2], 2, 1, 2)
+    target = sampler_specs(devices[:2] if layout == "shared" else devices[2:], 2, 2, "bfloat16")
+    weights, _ = WeightSync(RULES, source, target)(source)
+    for name, array in weights.items():
+        expected = np.asarray(source[name]).astype(jnp.bfloat16)
+        np.testing.assert_array_equal(back(name, np.asarray(array), 2), expected)
+
+
+@pytest.mark.parametrize("layout", ["shared", "split"])
+def test_temporary_memory_stays_within_the_bound(layout: str) -> None:
+    """By the compiled programs' own account; layers that are alike share a program."""
+    devices = jax.devices()
+    if layout == "shared":
+        source, target, bound = trainer_leaves(devices, 4, 1, 2), sampler_specs(devices, 4, 2), 3000
+    else:
+        source, target, bound = trainer_leaves(devices[:2], 2, 1, 2), sampler_specs(devices[2:], 1, 2), 5000
+    whole = WeightSync(RULES, source, target, temporary_bytes=2**30)
+    assert len(whole.groups) == 1
+    sync = WeightSync(RULES, source, target, temporary_bytes=bound)
+    assert len(sync.groups) > 2
+    assert 0 < sync.temporary_bytes <= bound < whole.temporary_bytes
+    assert len(sync._programs) < len(sync.groups)
+    weights, _ = sync(source)
+    for name, array in whole(source)[0].items():
+        np.testing.assert_array_equal(np.asarray(weights[name]), np.asarray(array))
+    with pytest.raises(ConfigError, match=r"meshes.sync_temporary_mib must hold what moving \S+ needs, 0\.0 MiB"):
+        WeightSync(RULES, source, target, temporary_bytes=100)
+
+
+def test_layers_move_together_where_they_fit() -> None:
+    devices = jax.devices()
+    source, target = trainer_leaves(devices[:2], 2, 1, 2), sampler_specs(devices[:2], 1, 2)
+    moves = [move for move in WeightSync(RULES, source, target).moves if not move.shared]
+    layer = 4 * HIDDEN * WIDTH * (HEADS + 2)  # q and k; the norm is shared
+    table = 4 * VOCAB * HIDDEN
+
+    def names(limit: int) -> list[list[str]]:
+        return [[move.target for move in group] for group in group_moves(moves, limit)]
+
+    q_and_k = [[f"layers.{n}.q", f"layers.{n}.k"] for n in range(LAYERS)]
+    assert names(2 * table) == [["embed", "head"], *q_and_k]
+    assert names(2 * layer) == [["embed", "head"], q_and_k[0] + q_and_k[1], q_and_k[2]]
+    assert names(table) == [["embed"], ["head"], *([name] for pair in q_and_k for name in pair)]

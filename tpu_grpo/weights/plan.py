@@ -1,0 +1,146 @@
+"""The plan of a weight sync: which leaf of the trainer becomes which of the sampler, and in which groups they move.
+
+    moves = plan_sync(checkpoint.weight_rules, named_leaves(trainer_params), replicas.weight_specs)
+    groups = group_moves([move for move in moves if not move.shared], limit_bytes=256 * 2**20)
+
+A leaf whose shape, type and layout are the same on both sides is shared, not copied; that is safe because the trainer
+never donates its parameters.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import Array
+
+from tpu_grpo.errors import WeightsError
+from tpu_grpo.families import Transform, WeightRule, same
+
+Leaves = Mapping[str, Array]
+Spec = jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True)
+class LeafMove:
+    """How one sampler leaf comes about."""
+
+    source: str
+    target: str
+    transform: Transform
+    source_spec: Spec
+    spec: Spec
+    shared: bool
+
+    @property
+    def bytes(self) -> int:
+        """Size of the sampler's leaf; 0 when it is shared."""
+        return 0 if self.shared else int(np.prod(self.spec.shape)) * self.spec.dtype.itemsize
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What a program that carries it out depends on; the names are not among it."""
+        source, target = self.source_spec, self.spec
+        return self.transform, *((s.shape, s.dtype, s.sharding) for s in (source, target))
+
+
+def named_leaves(params: nnx.State) -> dict[str, Array]:
+    """The arrays of a trainer's state by dotted path, e.g. ``layers.0.attn.q_proj.w``."""
+    return {".".join(map(str, path)): leaf.value for path, leaf in nnx.to_flat_state(params)}
+
+
+def plan_sync(
+    rules: Sequence[WeightRule], source: Leaves | Mapping[str, Spec], target: Mapping[str, Spec]
+) -> tuple[LeafMove, ...]:
+    """Match every leaf of the trainer with a leaf of the sampler.
+
+    Raises:
+        WeightsError: listing the names that match on one side only, or leaves whose shapes do not correspond.
+    """
+    found = {name: _match(name, rules) for name in source}
+    filled_by = {match[1]: (name, match[0]) for name, match in found.items() if match is not None}
+    unknown = sorted(name for name, match in found.items() if match is None)
+    missing, extra = sorted(target.keys() - filled_by.keys()), sorted(filled_by.keys() - target.keys())
+    if unknown or missing or extra:
+        raise WeightsError(
+            f"trainer and sampler parameters do not correspond: trainer leaves without a rule {unknown}, "
+            f"sampler leaves that nothing fills {missing}, rules whose target the sampler lacks {extra}"
+        )
+    pairs = ((name, spec, *filled_by[name]) for name, spec in target.items())
+    return tuple(_move(source_name, source[source_name], rule, name, spec) for name, spec, source_name, rule in pairs)
+
+
+def group_moves(moves: Sequence[LeafMove], limit_bytes: int) -> list[tuple[LeafMove, ...]]:
+    """Moves that are carried out by one program each, of at most ``limit_bytes``; a larger leaf is alone.
+
+    A layer's moves stay together where they fit, and as many whole layers as fit make a group, so that the groups of
+    equal layers are alike and share a program.
+    """
+    groups: list[list[LeafMove]] = [[]]
+    for unit in _units(moves, limit_bytes):
+        if groups[-1] and _bytes([*groups[-1], *unit]) > limit_bytes:
+            groups.append([])
+        groups[-1] += unit
+    return [tuple(group) for group in groups if group]
+
+
+def _units(moves: Sequence[LeafMove], limit_bytes: int) -> Iterator[list[LeafMove]]:
+    """Layers, and leaves outside of them; layers that are too large leaf by leaf."""
+    units: dict[str, list[LeafMove]] = {}
+    for move in moves:
+        layer = re.search(r"\.\d+\.", move.target)
+        units.setdefault(layer[0] if layer else move.target, []).append(move)
+    for unit in units.values():
+        if _bytes(unit) <= limit_bytes:
+            yield unit
+        else:
+            yield from ([move] for move in unit)
+
+
+def _bytes(moves: Iterable[LeafMove]) -> int:
+    return sum(move.bytes for move in moves)
+
+
+def _match(name: str, rules: Sequence[WeightRule]) -> tuple[WeightRule, str] | None:
+    for rule in rules:
+        if found := re.fullmatch(re.escape(rule.source).replace(r"\*", r"(\d+)"), name):
+            return rule, rule.target.replace("*", found.group(1)) if found.groups() else rule.target
+    return None
+
+
+def _move(name: str, leaf: Array | Spec, rule: WeightRule, target: str, spec: Spec) -> LeafMove:
+    try:
+        shape = jax.eval_shape(lambda x: rule.transform(x, spec.shape), leaf).shape
+    except (TypeError, ValueError, IndexError) as error:
+        raise WeightsError(f"{name} {list(leaf.shape)} cannot become {list(spec.shape)}: {error}") from error
+    if shape != spec.shape:
+        raise WeightsError(f"{name} {list(leaf.shape)} becomes {list(shape)}, the sampler wants {list(spec.shape)}")
+    shared = (
+        rule.transform is same and leaf.dtype == spec.dtype and _same_layout(leaf.sharding, spec.sharding, leaf.ndim)
+    )
+    source_spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    return LeafMove(name, target, rule.transform, source_spec, spec, shared)
+
+
+def _same_layout(source: Any, target: Any, rank: int) -> bool:
+    return source is not None and source.device_set == target.device_set and source.is_equivalent_to(target, rank)
+
+
+def describe_plan(moves: Sequence[LeafMove], groups: int) -> list[str]:
+    """A line per kind of leaf (layers together), and the sums."""
+    kinds: dict[tuple[str, ...], list[LeafMove]] = {}
+    for move in moves:
+        names = (re.sub(r"\.\d+\.", ".*.", name) for name in (move.source, move.target))
+        how = "shared" if move.shared else getattr(move.transform, "__name__", str(move.transform))
+        types = f"{move.source_spec.dtype} -> {move.spec.dtype}"
+        kinds.setdefault((*names, how, types), []).append(move)
+    lines = [
+        f"  {len(found):3d} x {source} -> {target}  {how}, {types}, {_bytes(found) / 2**20:,.1f} MiB"
+        for (source, target, how, types), found in kinds.items()
+    ]
+    shared = sum(move.shared for move in moves)
+    total = f"{len(moves)} leaves, {shared} shared, {_bytes(moves) / 2**20:,.1f} MiB move in {groups} programs"
+    return [total, *lines]
