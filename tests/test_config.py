@@ -52,6 +52,7 @@ def file_message(path: Path, text: str | bytes) -> str:
         ("rollout.temperature", 1.0),
         ("rollout.max_new_tokens", 256),
         ("rollout.batch_paddings", None),
+        ("rollout.release_during_update", False),
         ("algorithm.group_size", 8),
         ("algorithm.beta", 0.0),
         ("algorithm.iterations", 1),
@@ -352,6 +353,14 @@ def test_the_cache_holds_one_whole_request(page_size: int, needed: int) -> None:
         "prompts or completions"
     )
     assert load_config(None, [*sizes, f"rollout.kv_tokens={needed}"]).rollout.kv_tokens == needed
+
+
+def test_releasing_memory_needs_shared_devices() -> None:
+    assert message("rollout.release_during_update=true", "meshes.layout=split") == (
+        "rollout.release_during_update=true needs meshes.layout=shared, got split; the engines then hold nothing on "
+        "the trainer's devices: leave it false"
+    )
+    assert load_config(None, ["rollout.release_during_update=true"]).rollout.release_during_update
 
 
 def test_native_attention_has_pages_of_one() -> None:

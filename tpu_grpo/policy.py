@@ -53,6 +53,15 @@ class Policy:
         self.replicas.install_weights(weights)
         return result
 
+    def release(self) -> None:
+        """Free what only the engines need, caches and weights of their own, until the next ``install``.
+
+        Leaves that the engines share with the trainer stay the trainer's.
+        """
+        assert self._sync is not None, "install comes before release"
+        self.replicas.release()
+        self._sync.release()
+
     def _check_copies(self, leaves: Mapping[str, jax.Array], weights: Mapping[str, jax.Array]) -> None:
         if self._hosts.count == 1:
             return

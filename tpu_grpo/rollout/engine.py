@@ -170,7 +170,13 @@ class Engine:
             WeightsError: if names, shapes or types are not those of ``weight_specs``.
         """
         self._scheduler.runner.install_weights(weights)
+        self._scheduler.runner.restore_cache()
         self._scheduler.forget_prefixes()
+
+    def release(self) -> None:
+        """Free the cache and let go of the parameters, until ``install_weights``; only between generations."""
+        self._scheduler.forget_prefixes()
+        self._scheduler.runner.release()
 
     def compile_all(self) -> int:
         """Compile every shape now; returns the number of programs."""
@@ -192,6 +198,7 @@ class Engine:
 
     def begin(self, requests: Sequence[Request]) -> Generation:
         """Start on requests, to be advanced step by step; one generation at a time. Raises as ``generate`` does."""
+        assert self._scheduler.runner.weights is not None, "install_weights comes before a generation"
         self.check(requests)
         return Generation(self._scheduler, requests, self.options.stop_token_ids, share=self.options.prefix_cache)
 

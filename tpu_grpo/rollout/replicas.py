@@ -135,6 +135,11 @@ class Replicas:
         for engine in self.engines.values():
             engine.install_weights({name: _part(array, engine, name) for name, array in weights.items()})
 
+    def release(self) -> None:
+        """Free every cache and let go of the parameters, until ``install_weights``."""
+        for engine in self.engines.values():
+            engine.release()
+
     def compile_all(self) -> int:
         """Compile every shape of every engine now, engines side by side; returns the number of programs."""
         with ThreadPoolExecutor(len(self.engines)) as pool:

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -112,6 +113,27 @@ class Runner(ModelRunner):
                     f"{name} must be {spec.dtype}{list(spec.shape)}, got {array.dtype}{list(array.shape)}"
                 )
         self.weights = [weights[name] for name in specs]
+
+    # --- memory between rollouts -------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Delete the cache and let go of the parameters; both are back before the next step."""
+        self.weights = None
+        for layer in self.token_to_kv_pool.kv_buffer:
+            layer.delete()
+
+    def restore_cache(self) -> None:
+        """Make a cache that was deleted anew, empty."""
+        pool = self.token_to_kv_pool
+        if any(layer.is_deleted() for layer in pool.kv_buffer):
+            pool.kv_buffer = [self._empty_layer() for _ in pool.kv_buffer]
+
+    @cached_property
+    def _empty_layer(self) -> Any:
+        """() -> one layer's cache; compiled at the first call."""
+        layer = self.token_to_kv_pool.kv_buffer[0]
+        shape, dtype, sharding = layer.shape, layer.dtype, self.token_to_kv_pool.kv_sharding
+        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
