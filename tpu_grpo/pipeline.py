@@ -109,6 +109,7 @@ class Run:
             update = parts.learner.update(scored)
         with stage(f"weight sync of step {step}"):
             sync = parts.policy.install(parts.learner.params())
+            probed = parts.probe.after_sync(step)
         if _every(step, self.config.logging.samples_every):
             self.log.samples(step, scored, update.advantages)
         self.log.step(
@@ -117,6 +118,7 @@ class Run:
                 **rollout_metrics(scored),
                 **update_metrics(update),
                 **sync_metrics(sync),
+                **({} if probed is None else {"agreement/probe": probed}),
                 "compile/count": self.compilations.count,
                 **self._evaluate_if_due(step),
             }

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpu_grpo.rollout.engine import engine_mesh
-from tpu_grpo.rollout.experts import AXES, Experts
+from tpu_grpo.rollout.experts import AXIS, Experts
 
 TOKENS, WIDTH, EXPERTS, PER_TOKEN, HIDDEN = 10, 6, 8, 3, 5
 
@@ -47,6 +47,6 @@ def test_every_token_gets_its_experts(devices: int, crowded: bool) -> None:
             weight_dtype=jnp.float32,
         )
     for param, values in ((layer.wi_0, gate), (layer.wi_1, up), (layer.wo, down)):
-        param.value = jax.device_put(values.astype(np.float32), NamedSharding(mesh, P(AXES)))
+        param.value = jax.device_put(values.astype(np.float32), NamedSharding(mesh, P(AXIS)))
     got = nnx.jit(lambda m, *inputs: m(*inputs))(layer, x.astype(np.float32), logits.astype(np.float32))
     np.testing.assert_allclose(got, reference(x, logits, gate, up, down), atol=1e-5)

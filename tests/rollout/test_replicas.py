@@ -1,6 +1,7 @@
 """Replicas on four devices: how devices are cut and requests dealt, and that neither changes a token."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,8 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tests.models.random_checkpoint import write_random_qwen3
-from tests.rollout.building import CONTEXT, PROMPTS, policy, requests, tokens
+from tests.models.random_checkpoint import write_random, write_random_qwen3
+from tests.rollout.building import CONTEXT, PROMPTS, disagreement, policy, requests, tokens
 from tpu_grpo.errors import ConfigError, RequestError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models import read_checkpoint
@@ -106,8 +107,10 @@ def model(checkpoint: Path) -> nnx.Module:
     return policy(checkpoint)
 
 
-def build(checkpoint: Path, model: nnx.Module, tensor: int) -> tuple[Replicas, dict[str, jax.Array]]:
-    replicas = Replicas.build(checkpoint, jax.devices(), tensor, OPTIONS, Hosts())
+def build(
+    checkpoint: Path, model: nnx.Module, tensor: int, options: EngineOptions = OPTIONS
+) -> tuple[Replicas, dict[str, jax.Array]]:
+    replicas = Replicas.build(checkpoint, jax.devices(), tensor, options, Hosts())
     everywhere = NamedSharding(replicas.mesh, PartitionSpec())
     leaves = {k: jax.device_put(v, everywhere) for k, v in named_leaves(nnx.state(model, nnx.Param)).items()}
     weights, _ = WeightSync(read_checkpoint(checkpoint).weight_rules, leaves, replicas.weight_specs)(leaves)
@@ -118,6 +121,17 @@ def build(checkpoint: Path, model: nnx.Module, tensor: int) -> tuple[Replicas, d
 @pytest.fixture(scope="module")
 def one_replica_tokens(checkpoint: Path, model: nnx.Module) -> list[list[int]]:
     return tokens(build(checkpoint, model, 4)[0].generate(requests(group=4)))
+
+
+def test_every_replica_has_all_experts(tmp_path: Path) -> None:
+    directory = write_random("qwen3_moe", tmp_path / "m", layers=1, scale=0.3)
+    experts = policy(directory)
+    replicas, weights = build(directory, experts, 2, replace(OPTIONS, batch_paddings=(8,), prefill_tokens=64))
+    router, gate = (weights[f"transformer.layers.0.{name}"] for name in ("moe_gate.kernel", "mlp.wi_0"))
+    assert {shard.data.shape for shard in router.addressable_shards} == {(64, 4)}  # of 8 experts, on one of 2 devices
+    assert {shard.data.shape for shard in gate.addressable_shards} == {(4, 64, 48)}
+    asked = requests(PROMPTS[1:3])
+    assert disagreement(experts, asked, replicas.generate(asked)) <= 1e-4
 
 
 @pytest.mark.parametrize("tensor", [1, 2])

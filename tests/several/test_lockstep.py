@@ -30,6 +30,7 @@ def test_tokens_and_parameters_are_those_of_one_process(
     assert outcome(tmp_path) == one_process
     progress = [line for line in ended.out.splitlines() if "step 3 of 3" in line]
     assert [line[:4] for line in progress] == ["[0] "]  # the others are quiet
+    assert not [line for line in ended.errors.splitlines() if "tpu_grpo" in line], ended.errors
     logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
     assert sorted(logs) == [f"host_{index}.log" for index in range(hosts)]
     for index in range(hosts):
@@ -59,6 +60,20 @@ def test_every_pair_of_meshes_samples_the_same_tokens(
     """
     options = ("hosts.check=step", "rollout.release_during_update=true")
     ended = run_hosts(2, 2, files, settings(tmp_path, meshes=mesh(fsdp, tp, tensor)), *options)
+    assert ended.code == 0, ended.errors
+    assert outcome(tmp_path)[0][0] == one_process[0][0]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "devices", "tensor"),
+    [(2, 2, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 4, 2), (2, 2, 1)))],
+)
+def test_trainer_and_sampler_on_devices_of_their_own(
+    files: Path, tmp_path: Path, one_process: tuple[list[str], str], hosts: int, devices: int, tensor: int
+) -> None:
+    """Two devices each: with tensor 2 on two hosts, the sampler's one replica spans both."""
+    meshes = {"layout": "split", "sampler": {"tensor": tensor}}
+    ended = run_hosts(hosts, devices, files, settings(tmp_path, meshes=meshes), "hosts.check=step")
     assert ended.code == 0, ended.errors
     assert outcome(tmp_path)[0][0] == one_process[0][0]
 

@@ -35,6 +35,11 @@ class MeshesSection(Section):
     trainer's and the second the sampler's."""
     sync_temporary_mib: PositiveInt = 256
     """Memory in MiB that moving the weights may need per device, beside the weights themselves."""
+    probe_every: int = Field(default=50, ge=0)
+    """Compare engines and trainer, by a few tokens and leaf by leaf, after the first sync and every this many; 0 is
+    never."""
+    probe_bound: float | None = Field(default=None, gt=0.0)
+    """Mean difference of log-probabilities that stops the run; 1e-3 in float32 and 0.2 in bfloat16 when unset."""
     trainer: TrainerMeshSection = TrainerMeshSection()
     sampler: SamplerMeshSection = SamplerMeshSection()
 

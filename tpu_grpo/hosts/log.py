@@ -24,14 +24,18 @@ def host_log(directory: Path, index: int) -> Iterator[None]:
     here.log = directory / f"host_{index}.log"
     handler = logging.FileHandler(here.log, encoding="utf-8")
     handler.setFormatter(logging.Formatter(f"%(asctime)s host {index} %(levelname)s %(name)s: %(message)s"))
-    logging.getLogger().addHandler(handler)
+    loggers = (logging.getLogger(), logger)
+    for each in loggers:
+        each.addHandler(handler)
     logger.setLevel(logging.INFO)
+    logger.propagate = False  # libraries hang handlers of the console on the root
     try:
         yield
     except BaseException:
         logger.exception("ended in stage %s by", here.stage)
         raise
     finally:
-        logging.getLogger().removeHandler(handler)
+        for each in loggers:
+            each.removeHandler(handler)
         handler.close()
         here.log = None

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Float
 from tunix.rl import rl_cluster as rl_cluster_lib
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
@@ -28,14 +29,14 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import ConfigError, DataError, NonFiniteError, RewardError
 from tpu_grpo.learner.adapter import RolloutAdapter, SamplingEngine
 from tpu_grpo.learner.checkpoints import Checkpoints
-from tpu_grpo.learner.digest import params_digest
+from tpu_grpo.learner.digest import params_digest, whole
 from tpu_grpo.learner.grpo import Grpo, GrpoAlgorithmConfig, TrainExample
 from tpu_grpo.learner.loss import agreement_metrics
 from tpu_grpo.learner.optimizer import UpdateRecord, build_optimizer, last_update
 from tpu_grpo.learner.repairs import Cluster
 from tpu_grpo.learner.rows import RowShape, group_advantages, train_rows
 from tpu_grpo.learner.trainer import CollectingTrainer, MicroStep
-from tpu_grpo.types import ScoredRollout, UpdateResult
+from tpu_grpo.types import Completion, ScoredRollout, UpdateResult
 
 Role = rl_cluster_lib.Role
 DATA_AXIS = "fsdp"
@@ -110,6 +111,15 @@ class Learner:
         seconds = time.perf_counter() - started
         metrics = {**_update_metrics(passes), "update/seconds": seconds}
         return UpdateResult(metrics=metrics, advantages=advantages, seconds=seconds)
+
+    def logprobs(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Float[np.ndarray, "B T"]:
+        """The policy's log-probability of every completion token, at the rollout's temperature, on every host.
+
+        B must divide over the trainer's rows (fsdp); T is ``rollout.max_new_tokens``, what is beyond a completion's
+        end means nothing.
+        """
+        rows = train_rows(prompts, completions, np.zeros(len(prompts)), self._shape)
+        return whole(self._grpo.policy_logprobs(rows))
 
     def params(self) -> nnx.State:
         """The policy's parameters as they are on the trainer's mesh."""

@@ -178,6 +178,12 @@ class Engine:
         self._scheduler.forget_prefixes()
         self._scheduler.runner.release()
 
+    def weight(self, name: str) -> Array:
+        """The parameter it samples with."""
+        runner = self._scheduler.runner
+        assert runner.weights is not None, "install_weights comes first"
+        return runner.weights[list(runner.weight_specs).index(name)]
+
     def compile_all(self) -> int:
         """Compile every shape now; returns the number of programs."""
         return self._scheduler.runner.compile_all()

@@ -15,8 +15,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-AXES = ("data", "tensor")
-"""Axes of the sampler's mesh that experts are split over."""
+AXIS = "tensor"
+"""Axis of the sampler's mesh that experts are split over."""
 
 
 class Experts(nnx.Module):
@@ -34,7 +34,7 @@ class Experts(nnx.Module):
         **_: Any,
     ):
         def param(*shape: int) -> nnx.Param:
-            init = nnx.with_partitioning(nnx.initializers.normal(), (AXES, None, None))
+            init = nnx.with_partitioning(nnx.initializers.normal(), (AXIS, None, None))
             return nnx.Param(init(jax.random.key(0), shape, weight_dtype))
 
         self.experts_per_token = num_experts_per_tok
@@ -47,7 +47,7 @@ class Experts(nnx.Module):
         """The sum of each token's experts, by the softmax of their scores, which add up to one."""
         scores_TK, experts_TK = jax.lax.top_k(router_logits.astype(jnp.float32), self.experts_per_token)
         weights_TK = jax.nn.softmax(scores_TK).astype(inputs.dtype)
-        by_expert = P(AXES, None, None)
+        by_expert = P(AXIS, None, None)
         mixed: Any = jax.shard_map(
             _mix_own_experts,
             mesh=self.mesh,
@@ -67,7 +67,7 @@ def _mix_own_experts(
 ) -> Float[Array, "T D"]:
     """On one device: rows, one per (token, expert), are sorted by expert; those of other devices' experts come last."""
     own, per_token = gate_eDF.shape[0], experts_TK.shape[1]
-    local = experts_TK.reshape(-1) - jax.lax.axis_index(AXES) * own
+    local = experts_TK.reshape(-1) - jax.lax.axis_index(AXIS) * own
     local = jnp.where((local >= 0) & (local < own), local, own)
     order = jnp.argsort(local)
     tokens, sizes = order // per_token, jnp.bincount(local, length=own)
@@ -77,4 +77,4 @@ def _mix_own_experts(
     is_own = (local[order] < own)[:, None]  # what ragged_dot leaves in the rows beyond is not defined
     weighted = jnp.where(is_own, out.astype(jnp.float32) * weights_TK.reshape(-1)[order][:, None], 0.0)
     sum_TD = jnp.zeros(x_TD.shape, jnp.float32).at[tokens].add(weighted)
-    return jax.lax.psum(sum_TD.astype(x_TD.dtype), AXES)
+    return jax.lax.psum(sum_TD.astype(x_TD.dtype), AXIS)

@@ -89,7 +89,7 @@ class Runner(ModelRunner):
         specs = nnx.to_flat_state(nnx.get_partition_spec(self._abstract))
         found = {}
         for (path, leaf), (_, spec) in zip(nnx.to_flat_state(self._abstract), specs, strict=True):
-            name, partition = ".".join(map(str, path)), spec.value or P()
+            name, partition = ".".join(map(str, path)), _whole_in_an_engine(spec.value)
             if self._splits_vocabulary and name.endswith(VOCABULARY_LEAVES):
                 partition = P("tensor", None)
             sharding = NamedSharding(self.mesh, partition)
@@ -195,6 +195,12 @@ class Runner(ModelRunner):
         for mode, size in sizes:
             self.run(mode, self.inputs.padding(mode, size))
         return len(sizes)
+
+
+def _whole_in_an_engine(spec: P | None) -> P:
+    """Without the axis "data", which counts the engines, while the library's router of experts is split over it."""
+    parts = [tuple(axis for axis in part if axis != "data") if isinstance(part, tuple) else part for part in spec or ()]
+    return P(*parts)
 
 
 def _logits_metadata(inputs: StepInputs, mode: ForwardMode) -> LogitsMetadata:
