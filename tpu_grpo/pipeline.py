@@ -103,6 +103,8 @@ class Run:
             self.hosts.agree(f"tokens of step {step}", tokens_digest(rollout.completions))
         with stage(f"rewards of step {step}"):
             scored = ScoredRollout(rollout, parts.task.rewards.score(rollout))
+        if self.config.rollout.release_during_update:
+            parts.policy.release()
         with stage(f"update of step {step}"):
             update = parts.learner.update(scored)
         with stage(f"weight sync of step {step}"):

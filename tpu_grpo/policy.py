@@ -53,6 +53,15 @@ class Policy:
         self.replicas.install_weights(weights)
         return result
 
+    def release(self) -> None:
+        """Free what only the engines need, caches and weights of their own, until the next ``install``.
+
+        Leaves that the engines share with the trainer stay the trainer's.
+        """
+        assert self._sync is not None, "install comes before release"
+        self.replicas.release()
+        self._sync.release()
+
     def worst_leaf(self, params: nnx.State) -> tuple[str, float]:
         """The parameter in which this host's engines are farthest from the trainer's, and by how much."""
         assert self._sync is not None, "install comes first"

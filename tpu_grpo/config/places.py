@@ -22,6 +22,9 @@ class SamplerMeshSection(Section):
     tensor: PositiveInt | None = None
     """Devices of one replica, over which the model's heads and hidden units are split; when unset, the fewest that
     hold at most 4 GiB of weights each."""
+    shard_vocab: bool | None = None
+    """Split the embedding and the output head over those devices by vocabulary. true: refuse a number of devices that
+    does not divide the vocabulary; false: a copy on every device; unset: split where it divides. Same tokens."""
 
 
 class MeshesSection(Section):

@@ -136,6 +136,11 @@ class Replicas:
         for engine in self.engines.values():
             engine.install_weights({name: _part(array, engine, name) for name, array in weights.items()})
 
+    def release(self) -> None:
+        """Free every cache and let go of the parameters, until ``install_weights``."""
+        for engine in self.engines.values():
+            engine.release()
+
     def differs_by(self, name: str, expected: Array) -> float:
         """Largest difference between a parameter (on ``mesh``) and what this host's engines hold of it; NaN is inf."""
         gaps = [
