@@ -21,6 +21,7 @@ LEVELS = (
     {"tasks", "hosts", "metrics", "families", "launching"},
     {"models", "prompts", "rollout", "rewards", "weights", "learner"},
     {"evaluation", "run_dir", "fingerprints", "placement", "policy"},
+    {"probe"},
     {"assembly"},
     {"pipeline"},
     {"cli"},

@@ -52,6 +52,7 @@ def file_message(path: Path, text: str | bytes) -> str:
         ("rollout.temperature", 1.0),
         ("rollout.max_new_tokens", 256),
         ("rollout.batch_paddings", None),
+        ("rollout.release_during_update", False),
         ("algorithm.group_size", 8),
         ("algorithm.beta", 0.0),
         ("algorithm.iterations", 1),
@@ -61,6 +62,7 @@ def file_message(path: Path, text: str | bytes) -> str:
         ("meshes.trainer.fsdp", None),
         ("meshes.trainer.tp", 1),
         ("meshes.sampler.tensor", None),
+        ("meshes.sampler.shard_vocab", None),
         ("hosts.coordinator", None),
         ("hosts.count", 1),
         ("hosts.index", 0),
@@ -94,6 +96,8 @@ def test_overrides_replace_the_file_and_the_last_one_wins(tmp_path: Path) -> Non
     ("override", "value"),
     [
         ("meshes.trainer.tp=4", 4),
+        ("meshes.sampler.shard_vocab=false", False),
+        ("meshes.sampler.shard_vocab=null", None),
         ("optimizer.learning_rate=1e-4", 1e-4),
         ("optimizer.learning_rate=3e-4", 3e-4),
         ("optimizer.learning_rate=2.5E-05", 2.5e-5),
@@ -349,6 +353,14 @@ def test_the_cache_holds_one_whole_request(page_size: int, needed: int) -> None:
         "prompts or completions"
     )
     assert load_config(None, [*sizes, f"rollout.kv_tokens={needed}"]).rollout.kv_tokens == needed
+
+
+def test_releasing_memory_needs_shared_devices() -> None:
+    assert message("rollout.release_during_update=true", "meshes.layout=split") == (
+        "rollout.release_during_update=true needs meshes.layout=shared, got split; the engines then hold nothing on "
+        "the trainer's devices: leave it false"
+    )
+    assert load_config(None, ["rollout.release_during_update=true"]).rollout.release_during_update
 
 
 def test_native_attention_has_pages_of_one() -> None:

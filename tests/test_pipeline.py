@@ -14,8 +14,10 @@ import pytest
 from tests.models.random_checkpoint import edit_config, write_random_qwen3
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.errors import Interrupted, RewardError
+from tpu_grpo.learner import Learner
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.pipeline import train
+from tpu_grpo.policy import Policy
 
 CONTRACT = {
     "step", "rewards/mean", "rewards/std", "rewards/exact_answer/mean", "rewards/ascii_share/mean", "rewards/seconds",
@@ -181,6 +183,41 @@ def test_killed_after_a_checkpoint_the_run_continues_exactly(files: Path, whole:
 
 def _saved(run_dir: Path, step: int) -> bool:
     return any(path.name == str(step) for path in run_dir.glob("checkpoints/**/*"))
+
+
+def test_releasing_memory_during_the_update_changes_nothing(
+    files: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No update finds a cache or a weight of the engines beside it."""
+    same = ("params_digest", "evaluation/before", "evaluation/after")
+    policies: list[Policy] = []
+    updates: list[int] = []
+    install, update = Policy.install, Learner.update
+
+    def installing(policy: Policy, params: Any) -> Any:
+        policies[:] = [policy]
+        return install(policy, params)
+
+    def updating(learner: Learner, scored: Any) -> Any:
+        updates.append(scored.rollout.batch.step)
+        for engine in policies[0].replicas.engines.values():
+            runner = engine._scheduler.runner
+            assert runner.weights is None
+            assert all(layer.is_deleted() for layer in runner.token_to_kv_pool.kv_buffer)
+        assert policies[0]._sync is not None
+        assert not policies[0]._sync._held
+        return update(learner, scored)
+
+    monkeypatch.setattr(Policy, "install", installing)
+    monkeypatch.setattr(Learner, "update", updating)
+    rollout = settings(files, tmp_path)["rollout"] | {"release_during_update": True}
+    done = train(config(files, tmp_path / "run", rollout=rollout))
+    assert updates == [1, 2, 3, 4]
+    assert digests(tmp_path / "run") == digests(whole)
+    kept = json.loads((whole / "summary.json").read_text())
+    assert [done[name] for name in same] == [kept[name] for name in same]
+    counts = [line["compile/count"] for line in lines(tmp_path / "run")]
+    assert counts == [counts[0]] * 4
 
 
 def test_asked_to_stop_a_run_saves_and_says_so(files: Path, whole: Path, tmp_path: Path) -> None:

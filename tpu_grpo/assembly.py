@@ -17,6 +17,7 @@ from tpu_grpo.models import Checkpoint, builtin, load_model, read_checkpoint
 from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer, stop_token_ids
 from tpu_grpo.placement import Meshes, build_meshes
 from tpu_grpo.policy import Policy
+from tpu_grpo.probe import Probe
 from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts
 from tpu_grpo.rewards import SharedRewards, open_rewards
 from tpu_grpo.rollout.engine import EngineOptions, choose_attention
@@ -43,6 +44,7 @@ class Parts:
     sampler: Sampler
     policy: Policy
     learner: Learner
+    probe: Probe
 
 
 def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
@@ -74,7 +76,15 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
     )
     policy.install(learner.params())
     replicas.compile_all()
-    return Parts(task, Sampler(replicas, tokenizer, config), policy, learner)
+    probe = Probe(config, policy, learner, probe_prompts(task.prompts, meshes))
+    probe.after_sync(0)
+    return Parts(task, Sampler(replicas, tokenizer, config), policy, learner, probe)
+
+
+def probe_prompts(prompts: PromptStream, meshes: Meshes) -> list[Prompt]:
+    """At least one for every replica, and as many as divide over the trainer's rows."""
+    fsdp, first = meshes.trainer.shape["fsdp"], prompts.batch(1).prompts
+    return [first[row % len(first)] for row in range(-(-meshes.replicas // fsdp) * fsdp)]
 
 
 def engine_options(config: RunConfig, meshes: Meshes, stop_ids: Sequence[int]) -> EngineOptions:

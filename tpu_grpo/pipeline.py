@@ -103,10 +103,13 @@ class Run:
             self.hosts.agree(f"tokens of step {step}", tokens_digest(rollout.completions))
         with stage(f"rewards of step {step}"):
             scored = ScoredRollout(rollout, parts.task.rewards.score(rollout))
+        if self.config.rollout.release_during_update:
+            parts.policy.release()
         with stage(f"update of step {step}"):
             update = parts.learner.update(scored)
         with stage(f"weight sync of step {step}"):
             sync = parts.policy.install(parts.learner.params())
+            probed = parts.probe.after_sync(step)
         if _every(step, self.config.logging.samples_every):
             self.log.samples(step, scored, update.advantages)
         self.log.step(
@@ -115,6 +118,7 @@ class Run:
                 **rollout_metrics(scored),
                 **update_metrics(update),
                 **sync_metrics(sync),
+                **({} if probed is None else {"agreement/probe": probed}),
                 "compile/count": self.compilations.count,
                 **self._evaluate_if_due(step),
             }

@@ -14,6 +14,7 @@ from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts import by_host, devices_per_host
 from tpu_grpo.models import Checkpoint, check_mesh, check_sampler_mesh, sampler_sizes
 from tpu_grpo.rollout.replicas import cut
+from tpu_grpo.rollout.vocabulary import splits_vocabulary
 
 SHARE_BYTES = 4 * 2**30
 """Most bytes of the sampler's weights per device before a replica takes more devices by itself."""
@@ -61,6 +62,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint | None) -> Meshes:
     if checkpoint is not None:
         check_mesh(checkpoint, fsdp, tp)
         check_sampler_mesh(checkpoint, tensor)
+        splits_vocabulary(config.meshes.sampler.shard_vocab, checkpoint.hf_config["vocab_size"], tensor)
     trainer = Mesh(np.asarray(trainer_devices).reshape(fsdp, tp), ("fsdp", "tp"))
     return Meshes(trainer, tuple(sampler_devices), tensor)
 

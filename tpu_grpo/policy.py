@@ -53,6 +53,22 @@ class Policy:
         self.replicas.install_weights(weights)
         return result
 
+    def release(self) -> None:
+        """Free what only the engines need, caches and weights of their own, until the next ``install``.
+
+        Leaves that the engines share with the trainer stay the trainer's.
+        """
+        assert self._sync is not None, "install comes before release"
+        self.replicas.release()
+        self._sync.release()
+
+    def worst_leaf(self, params: nnx.State) -> tuple[str, float]:
+        """The parameter in which this host's engines are farthest from the trainer's, and by how much."""
+        assert self._sync is not None, "install comes first"
+        gaps = {name: self.replicas.differs_by(name, leaf) for name, leaf in self._sync.expected(named_leaves(params))}
+        worst = max(gaps, key=lambda name: gaps[name])
+        return worst, gaps[worst]
+
     def _check_copies(self, leaves: Mapping[str, jax.Array], weights: Mapping[str, jax.Array]) -> None:
         if self._hosts.count == 1:
             return

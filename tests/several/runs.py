@@ -70,7 +70,14 @@ class Ended:
 
 
 def run_hosts(
-    hosts: int, devices: int, files: Path, tree: dict[str, Any], *words: str, fault: str = "", timeout: float = 280
+    hosts: int,
+    devices: int,
+    files: Path,
+    tree: dict[str, Any],
+    *words: str,
+    fault: str = "",
+    grace: float = 60,
+    timeout: float = 280,
 ) -> Ended:
     """Run the config on ``hosts`` processes of ``devices`` devices, in the directory of the files.
 
@@ -80,7 +87,7 @@ def run_hosts(
     run_dir.mkdir(parents=True, exist_ok=True)
     config = run_dir / "as_given.yaml"
     config.write_text(json.dumps(tree))
-    options = ["--hosts", str(hosts), "--devices-per-host", str(devices), "--grace", "60"]
+    options = ["--hosts", str(hosts), "--devices-per-host", str(devices), "--grace", str(grace)]
     options += ["--command", shlex.join([sys.executable, str(FAULTY_HOST), fault or "none"])]
     command = [sys.executable, str(REPOSITORY / "scripts" / "local_hosts.py"), *options, "--", str(config), *words]
     dropped = ("XLA_FLAGS", "NPROC")

@@ -25,9 +25,8 @@ STAGES = ["rollout of step 2", "rewards of step 2", "update of step 2", "weight 
 def test_a_host_lost_in_a_stage_is_named_by_the_others(
     files: Path, tmp_path: Path, number: str, stage: str, tensor: int
 ) -> None:
-    """local_hosts.py ends the frozen one 60 seconds after the first failure, or at once where that is last."""
     tree = settings(tmp_path, meshes={"sampler": {"tensor": tensor}})
-    ended = run_hosts(2, 2, files, tree, fault=f"lost:{number},{stage}")
+    ended = run_hosts(2, 2, files, tree, fault=f"lost:{number},{stage}", grace=25)
     own = ended.of_host(0)
     assert "LockstepError: lost host 1: " in own, own
     assert "(seen by host 0, in stage " in own

@@ -1,6 +1,7 @@
 """Every pair of meshes, shared and split: leaves land bit for bit, and a round trip gives the trainer's back."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ RULES = (
 )
 
 
-def trainer_leaves(devices: list[jax.Device], fsdp: int, tp: int, kv_heads: int) -> dict[str, jax.Array]:
+def trainer_leaves(devices: list[Any], fsdp: int, tp: int, kv_heads: int) -> dict[str, jax.Array]:
     mesh = Mesh(np.asarray(devices).reshape(fsdp, tp), ("fsdp", "tp"))
     kv_axis = "tp" if kv_heads % tp == 0 else None
     layout = {
@@ -44,7 +45,7 @@ def trainer_leaves(devices: list[jax.Device], fsdp: int, tp: int, kv_heads: int)
 
 
 def sampler_specs(
-    devices: list[jax.Device], tensor: int, kv_heads: int, dtype: str = "float32"
+    devices: list[Any], tensor: int, kv_heads: int, dtype: str = "float32"
 ) -> dict[str, jax.ShapeDtypeStruct]:
     replicas = len(devices) // tensor
     mesh = Mesh(np.asarray(devices).reshape(replicas, tensor, 1), ("data", "tensor", "expert"))

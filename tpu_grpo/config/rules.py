@@ -56,6 +56,14 @@ def _native_pages(config: "RunConfig") -> None:
         )
 
 
+def _release_makes_room(config: "RunConfig") -> None:
+    if config.rollout.release_during_update and config.meshes.layout == "split":
+        raise ValueError(
+            "rollout.release_during_update=true needs meshes.layout=shared, got split; the engines then hold nothing "
+            "on the trainer's devices: leave it false"
+        )
+
+
 def _groups_vary(config: "RunConfig") -> None:
     if config.rollout.temperature == 0.0:
         raise ValueError(
@@ -92,6 +100,7 @@ RULES = (
     _cache_fits,
     _native_pages,
     _paddings_within_limit,
+    _release_makes_room,
     _groups_vary,
     _hosts_described,
     _trained_once,

@@ -1,6 +1,6 @@
 """What every section of a config is made of."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -15,6 +15,11 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _switches_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+        if isinstance(value, bool) and bool not in _kinds(cls.model_fields[info.field_name or ""].annotation):
             raise ValueError(f"must not be a switch, got {str(value).lower()}; `--help` lists what it takes")
         return value
+
+
+def _kinds(annotation: Any) -> tuple[Any, ...]:
+    """The types a setting may have: ``bool | None`` has two."""
+    return get_args(annotation) or (annotation,)

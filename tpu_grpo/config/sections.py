@@ -94,6 +94,9 @@ class RolloutSection(Section):
     """Keep computed prefixes, so that a group's prompt is prefilled once."""
     batch_paddings: tuple[PositiveInt, ...] | None = None
     """Decode batch sizes to compile; powers of 2 from 8 up to max_running_requests when unset."""
+    release_during_update: bool = False
+    """Free the engines' KV cache, and weights they do not share with the trainer, during the update; the weight sync
+    brings the weights back and the cache is made anew. Same tokens."""
 
     @field_validator("batch_paddings")
     @classmethod

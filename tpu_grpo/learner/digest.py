@@ -17,7 +17,7 @@ def params_digest(params: nnx.State) -> str:
     """
     digest = hashlib.sha256()
     for name, leaf in _named_leaves(params):
-        value = on_host(leaf)
+        value = whole(leaf)
         digest.update(f"{name} {value.dtype} {value.shape}\n".encode())
         digest.update(np.ascontiguousarray(value).tobytes())
     return digest.hexdigest()
@@ -44,10 +44,10 @@ def _named_leaves(state: nnx.State) -> Iterator[tuple[str, jax.Array]]:
         yield name, leaves[name][...]
 
 
-def on_host(value: jax.Array) -> np.ndarray:
-    """The whole array; every host must call it, because one that is split over hosts is gathered."""
+def whole(value: jax.Array) -> np.ndarray:
+    """An array's values on every host; all hosts must call it for one that is split over them."""
     if value.is_fully_addressable or value.is_fully_replicated:
         return np.asarray(value)
-    assert isinstance(value.sharding, NamedSharding)  # the trainer's parameters are on its mesh
+    assert isinstance(value.sharding, NamedSharding)  # what the trainer computes is on its mesh
     replicated = NamedSharding(value.sharding.mesh, PartitionSpec())
     return np.asarray(jax.jit(lambda x: x, out_shardings=replicated)(value))

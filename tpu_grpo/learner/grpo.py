@@ -105,6 +105,11 @@ class Grpo(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
         }
         return jax.block_until_ready(TrainExample(**fields))
 
+    def policy_logprobs(self, rows: TrainRows) -> Float[Array, "B T"]:
+        """The policy's log-probability of every completion token, at the temperature."""
+        prompt_ids, completion_ids = self._put(rows.prompt_ids), self._put(rows.completion_ids)
+        return self._resharded(self.rl_cluster.get_old_per_token_logps(prompt_ids, completion_ids))
+
     def _generate_and_compute_advantage(
         self, training_input: Any, mode: rl_cluster_lib.Mode = rl_cluster_lib.Mode.TRAIN
     ) -> TrainExample:

@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Float
 from tunix.rl import rl_cluster as rl_cluster_lib
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
@@ -28,7 +29,7 @@ from tpu_grpo.config import RunConfig, parse_layers
 from tpu_grpo.errors import ConfigError, DataError, NonFiniteError, RewardError
 from tpu_grpo.learner.adapter import RolloutAdapter, SamplingEngine
 from tpu_grpo.learner.checkpoints import Checkpoints
-from tpu_grpo.learner.digest import on_host, params_digest
+from tpu_grpo.learner.digest import params_digest, whole
 from tpu_grpo.learner.grpo import Grpo, GrpoAlgorithmConfig, TrainExample
 from tpu_grpo.learner.loss import agreement_metrics
 from tpu_grpo.learner.optimizer import UpdateRecord, build_optimizer, last_update
@@ -36,7 +37,7 @@ from tpu_grpo.learner.repairs import Cluster
 from tpu_grpo.learner.rows import RowShape, group_advantages, train_rows
 from tpu_grpo.learner.trained import freeze_all_but, parameters
 from tpu_grpo.learner.trainer import CollectingTrainer, MicroStep
-from tpu_grpo.types import ScoredRollout, UpdateResult
+from tpu_grpo.types import Completion, ScoredRollout, UpdateResult
 
 Role = rl_cluster_lib.Role
 DATA_AXIS = "fsdp"
@@ -115,6 +116,15 @@ class Learner:
         metrics = {**_update_metrics(passes), "update/seconds": seconds}
         return UpdateResult(metrics=metrics, advantages=advantages, seconds=seconds)
 
+    def logprobs(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Float[np.ndarray, "B T"]:
+        """The policy's log-probability of every completion token, at the rollout's temperature, on every host.
+
+        B must divide over the trainer's rows (fsdp); T is ``rollout.max_new_tokens``, what is beyond a completion's
+        end means nothing.
+        """
+        rows = train_rows(prompts, completions, np.zeros(len(prompts)), self._shape)
+        return whole(self._grpo.policy_logprobs(rows))
+
     def params(self) -> nnx.State:
         """The policy's parameters as they are on the trainer's mesh, those that are not trained among them."""
         return parameters(self._trainer.model)
@@ -122,7 +132,7 @@ class Learner:
     def adapters(self) -> dict[str, np.ndarray]:
         """Adapters by dotted name, gathered on this host; empty without any. Every host must call it."""
         state = nnx.to_flat_state(nnx.state(self._trainer.model, nnx.LoRAParam))
-        return {".".join(map(str, path)): on_host(leaf[...]) for path, leaf in state}
+        return {".".join(map(str, path)): whole(leaf[...]) for path, leaf in state}
 
     def params_digest(self) -> str:
         """sha256 of all parameters; see `digest.params_digest`."""

@@ -8,6 +8,7 @@ shapes.py            the few padded shapes a run compiles
 scheduler.py         sglang-jax's scheduler, stepped on the calling thread
 runner.py            one compiled program per shape: model, attention, sampler
 sampling.py          our sampler
+vocabulary.py        embedding and output head split over devices, and what that asks of the sampler
 gather_attention.py  paged attention for any device
 experts.py           layers of experts
 repairs.py           everything changed in sglang-jax 0.0.2, each with its reason

@@ -50,6 +50,8 @@ class EngineOptions:
     prefill_tokens: int = 2048
     prefix_cache: bool = True
     batch_paddings: tuple[int, ...] | None = None
+    shard_vocab: bool | None = None
+    """Split embedding and output head by vocabulary; where the number of devices divides it when None."""
 
     @classmethod
     def from_config(cls, config: RunConfig, stop_token_ids: Sequence[int], replicas: int = 1) -> "EngineOptions":
@@ -67,6 +69,7 @@ class EngineOptions:
             prefill_tokens=rollout.prefill_tokens,
             prefix_cache=rollout.prefix_cache,
             batch_paddings=rollout.batch_paddings,
+            shard_vocab=config.meshes.sampler.shard_vocab,
         )
 
     @property
@@ -124,10 +127,14 @@ class Engine:
             checkpoint: directory whose config.json says which model; no weight is read.
             mesh: from ``engine_mesh``.
             options: fixed sizes and settings.
+
+        Raises:
+            ConfigError: if ``options.shard_vocab`` asks for what the mesh's size does not divide.
         """
         repairs.require_repaired_version()
         repairs.count_instead_of_clock()
-        runner_class = type("EngineRunner", (Runner,), {"attention": options.attention, "shapes": options.shapes})
+        settings = {name: getattr(options, name) for name in ("attention", "shapes", "shard_vocab")}
+        runner_class = type("EngineRunner", (Runner,), settings)
         scheduler = SteppedScheduler(_server_args(checkpoint, mesh, options), mesh, runner_class)
         return cls(scheduler, options)
 
@@ -163,7 +170,19 @@ class Engine:
             WeightsError: if names, shapes or types are not those of ``weight_specs``.
         """
         self._scheduler.runner.install_weights(weights)
+        self._scheduler.runner.restore_cache()
         self._scheduler.forget_prefixes()
+
+    def release(self) -> None:
+        """Free the cache and let go of the parameters, until ``install_weights``; only between generations."""
+        self._scheduler.forget_prefixes()
+        self._scheduler.runner.release()
+
+    def weight(self, name: str) -> Array:
+        """The parameter it samples with."""
+        runner = self._scheduler.runner
+        assert runner.weights is not None, "install_weights comes first"
+        return runner.weights[list(runner.weight_specs).index(name)]
 
     def compile_all(self) -> int:
         """Compile every shape now; returns the number of programs."""
@@ -185,6 +204,7 @@ class Engine:
 
     def begin(self, requests: Sequence[Request]) -> Generation:
         """Start on requests, to be advanced step by step; one generation at a time. Raises as ``generate`` does."""
+        assert self._scheduler.runner.weights is not None, "install_weights comes before a generation"
         self.check(requests)
         return Generation(self._scheduler, requests, self.options.stop_token_ids, share=self.options.prefix_cache)
 

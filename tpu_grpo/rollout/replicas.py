@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
@@ -135,6 +136,18 @@ class Replicas:
         for engine in self.engines.values():
             engine.install_weights({name: _part(array, engine, name) for name, array in weights.items()})
 
+    def release(self) -> None:
+        """Free every cache and let go of the parameters, until ``install_weights``."""
+        for engine in self.engines.values():
+            engine.release()
+
+    def differs_by(self, name: str, expected: Array) -> float:
+        """Largest difference between a parameter (on ``mesh``) and what this host's engines hold of it; NaN is inf."""
+        gaps = [
+            float(_largest_gap(engine.weight(name), _part(expected, engine, name))) for engine in self.engines.values()
+        ]
+        return float("inf") if any(np.isnan(gaps)) else max(gaps)
+
     def compile_all(self) -> int:
         """Compile every shape of every engine now, engines side by side; returns the number of programs."""
         with ThreadPoolExecutor(len(self.engines)) as pool:
@@ -191,6 +204,11 @@ class Replicas:
                 found[number] = unpack(tables[host][start:stop])
                 start = stop
         return found
+
+
+@jax.jit
+def _largest_gap(held: Array, expected: Array) -> Array:
+    return jnp.abs(held.astype(jnp.float32) - expected.astype(jnp.float32)).max()
 
 
 def _part(array: Array, engine: Engine, name: str) -> Array:

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -28,6 +29,7 @@ from tpu_grpo.rollout.attention import AttentionMode, Flash, Gather, Native
 from tpu_grpo.rollout.sampling import sample_tokens
 from tpu_grpo.rollout.shapes import Shapes
 from tpu_grpo.rollout.step_inputs import InputBuilder, StepInputs
+from tpu_grpo.rollout.vocabulary import VOCABULARY_LEAVES, deal_rows, splits_vocabulary
 
 
 class Runner(ModelRunner):
@@ -35,6 +37,7 @@ class Runner(ModelRunner):
 
     attention: str
     shapes: Shapes
+    shard_vocab: bool | None
     weights: list[Array] | None = None
 
     # --- what ModelRunner.initialize calls -------------------------------------------------------------------------
@@ -51,6 +54,7 @@ class Runner(ModelRunner):
         repairs.rope_as_published(model)
         self.model = None  # ModelRunner's attribute; parameters live in self.weights alone
         self.dtype = config.dtype
+        self._splits_vocabulary = splits_vocabulary(self.shard_vocab, config.vocab_size, self.tp_size)
         self._graph, self._abstract = nnx.split(model)
 
     def initialize_jit(self) -> None:
@@ -83,14 +87,14 @@ class Runner(ModelRunner):
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Name -> shape, dtype and sharding of every parameter, in the order of ``self.weights``."""
         specs = nnx.to_flat_state(nnx.get_partition_spec(self._abstract))
-        return {
-            ".".join(map(str, path)): jax.ShapeDtypeStruct(
-                leaf.value.shape,
-                leaf.value.dtype,
-                sharding=NamedSharding(self.mesh, _whole_in_an_engine(spec.value)),
-            )
-            for (path, leaf), (_, spec) in zip(nnx.to_flat_state(self._abstract), specs, strict=True)
-        }
+        found = {}
+        for (path, leaf), (_, spec) in zip(nnx.to_flat_state(self._abstract), specs, strict=True):
+            name, partition = ".".join(map(str, path)), _whole_in_an_engine(spec.value)
+            if self._splits_vocabulary and name.endswith(VOCABULARY_LEAVES):
+                partition = P("tensor", None)
+            sharding = NamedSharding(self.mesh, partition)
+            found[name] = jax.ShapeDtypeStruct(leaf.value.shape, leaf.value.dtype, sharding=sharding)
+        return found
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
         """Use these parameters from the next step on.
@@ -109,6 +113,27 @@ class Runner(ModelRunner):
                     f"{name} must be {spec.dtype}{list(spec.shape)}, got {array.dtype}{list(array.shape)}"
                 )
         self.weights = [weights[name] for name in specs]
+
+    # --- memory between rollouts -------------------------------------------------------------------------------------
+
+    def release(self) -> None:
+        """Delete the cache and let go of the parameters; both are back before the next step."""
+        self.weights = None
+        for layer in self.token_to_kv_pool.kv_buffer:
+            layer.delete()
+
+    def restore_cache(self) -> None:
+        """Make a cache that was deleted anew, empty."""
+        pool = self.token_to_kv_pool
+        if any(layer.is_deleted() for layer in pool.kv_buffer):
+            pool.kv_buffer = [self._empty_layer() for _ in pool.kv_buffer]
+
+    @cached_property
+    def _empty_layer(self) -> Any:
+        """() -> one layer's cache; compiled at the first call."""
+        layer = self.token_to_kv_pool.kv_buffer[0]
+        shape, dtype, sharding = layer.shape, layer.dtype, self.token_to_kv_pool.kv_sharding
+        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -140,7 +165,8 @@ class Runner(ModelRunner):
         pool = copy.copy(self.token_to_kv_pool)
         pool.kv_buffer = list(cache)
         output, new_cache, _ = model(self._forward_batch(inputs, mode), pool, _logits_metadata(inputs, mode))
-        tokens, logprobs = sample_tokens(output.next_token_logits, inputs.sampling)
+        logits = deal_rows(output.next_token_logits, self.mesh, split=self._splits_vocabulary)
+        tokens, logprobs = sample_tokens(logits, inputs.sampling)
         return tokens, logprobs, new_cache
 
     def _forward_batch(self, inputs: StepInputs, mode: ForwardMode) -> ForwardBatch:

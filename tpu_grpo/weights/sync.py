@@ -11,7 +11,7 @@ themselves a sync never needs more than that.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,9 +48,11 @@ class WeightSync:
         *,
         temporary_bytes: int = TEMPORARY_BYTES,
     ):
+        self._rules = rules
         self.moves = plan_sync(rules, source, target)
         self._limit = temporary_bytes
         self._programs: dict[tuple[Any, ...], tuple[Program, int]] = {}
+        self._alone: dict[tuple[Any, ...], Program] = {}
         self._held: dict[str, Array] = {}
         moving = [move for move in self.moves if not move.shared]
         self._transport = choose_transport(moving) if moving else None
@@ -85,6 +87,17 @@ class WeightSync:
         }
         jax.block_until_ready(self._held)
         return weights, SyncResult(time.perf_counter() - start, self.bytes_moved)
+
+    def expected(self, source: Leaves) -> Iterator[tuple[str, Array]]:
+        """What each of the sampler's leaves should be, one at a time, by the rules and nothing of this sync's programs.
+
+        The plan is made anew, and a leaf is computed by itself; in which order, every host does alike.
+        """
+        target = {move.target: move.spec for move in self.moves}
+        for move in plan_sync(self._rules, source, target):
+            if move.signature not in self._alone:
+                self._alone[move.signature], _ = choose_transport([move]).compile([move])
+            yield move.target, self._alone[move.signature]([source[move.source]])[0]
 
     def release(self) -> None:
         """Free the sampler's leaves of the last call, except those it shares with the trainer."""

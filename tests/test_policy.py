@@ -1,0 +1,93 @@
+"""The joint between trainer and engines: what is freed between rollout and update, and that it comes back."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.models.forward import trainer_mesh
+from tests.models.random_checkpoint import write_random_qwen3
+from tests.rollout.building import CONTEXT, requests, tokens
+from tpu_grpo.config import RunConfig
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.metrics.compilations import CompilationCounter
+from tpu_grpo.models import load_model, read_checkpoint
+from tpu_grpo.policy import Policy
+from tpu_grpo.rollout.engine import EngineOptions
+from tpu_grpo.rollout.replicas import Replicas
+from tpu_grpo.weights.plan import named_leaves
+
+LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16
+
+
+def build(directory: Path, fsdp: int, tp: int, tensor: int) -> tuple[Policy, nnx.State]:
+    """A policy with ``fsdp * tp / tensor`` replicas, and the trainer's parameters, installed."""
+    checkpoint = read_checkpoint(write_random_qwen3(directory / "model", layers=LAYERS, kv_heads=KV_HEADS))
+    mesh = trainer_mesh(fsdp, tp)
+    model = load_model(checkpoint, mesh, dtype=jnp.dtype("float32"), remat="none")
+    options = EngineOptions(CONTEXT, frozenset({1}), max_running_requests=8, prefill_tokens=64)
+    replicas = Replicas.build(checkpoint.directory, list(mesh.devices.flat), tensor, options, Hosts())
+    tokenizer: Any = None
+    policy = Policy(replicas, checkpoint.weight_rules, tokenizer, RunConfig(), Hosts())
+    params = nnx.state(model, nnx.Param)
+    policy.install(params)
+    return policy, params
+
+
+def held(policy: Policy) -> tuple[list[jax.Array], dict[str, list[jax.Array]]]:
+    """All engines' layers of cache, and parameters by name."""
+    runners = [engine._scheduler.runner for engine in policy.replicas.engines.values()]
+    cache = [layer for runner in runners for layer in runner.token_to_kv_pool.kv_buffer]
+    weights = [dict(zip(runner.weight_specs, runner.weights or (), strict=True)) for runner in runners]
+    return cache, {name: [each[name] for each in weights] for name in weights[0]}
+
+
+def live_bytes() -> int:
+    """Of all buffers of all devices, each counted once."""
+    shards = (shard for array in jax.live_arrays() for shard in array.addressable_shards)
+    return sum({shard.data.unsafe_buffer_pointer(): shard.data.nbytes for shard in shards}.values())
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "tp", "tensor"), [(1, 1, 1), (4, 1, 2)], ids=["mostly shared", "two replicas with their own"]
+)
+def test_what_is_released_is_free_and_comes_back(tmp_path: Path, fsdp: int, tp: int, tensor: int) -> None:
+    policy, params = build(tmp_path, fsdp, tp, tensor)
+    before = tokens(policy.replicas.generate(requests(group=2)))
+    cache, weights = held(policy)
+    assert policy._sync is not None
+    shared = {move.target for move in policy._sync.moves if move.shared}
+    assert ("transformer.layers.0.mlp.up_proj.weight" in shared) == (tensor == 1)
+    assert "transformer.norm.scale" in shared
+    assert "transformer.layers.0.self_attn.q_proj.weight" not in shared
+    own = [array for name, arrays in weights.items() if name not in shared for array in arrays]
+    own_bytes = sum(shard.data.nbytes for array in own for shard in array.addressable_shards)
+    # a slot per token, and one for padding, x heads for K and V, over a replica's devices
+    slots = policy.replicas.engines[0].options.cache_tokens + 1
+    cached = len(policy.replicas.engines) * LAYERS * slots * 2 * KV_HEADS * HEAD_DIM * 4
+    expected = {name: np.asarray(leaf) for name, leaf in named_leaves(params).items()}
+
+    full = live_bytes()
+    policy.release()
+    assert full - live_bytes() == cached + own_bytes
+    assert all(layer.is_deleted() for layer in cache)
+    for name, arrays in weights.items():
+        assert [array.is_deleted() for array in arrays] == [name not in shared] * len(arrays), name
+    for name, leaf in named_leaves(params).items():
+        np.testing.assert_array_equal(np.asarray(leaf), expected[name])
+    with pytest.raises(AssertionError, match="install_weights comes before"):
+        policy.replicas.generate(requests())
+
+    policy.install(params)
+    assert [layer.sharding for layer in held(policy)[0]] == [layer.sharding for layer in cache]
+    assert live_bytes() == full
+    assert tokens(policy.replicas.generate(requests(group=2))) == before
+    with CompilationCounter() as compilations:
+        policy.release()
+        policy.install(params)
+        assert tokens(policy.replicas.generate(requests(group=2))) == before
+    assert compilations.count == 0
