@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from flax import nnx
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import BUILTIN, RunConfig
@@ -14,6 +15,8 @@ from tpu_grpo.fingerprints import model_fingerprints
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import Learner
 from tpu_grpo.models import Checkpoint, builtin, load_model, read_checkpoint
+from tpu_grpo.models.adapters import load_adapters
+from tpu_grpo.models.lora import adapted_modules, apply_lora, existing_layers
 from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer, stop_token_ids
 from tpu_grpo.placement import Meshes, build_meshes
 from tpu_grpo.policy import Policy
@@ -63,11 +66,11 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
     if config.hosts.check == "step":
         replicas.check_every_step()
     policy = Policy(replicas, checkpoint.weight_rules, tokenizer, config, hosts)
-    model = load_model(checkpoint, meshes.trainer, dtype=jnp.dtype(config.model.dtype), remat=config.model.remat)
+    base = load_model(checkpoint, meshes.trainer, dtype=jnp.dtype(config.model.dtype), remat=config.model.remat)
     learner = Learner(
         config,
-        model=model,
-        reference=model if config.algorithm.beta > 0.0 else None,
+        model=with_adapters(base, checkpoint, config),
+        reference=base if config.algorithm.beta > 0.0 else None,
         mesh=meshes.trainer,
         tokenizer=tokenizer,
         pad_id=token_id(tokenizer.pad_token_id),
@@ -79,6 +82,17 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
     probe = Probe(config, policy, learner, probe_prompts(task.prompts, meshes))
     probe.after_sync(0)
     return Parts(task, Sampler(replicas, tokenizer, config), policy, learner, probe)
+
+
+def with_adapters(base: nnx.Module, checkpoint: Checkpoint, config: RunConfig) -> nnx.Module:
+    """The model that is trained: the base itself, or one with adapters that shares its arrays."""
+    section = config.model.lora
+    if section.rank is None:
+        return base
+    model = apply_lora(base, adapted_modules(checkpoint, section), section, seed=config.run.seed)
+    if section.path is not None:
+        load_adapters(model, section)
+    return model
 
 
 def probe_prompts(prompts: PromptStream, meshes: Meshes) -> list[Prompt]:
@@ -134,7 +148,15 @@ def open_model(config: RunConfig) -> tuple[Checkpoint, PreTrainedTokenizerFast]:
             f"data.max_prompt_tokens + rollout.max_new_tokens must be <= {longest}, the model's context, got "
             f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens}; shorten one of them"
         )
+    _check_trained(config, checkpoint)
     return checkpoint, load_tokenizer(directory)
+
+
+def _check_trained(config: RunConfig, checkpoint: Checkpoint) -> None:
+    if config.model.lora.rank is not None:
+        adapted_modules(checkpoint, config.model.lora)
+    if config.model.train_layers is not None:
+        existing_layers(checkpoint, "model.train_layers", config.model.train_layers)
 
 
 def _builtin_name(config: RunConfig) -> str:

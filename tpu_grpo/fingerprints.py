@@ -16,6 +16,7 @@ from typing import Any
 
 from tpu_grpo.config import BUILTIN, RunConfig
 from tpu_grpo.metrics.summary import versions
+from tpu_grpo.models.adapters import CONFIG_FILE, TENSORS_FILE
 
 OWN_SETTINGS = {"hosts.index", "run.dir"}
 """Settings that may differ: which host this is, and where it keeps its files."""
@@ -61,6 +62,9 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:
     model = Path(config.model.path).expanduser()
     if not config.model.path.startswith(BUILTIN) and model.is_dir():
         yield from _model_files(model)
+    if (adapters := config.model.lora.path) is not None:
+        for name in (CONFIG_FILE, TENSORS_FILE):
+            yield f"adapter file {name}", adapters.expanduser() / name
     for setting, given in (("data.path", config.data.path), ("evaluation.path", config.evaluation.path)):
         if given and not given.startswith(BUILTIN):
             yield f"data file of {setting}", Path(given).expanduser()

@@ -21,7 +21,8 @@ from tpu_grpo.metrics.run_log import RunLog, open_run_log
 from tpu_grpo.metrics.sinks import METRICS_FILE
 from tpu_grpo.metrics.summary import build_summary, versions, write_summary
 from tpu_grpo.metrics.values import reward_names, rollout_metrics, sync_metrics, tokens_digest, update_metrics
-from tpu_grpo.run_dir import LOGS, prepare_run_dir
+from tpu_grpo.models.adapters import write_adapters
+from tpu_grpo.run_dir import ADAPTERS, LOGS, prepare_run_dir
 from tpu_grpo.types import ScoredRollout
 
 ALONE = Hosts()
@@ -88,7 +89,7 @@ class Run:
             stopping = self._any_host(stop_requested()) and step < self.config.run.max_steps
             if stopping or self._due(step, self.config.checkpoint.every):
                 with self.watch.stage(f"saving step {step}"):
-                    self.parts.learner.save(step)
+                    self._save(step)
             if stopping:
                 self.parts.learner.close()
                 raise Interrupted(f"stopped after step {step} as asked; start the same command again to continue")
@@ -123,6 +124,15 @@ class Run:
                 **self._evaluate_if_due(step),
             }
         )
+
+    def _save(self, step: int) -> None:
+        """A checkpoint; and adapters also on their own, as others read them."""
+        self.parts.learner.save(step)
+        if adapters := self.parts.learner.adapters():
+            if self.hosts.is_first:
+                directory = self.config.run_dir / ADAPTERS / str(step)
+                write_adapters(directory, adapters, self.config.model.lora, self.config.model.path)
+            self.hosts.barrier(f"adapters of step {step}")
 
     def _any_host(self, asked: bool) -> bool:
         """Whether this or any other host was asked to stop; all of them then stop after the same step."""

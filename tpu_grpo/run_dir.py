@@ -8,6 +8,8 @@ from tpu_grpo.errors import ConfigError
 CONFIG_FILE = "config.yaml"
 LOGS = "logs"
 """Where every host keeps a log of its own."""
+ADAPTERS = "adapters"
+"""Where adapters are left on their own, by step."""
 
 
 def prepare_run_dir(config: RunConfig) -> Path | None:

@@ -1,8 +1,8 @@
 """Which of a model's parameters are trained, told by their type, so that Tunix and everyone else sees the same.
 
-    nnx.LoRAParam   adapters: they alone are trained where there are any
-    nnx.Param       trained in a model without adapters
-    Frozen          never trained
+nnx.LoRAParam   adapters: they alone are trained where there are any
+nnx.Param       trained in a model without adapters
+Frozen          never trained
 """
 
 from collections.abc import Collection

@@ -4,7 +4,7 @@
     model = apply_lora(model, modules, config.model.lora, seed=config.run.seed)
 
 A module computes ``x W + (x A) B * alpha / rank``. A is random and B zero at first, so the model is the base's. The
-returned model shares the base's arrays; A and B are ``nnx.LoRAParam`` beside W, called like it with _lora_a and _lora_b:
+returned model shares the base's arrays; A and B are ``nnx.LoRAParam`` beside W, and called after it:
 
     layers.3.attn.q_proj.w [D, N, H]   w_lora_a [D, rank]      w_lora_b [rank, N, H]
     layers.3.attn.o_proj.w [N, H, D]   w_lora_a [N, H, rank]   w_lora_b [rank, D]

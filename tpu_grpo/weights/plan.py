@@ -4,11 +4,11 @@
     groups = group_moves([move for move in moves if not move.shared], limit_bytes=256 * 2**20)
 
 A leaf whose shape, type and layout are the same on both sides is shared, not copied; that is safe because the trainer
-never donates its parameters.
+never donates its parameters. A leaf with an adapter is merged with it on the way.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from jaxtyping import Array
 
 from tpu_grpo.errors import WeightsError
 from tpu_grpo.families import Transform, WeightRule, same
+from tpu_grpo.weights.adapters import adapters_of, merged
 
 Leaves = Mapping[str, Array]
 Spec = jax.ShapeDtypeStruct
@@ -28,12 +29,32 @@ Spec = jax.ShapeDtypeStruct
 class LeafMove:
     """How one sampler leaf comes about."""
 
-    source: str
+    sources: tuple[str, ...]
+    """The trainer's leaf, and the two parts of its adapter if it has one."""
     target: str
     transform: Transform
-    source_spec: Spec
+    source_specs: tuple[Spec, ...]
     spec: Spec
     shared: bool
+    frozen: bool = False
+    """Whether no update changes it, so that it moves once."""
+    scale: float = 0.0
+    """Of the adapter: alpha / rank."""
+
+    @property
+    def source(self) -> str:
+        """The trainer's leaf."""
+        return self.sources[0]
+
+    @property
+    def merges(self) -> bool:
+        """Whether it has an adapter."""
+        return len(self.sources) > 1
+
+    def result(self, leaves: Sequence[Array]) -> Array:
+        """The sampler's leaf, of the values of the sources."""
+        leaf = merged(leaves[0], leaves[1], leaves[2], self.scale) if self.merges else leaves[0]
+        return self.transform(leaf, self.spec.shape).astype(self.spec.dtype)
 
     @property
     def bytes(self) -> int:
@@ -43,8 +64,8 @@ class LeafMove:
     @property
     def signature(self) -> tuple[Any, ...]:
         """What a program that carries it out depends on; the names are not among it."""
-        source, target = self.source_spec, self.spec
-        return self.transform, *((s.shape, s.dtype, s.sharding) for s in (source, target))
+        specs = (*self.source_specs, self.spec)
+        return self.transform, self.scale, *((s.shape, s.dtype, s.sharding) for s in specs)
 
 
 def named_leaves(params: nnx.State) -> dict[str, Array]:
@@ -53,14 +74,23 @@ def named_leaves(params: nnx.State) -> dict[str, Array]:
 
 
 def plan_sync(
-    rules: Sequence[WeightRule], source: Leaves | Mapping[str, Spec], target: Mapping[str, Spec]
+    rules: Sequence[WeightRule],
+    source: Leaves | Mapping[str, Spec],
+    target: Mapping[str, Spec],
+    *,
+    lora_alpha: float = 0.0,
+    frozen: Collection[str] = (),
 ) -> tuple[LeafMove, ...]:
     """Match every leaf of the trainer with a leaf of the sampler.
+
+    ``lora_alpha`` is that of the adapters among the leaves, and ``frozen`` names leaves that no update changes.
 
     Raises:
         WeightsError: listing the names that match on one side only, or leaves whose shapes do not correspond.
     """
-    found = {name: _match(name, rules) for name in source}
+    adapters = adapters_of(source)
+    parts = {part for pair in adapters.values() for part in pair}
+    found = {name: _match(name, rules) for name in source if name not in parts}
     filled_by = {match[1]: (name, match[0]) for name, match in found.items() if match is not None}
     unknown = sorted(name for name, match in found.items() if match is None)
     missing, extra = sorted(target.keys() - filled_by.keys()), sorted(filled_by.keys() - target.keys())
@@ -69,8 +99,12 @@ def plan_sync(
             f"trainer and sampler parameters do not correspond: trainer leaves without a rule {unknown}, "
             f"sampler leaves that nothing fills {missing}, rules whose target the sampler lacks {extra}"
         )
-    pairs = ((name, spec, *filled_by[name]) for name, spec in target.items())
-    return tuple(_move(source_name, source[source_name], rule, name, spec) for name, spec, source_name, rule in pairs)
+    moves = []
+    for name, spec in target.items():
+        leaf, rule = filled_by[name]
+        sources = {part: source[part] for part in (leaf, *adapters.get(leaf, ()))}
+        moves.append(_move(sources, rule, name, spec, lora_alpha, leaf in frozen and leaf not in adapters))
+    return tuple(moves)
 
 
 def group_moves(moves: Sequence[LeafMove], limit_bytes: int) -> list[tuple[LeafMove, ...]]:
@@ -111,18 +145,27 @@ def _match(name: str, rules: Sequence[WeightRule]) -> tuple[WeightRule, str] | N
     return None
 
 
-def _move(name: str, leaf: Array | Spec, rule: WeightRule, target: str, spec: Spec) -> LeafMove:
+def _move(
+    sources: Leaves | Mapping[str, Spec], rule: WeightRule, target: str, spec: Spec, alpha: float, frozen: bool
+) -> LeafMove:
+    (name, leaf), *adapter = sources.items()
     try:
         shape = jax.eval_shape(lambda x: rule.transform(x, spec.shape), leaf).shape
     except (TypeError, ValueError, IndexError) as error:
         raise WeightsError(f"{name} {list(leaf.shape)} cannot become {list(spec.shape)}: {error}") from error
     if shape != spec.shape:
         raise WeightsError(f"{name} {list(leaf.shape)} becomes {list(shape)}, the sampler wants {list(spec.shape)}")
-    shared = (
-        rule.transform is same and leaf.dtype == spec.dtype and _same_layout(leaf.sharding, spec.sharding, leaf.ndim)
+    alike = leaf.dtype == spec.dtype and _same_layout(leaf.sharding, spec.sharding, leaf.ndim)
+    return LeafMove(
+        sources=tuple(sources),
+        target=target,
+        transform=rule.transform,
+        source_specs=tuple(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=s.sharding) for s in sources.values()),
+        spec=spec,
+        shared=rule.transform is same and alike and not adapter,
+        frozen=frozen,
+        scale=alpha / adapter[0][1].shape[-1] if adapter else 0.0,
     )
-    source_spec = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-    return LeafMove(name, target, rule.transform, source_spec, spec, shared)
 
 
 def _same_layout(source: Any, target: Any, rank: int) -> bool:
@@ -135,7 +178,8 @@ def describe_plan(moves: Sequence[LeafMove], groups: int) -> list[str]:
     for move in moves:
         names = (re.sub(r"\.\d+\.", ".*.", name) for name in (move.source, move.target))
         how = "shared" if move.shared else getattr(move.transform, "__name__", str(move.transform))
-        types = f"{move.source_spec.dtype} -> {move.spec.dtype}"
+        how = "merged, " * move.merges + how + ", once" * move.frozen
+        types = f"{move.source_specs[0].dtype} -> {move.spec.dtype}"
         kinds.setdefault((*names, how, types), []).append(move)
     lines = [
         f"  {len(found):3d} x {source} -> {target}  {how}, {types}, {_bytes(found) / 2**20:,.1f} MiB"

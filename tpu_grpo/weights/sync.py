@@ -7,11 +7,12 @@
 Groups of leaves move one after the other, each by one compiled program with the sampler's shardings as outputs: no
 disk, no host copy, and no compilation after the first call. A group's old leaves are freed before its new ones are
 made, and a group is so small that its program's temporary memory stays within the bound; so beside the parameters
-themselves a sync never needs more than that.
+themselves a sync never needs more than that. What no update changes moves once, in groups of its own.
 """
 
+import functools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +35,8 @@ class WeightSync:
         source: the trainer's leaves, or their specs.
         target: the sampler's, by name.
         temporary_bytes: what a program may need per device beside parameters.
+        lora_alpha: of the adapters among the trainer's leaves.
+        frozen: names of the trainer's leaves that no update changes.
 
     Raises:
         WeightsError: for leaves that do not correspond.
@@ -47,21 +50,24 @@ class WeightSync:
         target: Mapping[str, Spec],
         *,
         temporary_bytes: int = TEMPORARY_BYTES,
+        lora_alpha: float = 0.0,
+        frozen: Collection[str] = (),
     ):
-        self._rules = rules
-        self.moves = plan_sync(rules, source, target)
+        self._plan = functools.partial(plan_sync, rules, lora_alpha=lora_alpha, frozen=frozen)
+        self.moves = self._plan(source, target)
         self._limit = temporary_bytes
         self._programs: dict[tuple[Any, ...], tuple[Program, int]] = {}
         self._alone: dict[tuple[Any, ...], Program] = {}
         self._held: dict[str, Array] = {}
         moving = [move for move in self.moves if not move.shared]
         self._transport = choose_transport(moving) if moving else None
-        planned = group_moves(moving, temporary_bytes)
+        alike = ([move for move in moving if move.frozen == frozen] for frozen in (False, True))
+        planned = [group for moves in alike for group in group_moves(moves, temporary_bytes)]
         self.groups = [group for wanted in planned for group in self._within_bound(wanted)]
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes written for the sampler at every sync."""
+        """Bytes written for the sampler at the first sync; later ones leave out what is frozen."""
         return sum(move.bytes for move in self.moves)
 
     @property
@@ -75,34 +81,38 @@ class WeightSync:
 
     def __call__(self, source: Leaves) -> tuple[dict[str, Array], SyncResult]:
         """The sampler's leaves, in its own order, and what they cost; those of the call before are freed."""
-        start = time.perf_counter()
-        for group in self.groups:
+        start, due = time.perf_counter(), [group for group in self.groups if not self._stays(group)]
+        for group in due:
             self._free(group)
             program, _ = self._program(group)
-            moved = program([source[move.source] for move in group])
+            moved = program(_values(group, source))
             self._held |= {move.target: array for move, array in zip(group, moved, strict=True)}
         weights = {
             move.target: _relabelled(source[move.source], move.spec) if move.shared else self._held[move.target]
             for move in self.moves
         }
         jax.block_until_ready(self._held)
-        return weights, SyncResult(time.perf_counter() - start, self.bytes_moved)
+        bytes_moved = sum(move.bytes for group in due for move in group)
+        return weights, SyncResult(time.perf_counter() - start, bytes_moved)
 
-    def expected(self, source: Leaves) -> Iterator[tuple[str, Array]]:
+    def expected(self, source: Leaves) -> Iterator[tuple[LeafMove, Array]]:
         """What each of the sampler's leaves should be, one at a time, by the rules and nothing of this sync's programs.
 
         The plan is made anew, and a leaf is computed by itself; in which order, every host does alike.
         """
         target = {move.target: move.spec for move in self.moves}
-        for move in plan_sync(self._rules, source, target):
+        for move in self._plan(source, target):
             if move.signature not in self._alone:
                 self._alone[move.signature], _ = choose_transport([move]).compile([move])
-            yield move.target, self._alone[move.signature]([source[move.source]])[0]
+            yield move, self._alone[move.signature](_values([move], source))[0]
 
     def release(self) -> None:
         """Free the sampler's leaves of the last call, except those it shares with the trainer."""
         for group in self.groups:
             self._free(group)
+
+    def _stays(self, group: Sequence[LeafMove]) -> bool:
+        return all(move.frozen and move.target in self._held for move in group)
 
     def _free(self, group: Sequence[LeafMove]) -> None:
         for move in group:
@@ -129,6 +139,10 @@ class WeightSync:
             assert self._transport is not None
             self._programs[signature] = self._transport.compile(group)
         return self._programs[signature]
+
+
+def _values(group: Sequence[LeafMove], source: Leaves) -> list[Array]:
+    return [source[name] for move in group for name in move.sources]
 
 
 def _signature(group: Sequence[LeafMove]) -> tuple[Any, ...]:

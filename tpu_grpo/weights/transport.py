@@ -23,7 +23,7 @@ from jaxtyping import Array
 from tpu_grpo.weights.plan import LeafMove, Spec
 
 Program = Callable[[Sequence[Array]], tuple[Array, ...]]
-"""Trainer leaves of a group -> the sampler's, in the order of its moves."""
+"""Trainer leaves of a group (those of its moves, one after the other) -> the sampler's, in the order of its moves."""
 
 
 class Transport(Protocol):
@@ -36,7 +36,7 @@ class Transport(Protocol):
 
 def choose_transport(moves: Sequence[LeafMove]) -> Transport:
     """By where both sides' leaves lie."""
-    source, target = (_named(spec).device_set for spec in (moves[0].source_spec, moves[0].spec))
+    source, target = (_named(spec).device_set for spec in (moves[0].source_specs[0], moves[0].spec))
     return SameDevices() if source == target else DisjointDevices(moves[0])
 
 
@@ -47,10 +47,10 @@ class SameDevices:
         """See Transport."""
 
         def transform(leaves: tuple[Array, ...]) -> tuple[Array, ...]:
-            return tuple(_transformed(move, leaf) for move, leaf in zip(group, leaves, strict=True))
+            return _results(group, leaves)
 
         shardings = tuple(move.spec.sharding for move in group)
-        compiled = jax.jit(transform, out_shardings=shardings).lower(tuple(m.source_spec for m in group)).compile()
+        compiled = jax.jit(transform, out_shardings=shardings).lower(_sources(group)).compile()
         return lambda leaves: compiled(tuple(leaves)), _temporary_bytes(compiled)
 
 
@@ -58,7 +58,7 @@ class DisjointDevices:
     """Trainer and sampler on as many devices each, none in common; ``example`` is any move between them."""
 
     def __init__(self, example: LeafMove):
-        trainer, sampler = _named(example.source_spec).mesh, _named(example.spec).mesh
+        trainer, sampler = _named(example.source_specs[0]).mesh, _named(example.spec).mesh
         self._trainer, self._sampler = trainer, sampler
         own, other = np.asarray(trainer.devices), np.asarray(sampler.devices)
         self._dummies = Mesh(other.reshape(own.shape), trainer.axis_names)
@@ -67,27 +67,27 @@ class DisjointDevices:
 
     def compile(self, group: Sequence[LeafMove]) -> tuple[Program, int]:
         """See Transport."""
-        specs = [P(None, *_named(move.source_spec).spec) for move in group]
-        wide = [(1, *move.source_spec.shape) for move in group]
+        sources = _sources(group)
+        specs = [P(None, *_named(source).spec) for source in sources]
         expand = self._compiled(
             lambda leaves: tuple(leaf[None] for leaf in leaves),
             [NamedSharding(self._trainer, spec) for spec in specs],
-            tuple(move.source_spec for move in group),
+            sources,
         )
         dummies = self._compiled(
-            lambda: tuple(jnp.zeros(s, m.source_spec.dtype) for s, m in zip(wide, group, strict=True)),
+            lambda: tuple(jnp.zeros((1, *source.shape), source.dtype) for source in sources),
             [NamedSharding(self._dummies, spec) for spec in specs],
         )
         arguments = tuple(
             jax.ShapeDtypeStruct(
-                (2, *move.source_spec.shape),
-                move.source_spec.dtype,
-                sharding=NamedSharding(self._both_in, P("role", *_named(move.source_spec).spec)),
+                (2, *source.shape),
+                source.dtype,
+                sharding=NamedSharding(self._both_in, P("role", *_named(source).spec)),
             )
-            for move in group
+            for source in sources
         )
         across = self._compiled(
-            lambda leaves: tuple(_transformed(move, leaf[0]) for move, leaf in zip(group, leaves, strict=True)),
+            lambda leaves: _results(group, [leaf[0] for leaf in leaves]),
             [NamedSharding(self._both_out, _named(move.spec).spec) for move in group],
             arguments,
         )
@@ -117,8 +117,13 @@ def _joined(spec: Spec, halves: Sequence[Array]) -> Array:
     return jax.make_array_from_single_device_arrays(spec.shape, _named(spec), shards)
 
 
-def _transformed(move: LeafMove, leaf: Array) -> Array:
-    return move.transform(leaf, move.spec.shape).astype(move.spec.dtype)
+def _sources(group: Sequence[LeafMove]) -> tuple[Spec, ...]:
+    return tuple(spec for move in group for spec in move.source_specs)
+
+
+def _results(group: Sequence[LeafMove], leaves: Sequence[Array]) -> tuple[Array, ...]:
+    rest = iter(leaves)
+    return tuple(move.result([next(rest) for _ in move.sources]) for move in group)
 
 
 def _temporary_bytes(compiled: Any) -> int:
