@@ -102,4 +102,4 @@ def apply_lora(model: nnx.Module, modules: Collection[str], section: LoraSection
     lora = jax.jit(adapters, out_shardings=shardings)(base)
     made = {".".join(map(str, path[:-1])) for path, _ in nnx.to_flat_state(lora)}
     assert made == set(modules), f"qwix made no adapters for {set(modules) - made}"
-    return nnx.merge(definitions[-1], lora, base)
+    return nnx.merge(definitions[-1], lora, base, copy=True)  # own variables, same arrays

@@ -1,0 +1,138 @@
+"""Training adapters, or some layers: what changes, what it costs, and continuing."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+
+from tests.learner.toy import counted_compilations, flat_params, make_config, make_learner, make_mesh, make_model
+from tests.learner.toy import make_scored as scored_by
+from tpu_grpo.config import LoraSection, RunConfig
+from tpu_grpo.errors import CheckpointError
+from tpu_grpo.learner import Learner, frozen_leaves
+from tpu_grpo.models.lora import apply_lora
+
+RANK = 2
+MODULES = [f"layers.{layer}.{kind}" for layer in (0, 1) for kind in ("attn.q_proj", "attn.o_proj", "mlp.up_proj")]
+ADAPTER_SIZES = {"attn.q_proj": 64 + 64, "attn.o_proj": 64 + 64, "mlp.up_proj": 64 + 96}  # inputs + outputs
+LORA = LoraSection(rank=RANK, alpha=8.0)
+KINDS: dict[str, dict[str, Any]] = {"lora": {"lora": LORA.model_dump()}, "layers": {"train_layers": "1"}, "all": {}}
+
+
+def build(
+    directory: Path, kind: str, *, mesh: Mesh | None = None, seed: int = 0, **sections: Any
+) -> tuple[Learner, nnx.Module, RunConfig]:
+    """(a learner, the base model, the config)."""
+    config = make_config(directory, {"model": KINDS[kind], **sections})
+    mesh = mesh or make_mesh()
+    base = make_model(mesh, seed)
+    model = apply_lora(base, MODULES, LORA, seed=seed) if kind == "lora" else base
+    reference = base if config.algorithm.beta else None
+    return make_learner(config, mesh, model=model, reference=reference), base, config
+
+
+def is_trained(name: str, kind: str) -> bool:
+    return {"lora": "_lora_" in name, "layers": name.startswith("layers.1."), "all": True}[kind]
+
+
+def update(learner: Learner, config: RunConfig, base: nnx.Module, *steps: int) -> None:
+    for step in steps:
+        learner.update(scored_by(base, config, step))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["lora", "layers"])
+def test_only_what_is_trained_changes(tmp_path: Path, kind: str) -> None:
+    learner, _, config = build(tmp_path, kind)
+    scored = scored_by(make_model(make_mesh()), config)  # a model of its own: the learner freezes parts of the other
+    before, arrays = flat_params(learner), dict(nnx.to_flat_state(learner.params()))
+    arrays = {path: leaf[...] for path, leaf in arrays.items()}
+    for _ in range(3):
+        learner.update(scored)
+    after = flat_params(learner)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert (value == after[name]).all() == (not is_trained(name, kind)), name
+    for path, leaf in nnx.to_flat_state(learner.params()):  # not even copied
+        assert (leaf[...] is arrays[path]) == (not is_trained(".".join(map(str, path)), kind))
+    assert frozen_leaves(learner.params()) == {name for name in before if not is_trained(name, kind)}
+    learner.close()
+
+
+@pytest.mark.parametrize(("kind", "micro"), [("lora", None), ("lora", 2), ("layers", None), ("all", None)])
+def test_optimizer_memory_is_that_of_what_is_trained(tmp_path: Path, kind: str, micro: int | None) -> None:
+    """Two moments, and the sum of gradients where they accumulate; else scalars."""
+    learner, *_ = build(tmp_path, kind, algorithm={"micro_batch_prompts": micro})
+    leaves = jax.tree.leaves(nnx.state(learner._trainer.optimizer))
+    trained = sum(value.size for name, value in flat_params(learner).items() if is_trained(name, kind))
+    if kind == "lora":
+        assert trained == RANK * 2 * sum(ADAPTER_SIZES.values())
+    assert sum(leaf.size for leaf in leaves if leaf.ndim) == trained * (3 if micro else 2)
+    assert sum(leaf.size for leaf in leaves if not leaf.ndim) < 10
+    learner.close()
+
+
+def test_the_reference_of_adapters_is_the_base_in_the_same_arrays(tmp_path: Path) -> None:
+    learner, base, config = build(tmp_path, "lora", algorithm={"beta": 0.1})
+    result = learner.update(scored_by(base, config, 1))  # type: ignore[arg-type]
+    assert result.metrics["update/kl"] == pytest.approx(0.0, abs=1e-6)  # the policy is still the base
+    assert learner.update(scored_by(base, config, 2)).metrics["update/kl"] > 1e-6  # type: ignore[arg-type]
+    held = dict(nnx.to_flat_state(learner.params()))
+    reference = nnx.to_flat_state(nnx.state(learner._cluster.inference_worker.get_model("reference")))
+    assert len(reference) == len(held) - 2 * len(MODULES)
+    assert all(held[path][...] is leaf[...] for path, leaf in reference)
+    learner.close()
+
+
+@pytest.mark.parametrize("kind", ["lora", "layers"])
+def test_training_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    whole, _, config = build(tmp_path / "whole", kind)
+    base = make_model(make_mesh())
+    update(whole, config, base, 1, 2)
+    first, _, config = build(tmp_path / "parts", kind)
+    update(first, config, base, 1)
+    first.save(1)
+    first.close()
+    second, *_ = build(tmp_path / "parts", kind)
+    assert second.restored_step == 1
+    update(second, config, base, 2)
+    assert second.params_digest() == whole.params_digest()
+    if kind == "lora":
+        saved = sum(path.stat().st_size for path in (tmp_path / "parts/checkpoints/1/model_params").rglob("*"))
+        assert saved < sum(value.nbytes for value in flat_params(second).values()) / 2
+    whole.close()
+    second.close()
+
+
+def test_adapters_are_not_continued_on_another_base(tmp_path: Path) -> None:
+    learner, *_ = build(tmp_path, "lora")
+    learner.save(1)
+    learner.close()
+    with pytest.raises(CheckpointError, match="are not what was saved, the first model.embedder.input_embedding"):
+        build(tmp_path, "lora", seed=1)
+
+
+def test_nothing_is_compiled_after_the_first_update(tmp_path: Path) -> None:
+    learner, base, config = build(tmp_path, "lora", algorithm={"iterations": 2, "old_policy": "trainer"})
+    rollouts = [scored_by(base, config, step) for step in (1, 2, 3)]  # type: ignore[arg-type]
+    learner.update(rollouts[0])
+    with counted_compilations() as names:
+        for scored in rollouts[1:]:
+            learner.update(scored)
+    assert not names
+    learner.close()
+
+
+def test_the_mesh_does_not_change_the_step(tmp_path: Path) -> None:
+    held = []
+    for fsdp, tp in ((2, 1), (2, 2)):
+        learner, base, config = build(tmp_path / f"{tp}", "lora", mesh=make_mesh(fsdp, tp))
+        learner.update(scored_by(base, config))  # type: ignore[arg-type]
+        assert learner.adapters().keys() == {name for name in flat_params(learner) if "_lora_" in name}
+        held.append(learner.adapters())
+        learner.close()
+    for name, value in held[0].items():
+        np.testing.assert_allclose(value, held[1][name], atol=2e-5)
