@@ -42,11 +42,11 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_a_run_with_adapters_goes_on_and_is_a_start_for_others(tmp_path: Path) -> None:
-    whole = train(config(tmp_path / "whole", steps=3, lora=LORA))
+    whole = train(config(tmp_path / "whole", lora=LORA))
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    for name in ("checkpoints", "adapters"):  # as if it had been killed in step 3
-        shutil.rmtree(tmp_path / "parts" / name / "3")
-    parts = train(config(tmp_path / "parts", steps=3, lora=LORA))
+    for name in ("checkpoints", "adapters"):  # as if it had been killed in step 2
+        shutil.rmtree(tmp_path / "parts" / name / "2")
+    parts = train(config(tmp_path / "parts", lora=LORA))
     assert parts["params_digest"] == whole["params_digest"]
     metrics = lines(tmp_path / "whole")
     assert [m["rollout/tokens_digest"] for m in metrics] == [
@@ -54,20 +54,17 @@ def test_a_run_with_adapters_goes_on_and_is_a_start_for_others(tmp_path: Path) -
     ]
     assert max(m["agreement/logprob_abs_diff_max"] for m in metrics) <= 1e-4  # adapted trainer, merged sampler
     adapters = tmp_path / "whole/adapters"
-    assert sorted(path.name for path in adapters.iterdir()) == ["1", "2", "3"]
-    tensors = {step: load_file(adapters / step / "adapter_model.safetensors") for step in "123"}
-    for name, value in tensors["3"].items():
-        np.testing.assert_array_equal(value, load_file(tmp_path / "parts/adapters/3/adapter_model.safetensors")[name])
-    assert any((tensors["2"][name] != value).any() for name, value in tensors["3"].items())
-    started = config(tmp_path / "next", steps=1, lora=LORA | {"path": str(adapters / "3")})
+    assert sorted(path.name for path in adapters.iterdir()) == ["1", "2"]
+    tensors = {step: load_file(adapters / step / "adapter_model.safetensors") for step in "12"}
+    for name, value in tensors["2"].items():
+        np.testing.assert_array_equal(value, load_file(tmp_path / "parts/adapters/2/adapter_model.safetensors")[name])
+    assert any((tensors["1"][name] != value).any() for name, value in tensors["2"].items())
+    started = config(tmp_path / "next", steps=1, lora=LORA | {"path": str(adapters / "2")})
     train(started)
     first = lines(tmp_path / "next")[0]["rollout/tokens_digest"]  # step 1's prompts and keys, but other weights
     assert first != metrics[0]["rollout/tokens_digest"]
-    assert {"adapter file adapter_config.json", "adapter file adapter_model.safetensors"} <= fingerprints(
-        started
-    ).keys()
-    with pytest.raises(CheckpointError, match="model.lora.rank must be 2"):
-        train(config(tmp_path / "wrong", lora={"rank": 4, "layers": "1", "path": str(adapters / "3")}))
+    compared = fingerprints(started).keys()
+    assert {"adapter file adapter_config.json", "adapter file adapter_model.safetensors"} <= compared
 
 
 @pytest.mark.slow
@@ -80,10 +77,11 @@ def test_a_run_of_some_layers_moves_the_others_once(tmp_path: Path) -> None:
 
 
 def test_what_the_model_lacks_is_refused_before_anything_is_built(tmp_path: Path) -> None:
-    for model, expected in (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"train_layers": "1-2"}, r"model.train_layers must name layers .* which has 2 \(0-1\), got 1-2"),
         ({"lora": {"rank": 2, "layers": "0,9"}}, r"model.lora.layers must name layers .* which has 2 \(0-1\), got 0,9"),
         ({"lora": {"rank": 2, "targets": "query"}}, r"model.lora.targets must be found in .*attn.q_proj"),
-    ):
+    ]
+    for model, expected in cases:
         with pytest.raises(ConfigError, match=expected):
             check(config(tmp_path / "run", **model))

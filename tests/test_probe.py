@@ -88,10 +88,10 @@ def test_a_rule_that_is_wrong_is_found_by_the_tokens(config: RunConfig, monkeypa
     def negated(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return -leaf.reshape(shape)
 
-    def move(name: str, leaf: Any, rule: WeightRule, target: str, spec: Any) -> Any:
+    def move(sources: Any, rule: WeightRule, target: str, *more: Any) -> Any:
         if target.endswith("o_proj.weight"):
             rule = replace(rule, transform=negated)
-        return original(name, leaf, rule, target, spec)
+        return original(sources, rule, target, *more)
 
     monkeypatch.setattr(plan, "_move", move)
     with pytest.raises(WeightsError, match="every leaf is what the family's rules say, so the two sides compute"):

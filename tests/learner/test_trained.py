@@ -126,6 +126,7 @@ def test_nothing_is_compiled_after_the_first_update(tmp_path: Path) -> None:
     learner.close()
 
 
+@pytest.mark.slow
 def test_the_mesh_does_not_change_the_step(tmp_path: Path) -> None:
     held = []
     for fsdp, tp in ((2, 1), (2, 2)):

@@ -19,7 +19,17 @@ MERGED_AGAINST_ADAPTED = 1e-4
 """The contract's bound in float32; measured 1e-6 to 6e-6."""
 
 
-@pytest.mark.parametrize(("family", "tensor"), [("qwen3", 1), ("qwen3", 2), ("qwen2", 1), ("qwen2", 2)])
+@pytest.mark.parametrize(
+    ("family", "tensor"),
+    [
+        pytest.param("qwen3", 1, marks=pytest.mark.slow),
+        ("qwen3", 2),
+        ("qwen2", 1),
+        pytest.param("qwen2", 2, marks=pytest.mark.slow),
+        pytest.param("llama", 1, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_merged_sampler_and_adapted_model_agree(tmp_path: Path, family: str, tensor: int) -> None:
     directory = write_random(family, tmp_path / "model", scale=0.3)
     section = LoraSection(rank=4, alpha=8.0)

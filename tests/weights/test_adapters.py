@@ -1,5 +1,7 @@
 """Merging adapters on the way to the sampler, and what moves once."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,7 @@ RANK, ALPHA, KV_HEADS = 3, 6.0, 2
 ADAPTED = "layers.1.q", "layers.2.k"
 
 
-def leaves_with_adapters(devices: list[jax.Device], fsdp: int, tp: int, seed: int = 0) -> dict[str, jax.Array]:
+def leaves_with_adapters(devices: list[Any], fsdp: int, tp: int, seed: int = 0) -> dict[str, jax.Array]:
     """Queries of one layer and keys of another have an adapter, split as the trainer splits them."""
     leaves = trainer_leaves(devices, fsdp, tp, KV_HEADS)
     for name in ADAPTED:

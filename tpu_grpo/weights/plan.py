@@ -146,7 +146,7 @@ def _match(name: str, rules: Sequence[WeightRule]) -> tuple[WeightRule, str] | N
 
 
 def _move(
-    sources: Leaves | Mapping[str, Spec], rule: WeightRule, target: str, spec: Spec, alpha: float, frozen: bool
+    sources: Mapping[str, Array | Spec], rule: WeightRule, target: str, spec: Spec, alpha: float, frozen: bool
 ) -> LeafMove:
     (name, leaf), *adapter = sources.items()
     try:
