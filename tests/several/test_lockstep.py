@@ -91,3 +91,16 @@ def test_in_step_when_the_cache_is_so_small_that_prefixes_are_evicted_and_reques
         counts = re.findall(rf"{what} (\d+)", ended.out)
         assert len(counts) == 2
         assert min(map(int, counts)) > 0, ended.out
+
+
+@pytest.mark.slow
+def test_adapters_are_the_same_on_several_hosts(files: Path, tmp_path: Path) -> None:
+    outcomes = []
+    for hosts, devices in ((1, 4), (2, 2)):
+        run_dir = tmp_path / str(hosts)
+        tree = settings(run_dir, model={"lora": {"rank": 2}}, meshes={"probe_every": 1}, checkpoint={"every": 2})
+        ended = run_hosts(hosts, devices, files, tree, "run.max_steps=3")
+        assert ended.code == 0, ended.errors
+        outcomes.append(outcome(run_dir))
+        assert sorted(path.name for path in (run_dir / "adapters").iterdir()) == ["2", "3"]
+    assert outcomes[0] == outcomes[1]
