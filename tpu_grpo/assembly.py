@@ -176,7 +176,7 @@ def open_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Host
     prompts = open_prompts(config.data, config.run.seed, tokenizer)
     rewards = open_rewards(config.rewards, prompts.columns)
     held_out = open_evaluation_prompts(config.evaluation, config.data, tokenizer)
-    evaluation_rewards = open_rewards(config.rewards, tuple(held_out[0].columns)) if held_out else None
+    evaluation_rewards = rewards.for_columns(tuple(held_out[0].columns)) if held_out else None
     shared = None if evaluation_rewards is None else SharedRewards(evaluation_rewards, hosts)
     return Task(prompts, SharedRewards(rewards, hosts), held_out, shared)
 

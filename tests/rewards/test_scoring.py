@@ -14,15 +14,24 @@ from hypothesis import strategies as st
 from tests.rewards.conftest import MakeFile, make_rollout
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.errors import RewardError
-from tpu_grpo.rewards import LoadedReward, RewardSet, open_rewards
+from tpu_grpo.rewards import LoadedReward, OpenReward, RewardSet, open_rewards
+from tpu_grpo.rewards.answers import Call
+from tpu_grpo.rewards.pool import Thread
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "b", "c", "d"], [{"answer": "a"}, {"answer": "d"}])
 
 
 def reward_set(*functions: Callable[..., Any], weights: Sequence[float] | None = None) -> RewardSet:
     """Functions of the completions alone."""
-    loaded = tuple(LoadedReward(f.__name__, f, ("completions",)) for f in functions)
-    return RewardSet(loaded, tuple(weights or [1.0] * len(loaded)))
+    given = weights or [1.0] * len(functions)
+    return RewardSet(tuple(open_function(f, weight=w) for f, w in zip(functions, given, strict=True)))
+
+
+def open_function(function: Callable[..., Any], arguments: Sequence[str] = ("completions",), **spec: Any) -> OpenReward:
+    """A function on a thread."""
+    call = Call(function.__name__, function.__name__, spec.get("options", {}))
+    settings = RewardSpec(name=function.__name__, workers=0, **spec)
+    return OpenReward(settings, LoadedReward(function, call, tuple(arguments)), Thread(call, function))
 
 
 def constant(values: Any, name: str = "r") -> Callable[..., Any]:
@@ -48,7 +57,7 @@ def test_a_reward_sees_the_whole_batch_once():
         calls.append(columns)
         return [0.0] * 4
 
-    RewardSet((LoadedReward("see", see, ("prompts", "completions", "answer"), {"limit": 3}),), (1.0,)).score(ROLLOUT)
+    RewardSet((open_function(see, ("prompts", "completions", "answer"), options={"limit": 3}),)).score(ROLLOUT)
     assert calls == [
         {
             "prompts": ["p0", "p0", "p1", "p1"],
@@ -172,7 +181,7 @@ def test_an_exception_names_reward_place_and_sample(reward_file: MakeFile):
     path = reward_file(
         "def number(completions):\n    return [inner(c) for c in completions]\n\n\ndef inner(c):\n    return int(c)\n"
     )
-    rewards = open_rewards([RewardSpec(name=f"{path}:number")], [])
+    rewards = open_rewards([RewardSpec(name=f"{path}:number", workers=0)], [])
     rollout = make_rollout(["p0", "p1"], ["1", "2", "three", "four"])
     message = (
         r"reward number raised ValueError: invalid literal for int\(\) with base 10: 'three' "
@@ -180,7 +189,8 @@ def test_an_exception_names_reward_place_and_sample(reward_file: MakeFile):
     )
     with pytest.raises(RewardError, match=message) as caught:
         rewards.score(rollout)
-    assert isinstance(caught.value.__cause__, ValueError)
+    assert "ValueError: invalid literal" in str(caught.value.__cause__)
+    assert "line 2, in number" in str(caught.value.__cause__)
 
 
 def test_looking_for_the_sample_stops_at_the_first_that_raises():

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from tpu_grpo.rewards.shipped import exact_answer, final_number, gsm8k, matches_format
+from tpu_grpo.rewards.shipped.answers import exact_answer
+from tpu_grpo.rewards.shipped.gsm8k import final_number, gsm8k
+from tpu_grpo.rewards.shipped.patterns import matches_format
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k" / "test.jsonl"
 

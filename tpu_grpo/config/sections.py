@@ -1,29 +1,17 @@
 """Every setting of a run, once."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tpu_grpo.config import rules
+from tpu_grpo.config.base import PositiveInt, Section
 from tpu_grpo.config.dialect import Dumper
+from tpu_grpo.config.rewards import RewardSpec
 
 BUILTIN = "builtin:"
-PositiveInt = Annotated[int, Field(ge=1)]
-
-
-class Section(BaseModel):
-    """A part of the config: frozen, strict about its keys."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _switches_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
-            raise ValueError(f"must not be a switch, got {str(value).lower()}; `--help` lists what it takes")
-        return value
 
 
 class RunSection(Section):
@@ -108,17 +96,6 @@ class RolloutSection(Section):
         if value == ():
             raise ValueError("must name a batch size, got []; leave it unset for powers of 2")
         return value
-
-
-class RewardSpec(Section):
-    """One reward of the list."""
-
-    name: str
-    """A shipped name (exact_answer, gsm8k, format) or path.py:function."""
-    weight: float = 1.0
-    """Factor of this reward in the sum."""
-    options: dict[str, Any] = {}
-    """Keyword arguments passed to the reward at every call."""
 
 
 class AlgorithmSection(Section):
