@@ -22,7 +22,25 @@ class Shipped:
 SHIPPED: Mapping[str, Shipped] = MappingProxyType(
     {
         "exact_answer": Shipped("answers:exact_answer"),
+        "normalised_match": Shipped("answers:normalised_match"),
+        "multiple_choice": Shipped("answers:multiple_choice"),
+        "integer_answer": Shipped("answers:integer_answer"),
         "gsm8k": Shipped("gsm8k:gsm8k"),
+        "math": Shipped("mathematics:math", workers=1),
         "format": Shipped("patterns:matches_format"),
+        "regex": Shipped("patterns:regex_answer"),
+        "think_answer": Shipped("tags:think_answer"),
+        "xml_count": Shipped("tags:xml_count"),
+        "length": Shipped("lengths:length"),
+        "overlong": Shipped("lengths:overlong"),
+        "cosine_length": Shipped("lengths:cosine_length", workers=1),
+        "repetition": Shipped("lengths:repetition"),
+        "language": Shipped("language:language"),
+        "instructions": Shipped("instructions:instructions"),
+        "json_schema": Shipped("structured:json_schema", workers=1),
+        "countdown": Shipped("structured:countdown"),
+        "reasoning_gym": Shipped("structured:reasoning_gym", workers=1),
+        "python_tests": Shipped("programs:python_tests", workers=2),
+        "judge": Shipped("judge:Judge", workers=1),
     }
 )

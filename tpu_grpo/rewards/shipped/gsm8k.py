@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-from tpu_grpo.rewards.shipped.answers import missing
+from tpu_grpo.rewards.shipped.texts import missing
 
 # A number as people write it, after _plain: grouped by commas or not, not part of a word (m2), a power (m^2) or a
 # fraction (1/2); a minus counts when nothing stands before it that could be subtracted from (10-4 holds no -4).
