@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from tests.rewards.conftest import MakeFile
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.errors import RewardError
-from tpu_grpo.rewards import SHIPPED, LoadedReward, load_reward, open_rewards
+from tpu_grpo.rewards import SHIPPED, LoadedReward, finding, load_reward, open_rewards
 from tpu_grpo.rewards.answers import Batch
 from tpu_grpo.rewards.calling import Caller
 
@@ -70,11 +72,54 @@ def test_callable_objects_are_rewards_too(reward_file: MakeFile):
     assert call(load(f"{path}:f")) == [1.0]
 
 
-def test_shipped_rewards_load_on_their_column():
-    for name in SHIPPED:
-        assert load(name).call.name == name
-    assert load("format", columns=()).arguments == ("completions",)
-    assert load("gsm8k", flexible=False).call.options == {"flexible": False}
+NEEDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "format": ((), {}),
+    "regex": (("answer",), {"pattern": "(x)"}),
+    "integer_answer": ((), {}),
+    "think_answer": ((), {}),
+    "xml_count": ((), {}),
+    "length": ((), {"max_tokens": 10}),
+    "overlong": ((), {"max_tokens": 10, "buffer": 5}),
+    "cosine_length": (("answer",), {"max_tokens": 10}),
+    "repetition": ((), {}),
+    "language": ((), {"language": "en"}),
+    "instructions": (("instruction_id_list", "kwargs"), {}),
+    "json_schema": ((), {"schema": {"type": "object"}}),
+    "countdown": (("target", "nums"), {}),
+    "reasoning_gym": (("metadata", "answer"), {}),
+    "python_tests": (("tests",), {}),
+    "judge": ((), {"url": "http://127.0.0.1:1", "model": "m"}),
+}
+"""Columns and options that shipped rewards need; the rest needs the answer only."""
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_rewards_load_on_what_they_need(name: str):
+    columns, options = NEEDS.get(name, (("answer",), {}))
+    loaded = load(name, columns, **options)
+    assert loaded.call.name == name
+    assert set(columns) <= set(loaded.arguments)
+    if columns:
+        with pytest.raises(RewardError, match=f"requires the parameter '{columns[0]}'"):
+            load(name, (), **options)
+
+
+def test_the_guide_lists_every_shipped_reward():
+    pages = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    assert [name for name in SHIPPED if f"| `{name}` |" not in pages] == []
+
+
+def test_an_entry_point_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch):
+    points = [
+        EntryPoint("brief", "tests.rewards.faulty:good", "tpu_grpo.rewards"),
+        EntryPoint("gone", "nowhere:f", "x"),
+    ]
+    monkeypatch.setattr(finding, "entry_points", lambda group: points if group == "tpu_grpo.rewards" else [])
+    assert load("brief", ()).call.name == "brief"
+    with pytest.raises(RewardError, match="reward gone, an entry point at nowhere:f, failed to load: ModuleNotFound"):
+        load("gone", ())
+    with pytest.raises(RewardError, match=r"did you mean brief\? \(shipped: .*; installed: brief, gone; your own:"):
+        load("breif", ())
 
 
 # --- files and modules -----------------------------------------------------------------------------------------------

@@ -71,11 +71,11 @@ def test_countdown_with_fewer_numbers_and_fractions():
 @pytest.mark.parametrize("name", ["chain_sum", "countdown", "leg_counting", "spell_backward", "simple_equations"])
 def test_puzzles_of_reasoning_gym(name: str):
     entries: list[dict[str, Any]] = list(gym.create_dataset(name, size=4, seed=3))
-    columns = {key: [entry[key] for entry in entries] for key in ("metadata", "answer", "question")}
+    columns: Any = {key: [entry[key] for entry in entries] for key in ("metadata", "answer", "question")}
     right = reasoning_gym([f"<answer>{e['answer']}</answer>" for e in entries], **columns)
     assert right == [1.0] * 4
     wrong = reasoning_gym(["<answer>no idea</answer>"] * 4, **columns)
     assert all(value is not None and value < 0.5 for value in wrong)
     assert reasoning_gym([str(e["answer"]) for e in entries], **columns) == [0.0] * 4  # no tag
-    as_text = {**columns, "metadata": [json.dumps(m) for m in columns["metadata"]]}
+    as_text: Any = {**columns, "metadata": [json.dumps(m) for m in columns["metadata"]]}
     assert reasoning_gym([str(e["answer"]) for e in entries], tag=None, **as_text) == [1.0] * 4

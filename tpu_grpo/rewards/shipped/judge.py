@@ -91,14 +91,14 @@ class Judge:
         messages.append({"role": "user", "content": question})
         asked = json.dumps([self._model, messages, self._parameters, self._out_of], sort_keys=True)
         key = hashlib.sha256(asked.encode()).hexdigest()
-        if key in self._known and not self._known[key].cancelled():
+        if key in self._known:
             return await asyncio.shield(self._known[key])
-        self._known[key] = asyncio.ensure_future(self._ask(messages))
+        asking = self._known[key] = asyncio.ensure_future(self._ask(messages))
         try:
-            score = await self._known[key]
-        except BaseException:
-            self._known.pop(key).cancel()  # so that it is asked again the next time
-            raise
+            score = await asking
+        finally:
+            if not asking.done() or asking.cancelled() or asking.exception() is not None:
+                del self._known[key]  # so that it is asked again the next time
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"key": key, "score": score}) + "\n")
