@@ -133,7 +133,7 @@ def test_a_setting_that_differs_ends_all_with_its_name(files: Path, tmp_path: Pa
 @pytest.mark.slow
 def test_a_reward_that_fails_on_one_host_ends_all_with_its_name(files: Path, tmp_path: Path) -> None:
     config = write_config(files, tmp_path / "run")
-    done = local_hosts(2, 2, config, f"rewards=[{{name: {files}/failing.py:fails}}]")
+    done = local_hosts(2, 2, config, f"rewards=[{{name: {files}/failing.py:fails, workers: 0}}]")
     assert done.returncode in (2, 3), done.stderr  # 2 on the host whose reward it is, 3 on the other
     own = [line for line in done.stderr.splitlines() if line.startswith("[1]") and "RewardError" in line]
     other = [line for line in done.stderr.splitlines() if line.startswith("[0]") and "host 1 failed" in line]

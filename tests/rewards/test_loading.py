@@ -251,6 +251,8 @@ def test_functions_that_do_not_fit(reward_file: MakeFile, source: str, message: 
             "gsm8k requires the parameter 'answer'.*available: prompts, completions, question",
         ),
         ("format", COLUMNS, {"pattern": "("}, r"pattern must be a regular expression, got '\(' \(missing \)"),
+        ("math", COLUMNS, {"seconds": 0}, "math, options .*seconds must be >= 1, got 0"),
+        ("python_tests", ("tests",), {"memory_mb": "1"}, "memory_mb must be a number, got '1'"),
         ("format", COLUMNS, {"pattern": 5}, "pattern must be a string, got a int"),
         ("format", ("pattern",), {}, "pattern must be a string, got a list; where the data has a column of that name"),
     ],

@@ -92,14 +92,21 @@ def workers_of(spec: RewardSpec) -> int:
 
 
 def _try_options(spec: RewardSpec, loaded: LoadedReward) -> None:
-    """Shipped rewards judge their options when they are built, or on zero rows."""
+    """Shipped rewards judge their options when they are built, on zero rows, or on a row without anything."""
     try:
         if inspect.isclass(loaded.target):
             loaded.target(**spec.options)
         else:
-            Caller(loaded.call, loaded.target).raw(Batch(dict.fromkeys(loaded.arguments, ()), 0, 0))
+            Caller(loaded.call, loaded.target).raw(_nothing(loaded))
     except (TypeError, ValueError) as error:
         raise RewardError(f"reward {spec.name}, options {spec.options}: {error}") from error
+
+
+def _nothing(loaded: LoadedReward) -> Batch:
+    names = [*loaded.arguments, *(n for n in loaded.call.extras if n == "completion_ids")]
+    if loaded.call.concurrency is None:
+        return Batch(dict.fromkeys(names, ()), 0, 0)
+    return Batch({name: [""] if name in TEXT_ARGUMENTS else [None] for name in names}, 0, 1)
 
 
 def _offered(columns: Collection[str], *, by_row: bool) -> dict[str, str]:
