@@ -30,7 +30,7 @@ def test_a_pattern_that_explodes_is_given_up():
     hostile = "a" * 50 + "b"
     assert matches_format([hostile], "(a|aa)+$", log_metric=lambda *a: logged.append(a)) == [0.0]
     assert logged == [("undecided", 1.0)]
-    assert time.perf_counter() - started < 3.0
+    assert time.perf_counter() - started < 20.0  # the limit is one of processor time; without it, hours
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def matches_format(
     """1.0 where the regular expression ``pattern`` is found (``.`` matches newlines too), else 0.0.
 
     The default asks for a last line ``#### <number>``. With ``full`` the whole completion must match. A completion in
-    which the search takes longer than a second counts as without it, and as the metric ``undecided``.
+    which the search takes longer than a second of processor time counts as without it, and as the metric ``undecided``.
     """
     compiled = _compile(pattern)
     return [float(_search(compiled, c, full, log_metric) is not None) for c in completions]
