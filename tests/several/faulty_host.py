@@ -80,15 +80,6 @@ def version(name: str) -> None:
 
 
 @fault
-def reward(_: str) -> None:
-    """The reward returns another number here."""
-    from tpu_grpo.rewards.loading import LoadedReward
-
-    original = LoadedReward.__call__
-    LoadedReward.__call__ = lambda self, table: [value + 1e-9 for value in original(self, table)]  # type: ignore
-
-
-@fault
 def sampled_token(_: str) -> None:
     """The third step of the engine takes in another token."""
     from tpu_grpo.rollout.scheduler import Started, SteppedScheduler

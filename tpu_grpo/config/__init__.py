@@ -3,7 +3,7 @@
     config = load_config("configs/demo_cpu.yaml", ["run.seed=1", "optimizer.learning_rate=3e-4"])
 
     sections.py   the settings themselves: read this
-    places.py     those of devices and processes
+    places.py     those of devices and processes; rewards.py: those of a reward
     rules.py      what must hold between settings of different sections
     loading.py    YAML and overrides -> RunConfig, with errors people can act on
     listing.py    every setting with its type and default, for --help
@@ -15,6 +15,7 @@ Imports nothing heavy, so that ``--help`` and a typing error cost nothing.
 from tpu_grpo.config.listing import settings
 from tpu_grpo.config.loading import load_config, parse_config
 from tpu_grpo.config.places import HostsSection, MeshesSection
+from tpu_grpo.config.rewards import RewardSpec, check_rewards
 from tpu_grpo.config.rules import CACHE_MARGIN_TOKENS
 from tpu_grpo.config.section import Section
 from tpu_grpo.config.sections import (
@@ -26,7 +27,6 @@ from tpu_grpo.config.sections import (
     LoggingSection,
     ModelSection,
     OptimizerSection,
-    RewardSpec,
     RolloutSection,
     RunConfig,
     RunSection,
@@ -49,6 +49,7 @@ __all__ = [
     "RunConfig",
     "RunSection",
     "Section",
+    "check_rewards",
     "load_config",
     "parse_config",
     "settings",
