@@ -134,6 +134,11 @@ class Replicas:
         for engine in self.engines.values():
             engine.install_weights({name: _part(array, engine, name) for name, array in weights.items()})
 
+    def forget_prefixes(self) -> None:
+        """Drop every cached key and value."""
+        for engine in self.engines.values():
+            engine.forget_prefixes()
+
     def release(self) -> None:
         """Free every cache and let go of the parameters, until ``install_weights``."""
         for engine in self.engines.values():
