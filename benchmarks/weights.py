@@ -1,7 +1,8 @@
 """What a weight sync costs: python -m benchmarks.weights [--rounds N]
 
 A tree of about 0.5 GB (Qwen3 leaves, 8 layers of width 1,024, float32) on four CPU devices, from the trainer's meshes
-to the sampler's; per pair of meshes, in turn, round after round in one process, medians and ratios per round:
+to the sampler's; per pair of meshes, in turn, round after round in one process, medians and ratios per round. Each call
+gets new arrays, as after an update: jax keeps what it once copied to the host, and would not copy it again.
 
     ours      WeightSync: compiled programs, groups within 256 MiB of temporary memory
     copy      a plain copy of the bytes that ours writes, in the sampler's layout: one program, no communication
@@ -57,6 +58,8 @@ PAIRS = [
 """layout, fsdp, tp, tensor."""
 Leaves = dict[str, jax.Array]
 Specs = dict[str, jax.ShapeDtypeStruct]
+Contender = Callable[[Leaves], Any]
+"""Moves the trainer's leaves; returns when they are there."""
 
 
 def trainer_leaves(devices: list[Any], fsdp: int, tp: int) -> Leaves:
@@ -119,17 +122,16 @@ def nested(leaves: dict[str, Any]) -> nnx.State:
     return nnx.State.from_flat_path({path: nnx.Param(leaf) for path, leaf in paths.items()})
 
 
-def tunix_sync(source: Leaves, target: Specs) -> Callable[[], Any]:
+def tunix_sync(target: Specs) -> Contender:
     """Tunix's transfer into leaves that are there; its map names another root than this release of sglang-jax."""
     mappings = {
         name: (to.replace("model.", "transformer.", 1), spec) for name, (to, spec) in _to_sglang_jax_mappings().items()
     }
-    state = nested(source)
     there = nested({n: jax.device_put(jnp.zeros(s.shape, s.dtype), s.sharding) for n, s in target.items()})
 
-    def run() -> Any:
+    def run(source: Leaves) -> Any:
         moved = tunix_transfer.transfer_state_with_mappings(
-            state, there, mappings, transpose_keys={}, reshard_fn=tunix_reshard.reshard_pytree
+            nested(source), there, mappings, transpose_keys={}, reshard_fn=tunix_reshard.reshard_pytree
         )
         return jax.block_until_ready(jax.tree.leaves(moved))
 
@@ -165,17 +167,18 @@ def measure(layout: str, fsdp: int, tp: int, tensor: int, rounds: int) -> tuple[
     weights, _ = sync(source)
     plain = {name: jnp.copy(weights[name]) for name in moved}
     copy = jax.jit(lambda leaves: {name: jnp.copy(leaf) for name, leaf in leaves.items()})
-    contenders: dict[str, Callable[[], Any]] = {
-        "ours": lambda: sync(source),
-        "copy": lambda: jax.block_until_ready(copy(plain)),
+    contenders: dict[str, Contender] = {
+        "ours": sync,
+        "copy": lambda _: jax.block_until_ready(copy(plain)),
     }
-    if layout == "shared":  # Tunix's reshard is device_put, which this process could do, but several hosts could not
-        contenders |= {"tunix": tunix_sync(source, target), "tunix -gc": without_gc(tunix_sync(source, target))}
+    if layout == "shared":  # Tunix's reshard is device_put, which on several hosts refuses other devices
+        contenders |= {"tunix": tunix_sync(target), "tunix -gc": without_gc(tunix_sync(target))}
     spent: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name, run in contenders.items():
+            leaves = jax.block_until_ready(copy(source))
             began = time.perf_counter()
-            run()
+            run(leaves)
             if number:
                 spent[name].append(time.perf_counter() - began)
     gc.collect()
@@ -184,12 +187,12 @@ def measure(layout: str, fsdp: int, tp: int, tensor: int, rounds: int) -> tuple[
     return spent, sync.temporary_bytes, rise[0]
 
 
-def without_gc(run: Callable[[], Any]) -> Callable[[], Any]:
+def without_gc(run: Contender) -> Contender:
     """The same call with garbage collection doing nothing."""
 
-    def quiet() -> Any:
+    def quiet(source: Leaves) -> Any:
         with mock.patch.object(gc, "collect", return_value=0):
-            return run()
+            return run(source)
 
     return quiet
 

@@ -37,10 +37,19 @@ BROAD_EXCEPTS = {
     "tpu_grpo/learner/checkpoints.py:_read": "Orbax raises many types, some of them the bare Exception; re-raised",
     "tpu_grpo/metrics/run_log.py:open_run_log": "gives the terminal back whatever happens; re-raised",
     "tpu_grpo/models/tokenizers.py:_load": "the tokenizers library raises the bare Exception; others are re-raised",
-    "tpu_grpo/rewards/loading.py:_load_file": "runs the user's code; re-raised with its name",
-    "tpu_grpo/rewards/loading.py:_load_module": "runs the user's code; re-raised with its name",
-    "tpu_grpo/rewards/scoring.py:_first_failing_row": "runs the user's code, to find the row that raises",
-    "tpu_grpo/rewards/scoring.py:_values": "runs the user's code; re-raised with its name",
+    "tpu_grpo/rewards/finding.py:_load_entry_point": "runs the user's code; re-raised with its name",
+    "tpu_grpo/rewards/finding.py:_load_file": "runs the user's code; re-raised with its name",
+    "tpu_grpo/rewards/finding.py:_load_module": "runs the user's code; re-raised with its name",
+    "tpu_grpo/rewards/calling.py:_answer_batch": "runs the user's code; becomes a Problem, weighed by on_error",
+    "tpu_grpo/rewards/calling.py:_first_failing_row": "runs the user's code, to find the row that raises",
+    "tpu_grpo/rewards/calling.py:_one": "runs the user's code; becomes a Problem, weighed by on_error",
+    "tpu_grpo/rewards/calling.py:one": "runs the user's code; becomes a Problem, weighed by on_error",
+    "tpu_grpo/rewards/pool.py:_serve": "a thread's exception; raised again where the answer is awaited",
+    "tpu_grpo/rewards/pool.py:_set_up": "runs the user's code; re-raised with its name",
+    "tpu_grpo/rewards/scoring.py:one": "a thread's exception; raised again where the result is awaited",
+    "tpu_grpo/rewards/shipped/sandbox_child.py:_passes": "runs a model's code; every way to end is a failure",
+    "tpu_grpo/rewards/shipped/sandbox_child.py:_writes": "runs a model's code; every way to end is a failure",
+    "tpu_grpo/rewards/worker.py:_set_up": "runs the user's code; told to the main process, which raises",
 }
 LONG_FUNCTIONS: dict[str, str] = {}
 LONG_FILES: dict[str, str] = {}

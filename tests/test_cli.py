@@ -328,7 +328,10 @@ def test_a_dry_run_of_the_demo_finds_nothing_wrong_and_says_nothing_about_tpus(t
         ),
         (
             "meshes.trainer.tp=3",
-            ["ConfigError: meshes.trainer.fsdp x tp must be the number of devices, ", "x 3; use one of [("],
+            [
+                "ConfigError: meshes.trainer.fsdp x tp must be the number of the trainer's devices, ",
+                "x 3; use one of [(",
+            ],
         ),
         (
             "data.max_prompt_tokens=3",

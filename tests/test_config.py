@@ -258,7 +258,8 @@ def test_a_key_that_is_not_text_is_a_config_error(tmp_path: Path, text: str) -> 
         ("meshes.trainer=[]", "meshes.trainer must be a section, got []; known in meshes.trainer: fsdp, tp"),
         (
             "rewards=[gsm8k]",
-            "rewards.0 must be a section, got 'gsm8k'; known in rewards.0: name, weight, options, deterministic",
+            "rewards.0 must be a section, got 'gsm8k'; known in rewards.0: name, label, weight, options, "
+            "only_if, workers, timeout, on_error, error_value, messages, recycle, memory_gb, deterministic",
         ),
         ("rewards=[{weight: 1}]", f"rewards.0.name: field required, got {{'weight': 1}}; {HELP}"),
         ("rewards=gsm8k", "rewards must be a list, got 'gsm8k'; write it in brackets: rewards='[...]'"),
@@ -381,7 +382,7 @@ def test_training_does_not_sample_greedily() -> None:
 
 def test_a_reward_is_listed_once() -> None:
     assert message("rewards=[{name: gsm8k}, {name: format}, {name: gsm8k, weight: 2}]") == (
-        "rewards must be distinct, got ['gsm8k'] twice; give one entry a larger weight instead"
+        "rewards must have names of their own in the metrics, got ['gsm8k'] twice; give one of them a label"
     )
 
 

@@ -1,6 +1,6 @@
 """From a config to the parts of a run, each built once: the only place that knows every stage's constructor."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,15 +170,11 @@ def open_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Host
     """Prompts and rewards, checked against each other's columns; rewards are shared out over the hosts."""
     prompts = open_prompts(config.data, config.run.seed, tokenizer)
     held_out = open_evaluation_prompts(config.evaluation, config.data, tokenizer)
-    rewards = _open_shared_rewards(config, prompts.columns, hosts)
-    evaluation_rewards = _open_shared_rewards(config, tuple(held_out[0].columns), hosts) if held_out else None
-    return Task(prompts, rewards, held_out, evaluation_rewards)
-
-
-def _open_shared_rewards(config: RunConfig, columns: Collection[str], hosts: Hosts) -> SharedRewards:
-    rewards = open_rewards(config.rewards, columns)
-    compared = [name for name, spec in zip(rewards.names, config.rewards, strict=True) if spec.deterministic]
-    return SharedRewards(rewards, hosts, compared)
+    rewards = open_rewards(config.rewards, prompts.columns)
+    held_out_rewards = rewards.for_columns(tuple(held_out[0].columns)) if held_out else None
+    compared = [spec.shown for spec in config.rewards if spec.deterministic]
+    shared = None if held_out_rewards is None else SharedRewards(held_out_rewards, hosts, compared)
+    return Task(prompts, SharedRewards(rewards, hosts, compared), held_out, shared)
 
 
 def token_id(value: Any) -> int:

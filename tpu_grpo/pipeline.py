@@ -6,6 +6,7 @@ Every stage is a call on a part that ``assembly.py`` built; what a stage passes 
 """
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,7 @@ def train(
     with host_log(config.run_dir / LOGS, hosts.index), CompilationCounter() as compilations:
         parts = build_parts(config, hosts)
         start = parts.learner.restored_step
-        with open_run_log(config, start) if hosts.is_first else RunLog([]) as log:
+        with open_run_log(config, start) if hosts.is_first else RunLog([]) as log, closing(parts.task.rewards):
             evaluations = EvaluationLog(config.run_dir, start, writes=hosts.is_first)
             run = Run(config, hosts, watch or Watch(hosts), parts, log, evaluations, compilations)
             if moved is not None:

@@ -104,6 +104,16 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class Figure:
+    """A number about a stage that several hosts can put together: sums add up, means weigh by count, or the largest."""
+
+    value: float
+    merge: Literal["sum", "mean", "max"]
+    count: int = 1
+    """Values that a mean is over."""
+
+
+@dataclass(frozen=True)
 class Scores:
     """Rewards of a Rollout's B rows."""
 
@@ -112,6 +122,8 @@ class Scores:
     by_name: Mapping[str, Float[np.ndarray, " B"]]
     """float64 per reward before weighting; NaN where a reward does not apply."""
     seconds: float
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    """What the rewards cost and logged, under their names in the metrics."""
 
 
 @dataclass(frozen=True)

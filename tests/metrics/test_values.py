@@ -25,7 +25,9 @@ def test_values_of_a_step_worked_out_by_hand() -> None:
             "rewards/mean": 1.0,  # (1 + 1 + 0 + 2) / 4
             "rewards/std": 0.5**0.5,  # population: (0 + 0 + 1 + 1) / 4, root
             "rewards/gsm8k/mean": 0.5,  # over the two rows it applies to
+            "rewards/gsm8k/std": 0.5,
             "rewards/brevity/mean": 0.5,
+            "rewards/brevity/std": 0.125**0.5,
             "rewards/seconds": 0.25,
             "groups/zero_variance_fraction": 0.5,  # [1 1] of [1 1] [0 2]
             "completions/mean_tokens": 3.0,  # 1, 3, 2, 6

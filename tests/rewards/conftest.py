@@ -14,12 +14,15 @@ MakeFile = Callable[..., str]
 
 
 def make_rollout(
-    prompts: Sequence[str], texts: Sequence[str], columns: Sequence[Mapping[str, Any]] | None = None
+    prompts: Sequence[str],
+    texts: Sequence[str],
+    columns: Sequence[Mapping[str, Any]] | None = None,
+    step: int = 0,
 ) -> Rollout:
     """P prompts with their columns and P*G completion texts; only the texts matter to rewards."""
     records = columns if columns is not None else [{}] * len(prompts)
     batch = PromptBatch(
-        step=0,
+        step=step,
         prompts=tuple(Prompt(text=t, token_ids=(1,), columns=c) for t, c in zip(prompts, records, strict=True)),
     )
     one = Completion(np.array([1], np.int32), np.array([0.0], np.float32), finish_reason="stop", cached_tokens=0)

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +11,9 @@ import pytest
 from tests.rewards.conftest import MakeFile
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.errors import RewardError
-from tpu_grpo.rewards import SHIPPED, LoadedReward, load_reward, open_rewards
-from tpu_grpo.rewards.protocol import Reward
+from tpu_grpo.rewards import SHIPPED, LoadedReward, finding, load_reward, open_rewards
+from tpu_grpo.rewards.answers import Batch
+from tpu_grpo.rewards.calling import Caller
 
 COLUMNS = ("question", "answer")
 TABLE = {"prompts": ["p"], "completions": ["c"], "question": ["q"], "answer": ["a"]}
@@ -19,6 +22,12 @@ RETURNS_ITS_ARGUMENTS = "def f({}):\n    return sorted(locals().items())\n"
 
 def load(name: str, columns: tuple[str, ...] = COLUMNS, **options: Any) -> LoadedReward:
     return load_reward(RewardSpec(name=name, options=options), columns)
+
+
+def call(loaded: LoadedReward) -> Any:
+    """What the function returns for TABLE."""
+    columns = {name: TABLE[name] for name in loaded.arguments}
+    return Caller(loaded.call, loaded.target).raw(Batch(columns, step=7, size=1))
 
 
 # --- what a function is called with ----------------------------------------------------------------------------------
@@ -38,13 +47,13 @@ def load(name: str, columns: tuple[str, ...] = COLUMNS, **options: Any) -> Loade
 )
 def test_a_function_gets_what_it_declares(reward_file: MakeFile, signature: str, options: dict, expected: dict):
     path = reward_file(RETURNS_ITS_ARGUMENTS.format(signature))
-    assert load(f"{path}:f", **options)(TABLE) == sorted(expected.items())
+    assert call(load(f"{path}:f", **options)) == sorted(expected.items())
 
 
 def test_a_function_with_kwargs_gets_everything(reward_file: MakeFile):
     path = reward_file("def f(prompts, **rest):\n    return rest\n")
     expected = {"completions": ["c"], "question": ["q"], "answer": ["a"], "limit": 5}
-    assert load(f"{path}:f", limit=5)(TABLE) == expected
+    assert call(load(f"{path}:f", limit=5)) == expected
 
 
 def test_a_data_column_never_hides_the_texts(reward_file: MakeFile):
@@ -54,25 +63,63 @@ def test_a_data_column_never_hides_the_texts(reward_file: MakeFile):
 
 def test_a_function_cannot_change_what_the_next_one_sees(reward_file: MakeFile):
     path = reward_file("def f(completions):\n    completions.clear()\n")
-    load(f"{path}:f")(TABLE)
+    call(load(f"{path}:f"))
     assert TABLE["completions"] == ["c"]
 
 
 def test_callable_objects_are_rewards_too(reward_file: MakeFile):
     path = reward_file("class R:\n    def __call__(self, completions):\n        return [1.0]\nf = R()\n")
-    assert load(f"{path}:f")(TABLE) == [1.0]
+    assert call(load(f"{path}:f")) == [1.0]
 
 
-def test_shipped_rewards_load_on_their_column():
-    for name in SHIPPED:
-        assert load(name).name == name
-    assert load("format", columns=()).arguments == ("completions",)
-    assert load("gsm8k", flexible=False).options == {"flexible": False}
+NEEDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "format": ((), {}),
+    "regex": (("answer",), {"pattern": "(x)"}),
+    "integer_answer": ((), {}),
+    "think_answer": ((), {}),
+    "xml_count": ((), {}),
+    "length": ((), {"max_tokens": 10}),
+    "overlong": ((), {"max_tokens": 10, "buffer": 5}),
+    "cosine_length": (("answer",), {"max_tokens": 10}),
+    "repetition": ((), {}),
+    "language": ((), {"language": "en"}),
+    "instructions": (("instruction_id_list", "kwargs"), {}),
+    "json_schema": ((), {"schema": {"type": "object"}}),
+    "countdown": (("target", "nums"), {}),
+    "reasoning_gym": (("metadata", "answer"), {}),
+    "python_tests": (("tests",), {}),
+    "judge": ((), {"url": "http://127.0.0.1:1", "model": "m"}),
+}
+"""Columns and options that shipped rewards need; the rest needs the answer only."""
 
 
-def test_shipped_rewards_follow_the_protocol():
-    rewards: list[Reward] = list(SHIPPED.values())  # pyright holds this
-    assert len(rewards) == 3
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_rewards_load_on_what_they_need(name: str):
+    columns, options = NEEDS.get(name, (("answer",), {}))
+    loaded = load(name, columns, **options)
+    assert loaded.call.name == name
+    assert set(columns) <= set(loaded.arguments)
+    if columns:
+        with pytest.raises(RewardError, match=f"requires the parameter '{columns[0]}'"):
+            load(name, (), **options)
+
+
+def test_the_guide_lists_every_shipped_reward():
+    pages = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
+    assert [name for name in SHIPPED if f"| `{name}` |" not in pages] == []
+
+
+def test_an_entry_point_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch):
+    points = [
+        EntryPoint("brief", "tests.rewards.faulty:good", "tpu_grpo.rewards"),
+        EntryPoint("gone", "nowhere:f", "x"),
+    ]
+    monkeypatch.setattr(finding, "entry_points", lambda group: points if group == "tpu_grpo.rewards" else [])
+    assert load("brief", ()).call.name == "brief"
+    with pytest.raises(RewardError, match="reward gone, an entry point at nowhere:f, failed to load: ModuleNotFound"):
+        load("gone", ())
+    with pytest.raises(RewardError, match=r"did you mean brief\? \(shipped: .*; installed: brief, gone; your own:"):
+        load("breif", ())
 
 
 # --- files and modules -----------------------------------------------------------------------------------------------
@@ -82,7 +129,7 @@ def test_a_file_may_import_its_neighbours_and_leaves_the_search_path_alone(rewar
     reward_file("VALUE = 0.25\n", "neighbour_of_rewards.py")
     path = reward_file("from neighbour_of_rewards import VALUE\ndef f(completions):\n    return [VALUE]\n")
     before = list(sys.path)
-    assert load(f"{path}:f")(TABLE) == [0.25]
+    assert call(load(f"{path}:f")) == [0.25]
     assert sys.path == before
     assert "my_rewards" not in sys.modules
     sys.modules.pop("neighbour_of_rewards")
@@ -94,9 +141,9 @@ def test_two_functions_of_a_file_share_its_state_and_an_edited_file_is_read_agai
     )
     path = reward_file(source)
     f, g = load(f"{path}:f"), load(f"{path}:g")
-    assert f(TABLE) is g(TABLE)
+    assert call(f) is call(g)
     reward_file(source.replace("append(1)", "append(2)"))
-    assert load(f"{path}:f")(TABLE) == [2]
+    assert call(load(f"{path}:f")) == [2]
 
 
 def test_files_may_hold_dataclasses(reward_file: MakeFile):
@@ -104,20 +151,20 @@ def test_files_may_hold_dataclasses(reward_file: MakeFile):
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
         "@dataclass\nclass C:\n    x: int\ndef f(completions):\n    return [C(1).x]\n"
     )
-    assert load(f"{path}:f")(TABLE) == [1]
+    assert call(load(f"{path}:f")) == [1]
 
 
 def test_a_module_is_found_by_its_dotted_name(reward_file: MakeFile):
     reward_file("def f(completions):\n    return [0.5]\n", "rewards_module_for_test.py")
     loaded = load("rewards_module_for_test:f")
-    assert (loaded.name, loaded(TABLE)) == ("f", [0.5])
+    assert (loaded.call.name, call(loaded)) == ("f", [0.5])
     sys.modules.pop("rewards_module_for_test")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("gsm8", r"'gsm8' is not a shipped reward; did you mean gsm8k\? \(shipped: exact_answer, format, gsm8k; your"),
+        ("gsm8", r"'gsm8' is not a shipped reward; did you mean gsm8k\? \(shipped: .*gsm8k.*; your own: path"),
         ("zzz", r"'zzz' is not a shipped reward; \(shipped: .*; your own: path\.py:function or package\.module:func"),
         ("missing.py:f", r"reward file missing\.py must be readable from .*FileNotFoundError; correct the path"),
         ("no.such.module:f", r"reward module no\.such\.module failed to import: ModuleNotFoundError: .*path\.py:func"),
@@ -162,8 +209,11 @@ def test_files_that_fail_to_import(reward_file: MakeFile, source: str, message: 
         ),
         ("x = 1", r"has no function 'f'; functions there: none"),
         ("f = 1", r"my_rewards\.py:f must be a function of a batch, got a int; name a function"),
-        ("class f: ...", r"my_rewards\.py:f must be a function of a batch, got a class"),
-        ("async def f(completions): ...", "must return its values, got an async function"),
+        ("class f: ...", r"reward my_rewards\.py:f must have a method __call__ that scores, got a class without"),
+        (
+            "class f:\n    def __init__(self, url): ...\n    def __call__(self, completions): ...",
+            "requires the parameter 'url'",
+        ),
         ("def f(prompts, /, completions): ...", r"must take its arguments by name, got positional-only \['prompts'\]"),
         ("f = dict.fromkeys", "must (have a signature to check|take its arguments by name)"),
         (
@@ -201,6 +251,8 @@ def test_functions_that_do_not_fit(reward_file: MakeFile, source: str, message: 
             "gsm8k requires the parameter 'answer'.*available: prompts, completions, question",
         ),
         ("format", COLUMNS, {"pattern": "("}, r"pattern must be a regular expression, got '\(' \(missing \)"),
+        ("math", COLUMNS, {"seconds": 0}, "math, options .*seconds must be >= 1, got 0"),
+        ("python_tests", ("tests",), {"memory_mb": "1"}, "memory_mb must be a number, got '1'"),
         ("format", COLUMNS, {"pattern": 5}, "pattern must be a string, got a int"),
         ("format", ("pattern",), {}, "pattern must be a string, got a list; where the data has a column of that name"),
     ],
@@ -222,12 +274,12 @@ def test_opening_all_rewards_of_a_config(reward_file: MakeFile):
     specs = [RewardSpec(name="exact_answer", weight=2.0), RewardSpec(name=f"{path}:short")]
     opened = open_rewards(specs, COLUMNS)
     assert opened.names == ("exact_answer", "short")
-    assert opened.weights == (2.0, 1.0)
+    assert [reward.spec.weight for reward in opened.rewards] == [2.0, 1.0]
 
 
 def test_two_rewards_cannot_share_a_name(reward_file: MakeFile):
     path = reward_file("def gsm8k(completions):\n    return [0.0]\n")
-    with pytest.raises(RewardError, match=r"got \['gsm8k'\] twice from \['gsm8k', 'my_rewards\.py:gsm8k'\]; rename"):
+    with pytest.raises(RewardError, match=r"own in the metrics, got \['gsm8k'\] twice; give one of them a label"):
         open_rewards([RewardSpec(name="gsm8k"), RewardSpec(name=f"{path}:gsm8k")], COLUMNS)
 
 

@@ -14,15 +14,25 @@ from hypothesis import strategies as st
 from tests.rewards.conftest import MakeFile, make_rollout
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.errors import RewardError
-from tpu_grpo.rewards import LoadedReward, RewardSet, open_rewards
+from tpu_grpo.rewards import LoadedReward, OpenReward, RewardSet, open_rewards
+from tpu_grpo.rewards.answers import Call
+from tpu_grpo.rewards.pool import Thread
+from tpu_grpo.types import Figure
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "b", "c", "d"], [{"answer": "a"}, {"answer": "d"}])
 
 
 def reward_set(*functions: Callable[..., Any], weights: Sequence[float] | None = None) -> RewardSet:
     """Functions of the completions alone."""
-    loaded = tuple(LoadedReward(f.__name__, f, ("completions",)) for f in functions)
-    return RewardSet(loaded, tuple(weights or [1.0] * len(loaded)))
+    given = weights or [1.0] * len(functions)
+    return RewardSet(tuple(open_function(f, weight=w) for f, w in zip(functions, given, strict=True)))
+
+
+def open_function(function: Callable[..., Any], arguments: Sequence[str] = ("completions",), **spec: Any) -> OpenReward:
+    """A function on a thread."""
+    call = Call(function.__name__, function.__name__, spec.get("options", {}))
+    settings = RewardSpec(name=function.__name__, workers=0, **spec)
+    return OpenReward(settings, LoadedReward(function, call, tuple(arguments)), Thread(call, function))
 
 
 def constant(values: Any, name: str = "r") -> Callable[..., Any]:
@@ -48,7 +58,7 @@ def test_a_reward_sees_the_whole_batch_once():
         calls.append(columns)
         return [0.0] * 4
 
-    RewardSet((LoadedReward("see", see, ("prompts", "completions", "answer"), {"limit": 3}),), (1.0,)).score(ROLLOUT)
+    RewardSet((open_function(see, ("prompts", "completions", "answer"), options={"limit": 3}),)).score(ROLLOUT)
     assert calls == [
         {
             "prompts": ["p0", "p0", "p1", "p1"],
@@ -96,6 +106,91 @@ def test_seconds_cover_the_calls():
         return [0.0] * len(completions)
 
     assert 0.05 <= reward_set(slow).score(ROLLOUT).seconds < 5.0
+
+
+# --- weights, gates, rows that go without ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "expected"),
+    [
+        (2.5, 7, 2.5),
+        ({100: 0.0, 200: 1.0}, 0, 0.0),
+        ({100: 0.0, 200: 1.0}, 100, 0.0),
+        ({100: 0.0, 200: 1.0}, 150, 0.5),
+        ({200: 1.0, 100: 0.0}, 175, 0.75),
+        ({100: 0.0, 200: 1.0}, 200, 1.0),
+        ({100: 0.0, 200: 1.0}, 999, 1.0),
+        ({0: 1.0, 9: 1.0, 10: 0.25}, 9, 1.0),
+        ({0: 1.0, 9: 1.0, 10: 0.25}, 10, 0.25),
+        ({5: 3.0}, 0, 3.0),
+    ],
+)
+def test_a_weight_follows_its_schedule(schedule: Any, step: int, expected: float):
+    assert RewardSpec(name="x", weight=schedule).weight_at(step) == expected
+
+
+def test_a_scheduled_weight_counts_and_is_shown():
+    rewards = RewardSet(
+        (open_function(constant([1.0] * 4, "a"), weight={0: 1.0, 10: 3.0}), open_function(constant([1.0] * 4, "b")))
+    )
+    scores = rewards.score(make_rollout(["p0", "p1"], list("abcd"), step=5))
+    np.testing.assert_array_equal(scores.total, [3.0] * 4)
+    assert scores.figures["rewards/a/weight"] == Figure(2.0, "max")
+    assert "rewards/b/weight" not in scores.figures
+
+
+def test_a_gate_keeps_rows_from_a_reward():
+    asked: list[list[str]] = []
+
+    def correct(completions: list[str]) -> list[float]:
+        asked.append(completions)
+        return [5.0] * len(completions)
+
+    gate = open_function(constant([1.0, 0.0, None, -1.0], "gate"))
+    scores = RewardSet((open_function(correct, only_if="gate"), gate, open_function(constant([0.5] * 4)))).score(
+        ROLLOUT
+    )
+    assert asked == [["a"]]
+    np.testing.assert_array_equal(scores.by_name["correct"], [5.0, 0.0, np.nan, 0.0])
+    np.testing.assert_array_equal(scores.total, [6.5, 0.5, 0.5, -0.5])
+
+
+@pytest.mark.parametrize(
+    ("gates", "message"),
+    [
+        ({"a": "c", "b": None}, r"only_if of a must name another reward, got 'c'; there are \['a', 'b'\]"),
+        ({"a": "a", "b": None}, "only_if must not lead back, got a <- a"),
+        ({"a": "b", "b": "a"}, "only_if must not lead back, got a <- b <- a"),
+    ],
+)
+def test_gates_that_lead_nowhere(gates: dict[str, str | None], message: str):
+    with pytest.raises(RewardError, match=message):
+        open_rewards([RewardSpec(name=name, only_if=gate) for name, gate in gates.items()], [])
+
+
+def test_a_row_that_goes_without_takes_the_mean_of_its_group(caplog: pytest.LogCaptureFixture):
+    values = [1.0, 3.0, float("nan"), float("nan"), 5.0, float("inf")]
+    rewards = RewardSet((open_function(constant(values), on_error="skip"),))
+    scores = rewards.score(make_rollout(["p0", "p1"], list("abcdef")))  # groups of 3
+    np.testing.assert_array_equal(scores.total, [1.0, 3.0, 2.0, 5.0, 5.0, 5.0])
+    scores = rewards.score(make_rollout(["p0", "p1", "p2"], list("abcdef")))  # groups of 2
+    np.testing.assert_array_equal(scores.total, [1.0, 3.0, 0.0, 0.0, 5.0, 5.0])
+    assert scores.figures["rewards/r/errors"].value == 3
+
+
+def test_the_same_reward_twice_under_labels():
+    specs = [RewardSpec(name="format", label=label, options={"pattern": label}) for label in ("a", "b")]
+    scores = open_rewards(specs, []).score(ROLLOUT)
+    assert {name: values.tolist() for name, values in scores.by_name.items()} == {"a": [1, 0, 0, 0], "b": [0, 1, 0, 0]}
+
+
+def test_a_set_fits_other_data_in_the_same_processes():
+    rewards = open_rewards([RewardSpec(name="exact_answer")], ["answer"])
+    other = rewards.for_columns(["answer", "source"])
+    assert other.rewards[0].place is rewards.rewards[0].place
+    with pytest.raises(RewardError, match="requires the parameter 'answer'"):
+        rewards.for_columns(["question"])
 
 
 ANSWERS = st.one_of(st.integers(-20, 20).map(str), st.just("New York"))
@@ -172,7 +267,7 @@ def test_an_exception_names_reward_place_and_sample(reward_file: MakeFile):
     path = reward_file(
         "def number(completions):\n    return [inner(c) for c in completions]\n\n\ndef inner(c):\n    return int(c)\n"
     )
-    rewards = open_rewards([RewardSpec(name=f"{path}:number")], [])
+    rewards = open_rewards([RewardSpec(name=f"{path}:number", workers=0)], [])
     rollout = make_rollout(["p0", "p1"], ["1", "2", "three", "four"])
     message = (
         r"reward number raised ValueError: invalid literal for int\(\) with base 10: 'three' "
@@ -180,7 +275,8 @@ def test_an_exception_names_reward_place_and_sample(reward_file: MakeFile):
     )
     with pytest.raises(RewardError, match=message) as caught:
         rewards.score(rollout)
-    assert isinstance(caught.value.__cause__, ValueError)
+    assert "ValueError: invalid literal" in str(caught.value.__cause__)
+    assert "line 2, in number" in str(caught.value.__cause__)
 
 
 def test_looking_for_the_sample_stops_at_the_first_that_raises():

@@ -80,15 +80,6 @@ def version(name: str) -> None:
 
 
 @fault
-def reward(_: str) -> None:
-    """The reward returns another number here."""
-    from tpu_grpo.rewards.loading import LoadedReward
-
-    original = LoadedReward.__call__
-    LoadedReward.__call__ = lambda self, table: [value + 1e-9 for value in original(self, table)]  # type: ignore
-
-
-@fault
 def sampled_token(_: str) -> None:
     """The third step of the engine takes in another token."""
     from tpu_grpo.rollout.scheduler import Started, SteppedScheduler
@@ -118,11 +109,13 @@ def gathered_token(_: str) -> None:
     """A token changes after the hosts exchanged their completions."""
     from tpu_grpo.rollout import replicas
 
-    original = replicas._in_order
+    original, calls = replicas._in_order, []
 
     def in_order(*args: Any) -> Any:
         completions = original(*args)
-        completions[3].token_ids[0] ^= 1
+        calls.append(args)
+        if len(calls) > 1:  # the first is the probe's
+            completions[3].token_ids[0] ^= 1
         return completions
 
     replicas._in_order = in_order
@@ -164,7 +157,13 @@ def prompts(_: str) -> None:
     from tpu_grpo.prompts.stream import PromptStream
 
     original = PromptStream.batch
-    PromptStream.batch = lambda self, step: original(self, step + 1)  # type: ignore
+    calls: list[int] = []
+
+    def batch(self: Any, step: int) -> Any:
+        calls.append(step)
+        return original(self, step + (len(calls) > 1))  # the first is the probe's
+
+    PromptStream.batch = batch  # type: ignore
 
 
 @fault

@@ -17,8 +17,13 @@ from tpu_grpo.models.tokenizers import build_byte_tokenizer
 REPOSITORY = Path(__file__).parents[2]
 FAULTY_HOST = Path(__file__).with_name("faulty_host.py")
 REWARD = """
+import sys
+
 def ascii_share(prompts, completions):
     return [sum(c.isascii() for c in text) / max(1, len(text)) for text in completions]
+
+def odd_on_host_1(completions):
+    return [len(text) + (1e-9 if "hosts.index=1" in sys.argv else 0.0) for text in completions]
 """
 LOST_SECONDS = 12
 """How long a silent host is waited for in these runs; the default is longer."""
@@ -44,7 +49,7 @@ def settings(run_dir: Path, **sections: Any) -> dict[str, Any]:
         "model": {"path": "model"},
         "data": {"path": "data.jsonl", "prompts_per_step": 4, "max_prompt_tokens": 12},
         "rollout": {"max_new_tokens": 6, "prefill_tokens": 64, "batch_paddings": [16], "max_running_requests": 16},
-        "rewards": [{"name": "rewards.py:ascii_share"}],
+        "rewards": [{"name": "rewards.py:ascii_share", "workers": 0}],
         "algorithm": {"group_size": 4},
         "optimizer": {"learning_rate": 1e-3},
         "hosts": {"lost_timeout_seconds": LOST_SECONDS, "start_timeout_seconds": 60},

@@ -69,7 +69,6 @@ def test_what_hosts_are_started_with(files: Path, tmp_path: Path, fault: str, na
 
 
 IN_THE_RUN = [
-    ("reward", 1, "reward ascii_share must give the same value for the same text on every host"),
     ("sampled_token", 4, "replica 0, which they share"),
     ("order", 4, "replica 0, which they share"),
     ("schedule", 4, "replica 0, which they share"),
@@ -91,6 +90,17 @@ def test_what_hosts_compute(files: Path, tmp_path: Path, fault: str, tensor: int
         assert message in own, own
         assert "host 1" in own
         assert "Traceback" not in own
+
+
+def test_a_reward_that_returns_another_number_on_one_host(files: Path, tmp_path: Path) -> None:
+    rewards = [{"name": "rewards.py:odd_on_host_1", "workers": 0}]
+    ended = run_hosts(2, 2, files, settings(tmp_path, rewards=rewards))
+    assert ended.code == 3, ended.errors
+    assert seconds_since_last_stage(tmp_path) < SECONDS
+    for host in (0, 1):
+        own = ended.of_host(host)
+        assert "reward odd_on_host_1 must give the same value for the same text on every host, got " in own, own
+        assert "on host 1 for " in own
 
 
 def test_the_first_step_that_differs_is_named(files: Path, tmp_path: Path) -> None:

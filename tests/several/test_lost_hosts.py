@@ -54,7 +54,7 @@ def test_a_slow_host_is_waited_for(files: Path, tmp_path: Path) -> None:
 
 def test_a_reward_that_fails_on_one_host_ends_all_with_its_name(files: Path, tmp_path: Path) -> None:
     (files / "failing.py").write_text(FAILS)
-    ended = run_hosts(2, 2, files, settings(tmp_path, rewards=[{"name": "failing.py:fails"}]))
+    ended = run_hosts(2, 2, files, settings(tmp_path, rewards=[{"name": "failing.py:fails", "workers": 0}]))
     assert ended.code in (2, 3), ended.errors  # 2 on the host whose reward it is, 3 on the other
     assert "RewardError: reward fails raised ValueError: no luck" in ended.of_host(1)
     assert "LockstepError: host 1 failed: RewardError: reward fails raised" in ended.of_host(0)

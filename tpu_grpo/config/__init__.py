@@ -3,9 +3,8 @@
     config = load_config("configs/demo_cpu.yaml", ["run.seed=1", "optimizer.learning_rate=3e-4"])
 
     sections.py   the settings themselves: read this
-    places.py     those of devices and processes
-    training.py   those of what is trained
-    layers.py     ranges of layers
+    places.py     those of devices and processes; rewards.py: those of a reward
+    training.py   those of what is trained; layers.py: ranges of layers
     rules.py      what must hold between settings of different sections
     loading.py    YAML and overrides -> RunConfig, with errors people can act on
     listing.py    every setting with its type and default, for --help
@@ -18,6 +17,7 @@ from tpu_grpo.config.layers import parse_layers
 from tpu_grpo.config.listing import settings
 from tpu_grpo.config.loading import load_config, parse_config
 from tpu_grpo.config.places import HostsSection, MeshesSection
+from tpu_grpo.config.rewards import RewardSpec, check_rewards
 from tpu_grpo.config.rules import CACHE_MARGIN_TOKENS
 from tpu_grpo.config.section import Section
 from tpu_grpo.config.sections import (
@@ -29,7 +29,6 @@ from tpu_grpo.config.sections import (
     LoggingSection,
     ModelSection,
     OptimizerSection,
-    RewardSpec,
     RolloutSection,
     RunConfig,
     RunSection,
@@ -54,6 +53,7 @@ __all__ = [
     "RunConfig",
     "RunSection",
     "Section",
+    "check_rewards",
     "load_config",
     "parse_config",
     "parse_layers",

@@ -2,6 +2,8 @@
 
 from typing import TYPE_CHECKING
 
+from tpu_grpo.config.rewards import check_rewards
+
 if TYPE_CHECKING:
     from tpu_grpo.config.sections import RunConfig
 
@@ -19,12 +21,10 @@ def _micro_batches_divide(config: "RunConfig") -> None:
         )
 
 
-def _rewards_named_once(config: "RunConfig") -> None:
-    names = [r.name for r in config.rewards]
-    if not names:
+def _rewards_fit_together(config: "RunConfig") -> None:
+    if not config.rewards:
         raise ValueError("rewards must name at least one reward, got none; add e.g. {name: exact_answer}")
-    if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise ValueError(f"rewards must be distinct, got {twice} twice; give one entry a larger weight instead")
+    check_rewards(config.rewards)
 
 
 def _cache_fits(config: "RunConfig") -> None:
@@ -96,7 +96,7 @@ def _trained_once(config: "RunConfig") -> None:
 
 RULES = (
     _micro_batches_divide,
-    _rewards_named_once,
+    _rewards_fit_together,
     _cache_fits,
     _native_pages,
     _paddings_within_limit,

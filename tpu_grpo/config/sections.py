@@ -1,7 +1,7 @@
 """Every setting of a run, once."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 from tpu_grpo.config import rules
 from tpu_grpo.config.dialect import Dumper
 from tpu_grpo.config.places import HostsSection, MeshesSection
+from tpu_grpo.config.rewards import RewardSpec
 from tpu_grpo.config.section import PositiveInt, Section
 from tpu_grpo.config.training import LayerRanges, LoraSection
 
@@ -104,19 +105,6 @@ class RolloutSection(Section):
         if value == ():
             raise ValueError("must name a batch size, got []; leave it unset for powers of 2")
         return value
-
-
-class RewardSpec(Section):
-    """One reward of the list."""
-
-    name: str
-    """A shipped name (exact_answer, gsm8k, format) or path.py:function."""
-    weight: float = 1.0
-    """Factor of this reward in the sum."""
-    options: dict[str, Any] = Field(default={})
-    """Keyword arguments passed to the reward at every call."""
-    deterministic: bool = True
-    """The same text always gets the same value: hosts compare it on one group a step. false for a judge, say."""
 
 
 class AlgorithmSection(Section):

@@ -11,7 +11,18 @@ from tpu_grpo.hosts.agreement import Hosts
 from tpu_grpo.hosts.devices import by_host, devices_per_host, hosts_of
 from tpu_grpo.hosts.log import host_log
 from tpu_grpo.hosts.platform import choose_platform
+from tpu_grpo.hosts.progress import progress
 from tpu_grpo.hosts.start import start
 from tpu_grpo.hosts.watch import Watch
 
-__all__ = ["Hosts", "Watch", "by_host", "choose_platform", "devices_per_host", "host_log", "hosts_of", "start"]
+__all__ = [
+    "Hosts",
+    "Watch",
+    "by_host",
+    "choose_platform",
+    "devices_per_host",
+    "host_log",
+    "hosts_of",
+    "progress",
+    "start",
+]

@@ -29,6 +29,7 @@ def host_log(directory: Path, index: int) -> Iterator[None]:
         each.addHandler(handler)
     logger.setLevel(logging.INFO)
     logger.propagate = False  # libraries hang handlers of the console on the root
+    logger.info("host %d begins", index)
     try:
         yield
     except BaseException:

@@ -6,6 +6,7 @@ the interpreter's lock; so a host that is only slow is not taken for a lost one.
 """
 
 import atexit
+import json
 import logging
 import os
 import sys
@@ -20,6 +21,7 @@ from tpu_grpo.errors import Interrupted, TpuGrpoError
 from tpu_grpo.hosts.agreement import Hosts
 from tpu_grpo.hosts.ending import end_process, here, host_names
 from tpu_grpo.hosts.log import logger
+from tpu_grpo.hosts.progress import progress
 
 ROOT = "tpu_grpo/watch"
 OWN_ERROR_SECONDS = 1.0
@@ -123,7 +125,7 @@ class Watch:
     def _exchange(self, count: int) -> None:
         service, me = self.hosts.service, self.hosts.index
         assert service is not None
-        service.put(f"{ROOT}/beat/{me}", str(count).encode(), overwrite=True)
+        service.put(f"{ROOT}/beat/{me}", json.dumps([count, progress.latest()]).encode(), overwrite=True)
         if self._failure is not None:
             service.put(f"{ROOT}/failure/{me}", self._failure.encode(), overwrite=True)
         seen = service.list(ROOT)
@@ -133,6 +135,7 @@ class Watch:
             beat = seen.get(f"beat/{index}", b"")
             if beat != self._beats[index][0]:
                 self._beats[index] = (beat, now)
+                self._compare_progress(index, beat)
         failures = {index: seen[f"failure/{index}"] for index in self._others if f"failure/{index}" in seen}
         if failures:
             if self._failure is None:  # what ended the others may be ending this host as well: it may say so itself
@@ -143,6 +146,13 @@ class Watch:
                 end_process(f"host {index} failed: {message.decode()}")
         if all(f"heard/{index}" in seen for index in self._others):
             self._all_heard.set()
+
+    def _compare_progress(self, index: int, beat: bytes) -> None:
+        if self._failure is None and (difference := progress.contradiction(json.loads(beat)[1])):
+            end_process(
+                f"host {index} and this host must decide alike in what they share, and differ in {difference}; set "
+                "hosts.check=step to find the first step that differs"
+            )
 
     def _look(self) -> None:
         pause = min(self.every, self.timeout_seconds / 10)

@@ -81,6 +81,8 @@ def _reward_values(scores: Scores) -> dict[str, float]:
         applies_B = ~np.isnan(rewards_B)
         if applies_B.any():
             values[f"rewards/{short}/mean"] = float(np.mean(rewards_B[applies_B]))
+            values[f"rewards/{short}/std"] = float(np.std(rewards_B[applies_B]))
+    values |= {name: figure.value for name, figure in scores.figures.items()}
     return values | {"rewards/seconds": float(scores.seconds)}
 
 

@@ -1,27 +1,90 @@
 """What a reward is: a function over the columns of a batch.
 
-A reward is called once per step with keyword arguments only, every list of length B in the row order of the rollout:
-
     def short(completions, limit=20, **columns):        # in my_rewards.py
         return [1.0 if len(c) <= limit else 0.0 for c in completions]
 
     rewards: [{name: "my_rewards.py:short", options: {limit: 40}}]
 
+It is called with keyword arguments only, every list in the row order of the rollout, and may be ``async``:
+
 - ``prompts`` and ``completions`` are the texts; every column of the data follows under its own name.
 - ``options`` of the config follow under theirs, unchanged; an option replaces a data column of the same name.
 - A function without ``**kwargs`` gets only the names it declares, so it may leave out what it does not need.
+- What EXTRAS names comes to a function that declares it (``**kwargs`` does not), unless a column has that name.
+
+A function of one row says so, and gets the row's values:
+
+    @per_sample
+    def short(completion, limit=20):
+        return 1.0 if len(completion) <= limit else 0.0
+
+A class holds what is costly to build. Its options go to the constructor; it is built, and ``setup`` called, once in
+each process that scores, and ``close`` at the end. All three may be ``async``:
+
+    class Judge:
+        def __init__(self, url): ...
+        async def setup(self): ...
+        async def __call__(self, prompts, completions): ...
+        async def close(self): ...
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, overload
 
 TEXT_ARGUMENTS = ("prompts", "completions")
 """Names that always mean the texts, whatever columns the data has."""
+SAMPLE_ARGUMENTS = {"prompt": "prompts", "completion": "completions"}
+"""What the texts are called where a reward takes one row."""
+EXTRAS = {
+    "completion_ids": "the token ids of each completion, the stop token included",
+    "step": "the number of the training step",
+    "options": "the options of the config, as a dict",
+    "log_metric": "log_metric(name, value): a metric rewards/<reward>/<name>, the mean of the step's values",
+    "trainer_state": "an object with global_step, as TRL passes it",
+}
+"""What a reward may declare beside texts and columns."""
+RESERVED_METRICS = ("mean", "std", "seconds", "timeouts", "errors", "weight")
+"""Names of metrics that every reward has, and log_metric therefore refuses."""
+_MARK = "__tpu_grpo_per_sample__"
 
 
 class Reward(Protocol):
-    """Scores B completions: one finite number per row, or None for a row the reward does not apply to."""
+    """Scores rows: one finite number per row, or None for a row the reward does not apply to."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sequence[float | None]:
-        """Return B values for ``prompts`` [B], ``completions`` [B] and the data columns [B each]."""
+        """Return one value per row for ``prompts``, ``completions`` and the data columns, lists of one length."""
         ...
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What rewards written for TRL read of its trainer."""
+
+    global_step: int
+
+
+@overload
+def per_sample[F: Callable[..., Any]](function: F) -> F: ...
+@overload
+def per_sample[F: Callable[..., Any]](*, concurrency: int = 64) -> Callable[[F], F]: ...
+def per_sample(function: Any = None, *, concurrency: int = 64) -> Any:
+    """Mark a function (or a class's ``__call__``) that takes one row: ``completion``, ``prompt``, a value per column.
+
+    The function stays as it is, so that it can be called and tested alone. A row that raises costs only that row. An
+    ``async`` one runs for at most ``concurrency`` rows at a time.
+    """
+    if concurrency < 1:
+        raise ValueError(f"concurrency must be >= 1, got {concurrency}")
+
+    def mark(target: Any) -> Any:
+        setattr(target, _MARK, concurrency)
+        return target
+
+    return mark if function is None else mark(function)
+
+
+def rows_at_a_time(function: Any) -> int | None:
+    """The ``concurrency`` of a function of one row; None for a function of a batch."""
+    marked = getattr(function, _MARK, None)
+    return marked if marked is not None else getattr(getattr(type(function), "__call__", None), _MARK, None)  # noqa: B004

@@ -1,186 +1,176 @@
-"""From a rollout to one number per row: every reward called once, checked, weighted and summed.
+"""From a rollout to one number per row: every reward asked side by side, its answers checked, weighted and summed.
 
 B rows; row ``p * G + g`` is completion ``g`` of prompt ``p``. With weights 1 and 0.5, a row scored ``(1.0, None)``
 totals 1.0, ``(1.0, 0.4)`` totals 1.2, and ``(None, None)`` is an error: nothing can be learned from it.
 """
 
-import math
-import reprlib
 import time
-import traceback
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
+from typing import Self
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
-from tpu_grpo.config import RewardSpec
+from tpu_grpo.config import RewardSpec, check_rewards
 from tpu_grpo.errors import RewardError
-from tpu_grpo.rewards.loading import LoadedReward, load_reward
-from tpu_grpo.rewards.protocol import TEXT_ARGUMENTS
-from tpu_grpo.types import Rollout, Scores
-
-Table = Mapping[str, Sequence[Any]]
-"""prompts, completions and data columns by name, each [B]."""
-
-_SHORT = reprlib.Repr(maxstring=120, maxother=120)
+from tpu_grpo.rewards.asking import Asked, ask
+from tpu_grpo.rewards.loading import LoadedReward, load_reward, workers_of
+from tpu_grpo.rewards.pool import Place, Processes, Thread
+from tpu_grpo.rewards.processes import Job
+from tpu_grpo.rewards.tables import Table, name_row, table_of
+from tpu_grpo.types import Figure, Rollout, Scores
 
 
 def open_rewards(specs: Sequence[RewardSpec], columns: Collection[str]) -> "RewardSet":
-    """Load every reward of the config for data with these columns.
+    """Load every reward of the config for data with these columns. Processes start when they are first needed.
 
     Raises:
-        RewardError: for a reward that cannot be loaded or two that would share a name in the metrics.
+        RewardError: for a reward that cannot be loaded, two that would share a name in the metrics, or a gate that is
+            not there.
     """
-    loaded = tuple(load_reward(spec, columns) for spec in specs)
-    names = [reward.name for reward in loaded]
-    if twice := sorted({n for n in names if names.count(n) > 1}):
-        raise RewardError(
-            f"rewards must have names of their own in the metrics, got {twice} twice from {[s.name for s in specs]}; "
-            "rename one function"
-        )
-    return RewardSet(loaded, tuple(spec.weight for spec in specs))
+    try:
+        check_rewards(specs)
+    except ValueError as error:
+        raise RewardError(str(error)) from None
+    loaded = [load_reward(spec, columns) for spec in specs]
+    return RewardSet(tuple(OpenReward(s, reward, place_of(s, reward)) for s, reward in zip(specs, loaded, strict=True)))
+
+
+def place_of(spec: RewardSpec, loaded: LoadedReward) -> Place:
+    """Where the config has a reward run."""
+    if count := workers_of(spec):
+        return Processes(Job(loaded.call, int(spec.memory_gb * 2**30)), count, spec.recycle)
+    return Thread(loaded.call, loaded.target)
+
+
+@dataclass(frozen=True)
+class OpenReward:
+    """A reward of a run: what the config says, how it is called, and where it runs."""
+
+    spec: RewardSpec
+    loaded: LoadedReward
+    place: Place
 
 
 @dataclass(frozen=True)
 class RewardSet:
-    """The rewards of a run with their weights."""
+    """The rewards of a run; to be closed, or used in a ``with``."""
 
-    loaded: tuple[LoadedReward, ...]
-    weights: tuple[float, ...]
+    rewards: tuple[OpenReward, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the rewards in the metrics, in the order of the config."""
-        return tuple(reward.name for reward in self.loaded)
+        return tuple(reward.spec.shown for reward in self.rewards)
 
-    def values(self, rollout: Rollout, names: Collection[str]) -> dict[str, Float[np.ndarray, " B"]]:
-        """What some of the rewards give, before weighting. Raises as ``score`` does for a reward that fails."""
-        chosen = [reward for reward in self.loaded if reward.name in names]
-        table = _table(rollout, {name for reward in chosen for name in reward.arguments})
-        return {reward.name: _values(reward, table) for reward in chosen}
+    def for_columns(self, columns: Collection[str]) -> "RewardSet":
+        """The same rewards in the same processes, for data with other columns; raises like open_rewards."""
+        fitted = [load_reward(reward.spec, columns) for reward in self.rewards]
+        return RewardSet(
+            tuple(OpenReward(r.spec, loaded, r.place) for r, loaded in zip(self.rewards, fitted, strict=True))
+        )
+
+    def repeatable_values(self, rollout: Rollout, names: Collection[str]) -> dict[str, list[float] | None]:
+        """What some of the rewards give for all rows, NaN where they do not apply; None for one that had problems.
+
+        Whether a reward is late or runs out of memory is no property of the text. Raises as ``score`` does.
+        """
+        if not names:
+            return {}
+        chosen = self._with_gates(names)
+        asked = chosen._results(table_of(rollout, chosen.rewards))
+        return {
+            name: None if result.timeouts + result.errors else result.values.tolist()
+            for name, result in asked.items()
+            if name in names
+        }
+
+    def _with_gates(self, names: Collection[str]) -> "RewardSet":
+        """These rewards, and those that decide which rows they are asked about."""
+        gates, wanted = {r.spec.shown: r.spec.only_if for r in self.rewards}, set(names)
+        while missing := {gate for name in wanted if (gate := gates[name]) is not None} - wanted:
+            wanted |= missing
+        return RewardSet(tuple(reward for reward in self.rewards if reward.spec.shown in wanted))
 
     def score(self, rollout: Rollout) -> Scores:
-        """Call each reward once over all B rows; total = sum of weight * value over the rewards that apply.
+        """Ask each reward about all B rows; total = sum of weight * value over the rewards that apply.
 
         Raises:
-            RewardError: for a reward that raises, returns anything but one finite number or None per row, or a row
-                that no reward applies to; names the reward and the row.
+            RewardError: for a row that no reward applies to; and, where its ``on_error`` is stop, for a reward that
+                raises, is late, dies, or returns anything but one finite number or None per row. Names reward and row.
         """
         started = time.perf_counter()
-        table = _table(rollout, {name for reward in self.loaded for name in reward.arguments})
-        by_name = {reward.name: _values(reward, table) for reward in self.loaded}
-        total = _weighted_sum(by_name, self.weights, table)
-        return Scores(total=total, by_name=by_name, seconds=time.perf_counter() - started)
-
-
-def _table(rollout: Rollout, names: Collection[str]) -> Table:
-    rows = rollout.row_prompts
-    table: dict[str, list[Any]] = {"prompts": [p.text for p in rows], "completions": list(rollout.texts)}
-    for name in sorted(set(names) - set(TEXT_ARGUMENTS)):
-        lacking = next((i for i, p in enumerate(rows) if name not in p.columns), None)
-        if lacking is not None:
-            raise RewardError(
-                f"rewards were opened for data with the column {name!r}, which {_row(lacking, table)} lacks; it has "
-                f"{sorted(rows[lacking].columns)}. Add the column to the data"
-            )
-        table[name] = [p.columns[name] for p in rows]
-    return table
-
-
-def _values(reward: LoadedReward, table: Table) -> Float[np.ndarray, " B"]:
-    """One reward's values, float64, NaN where it does not apply."""
-    try:
-        values = reward(table)
-    except Exception as error:  # user code: anything can come
-        raise RewardError(_raised(reward, table, error)) from error
-    expected = len(table["completions"])
-    found = _length(values)
-    if found != expected:
-        got = f"a {type(values).__name__}" if found is None else f"{found} values"
-        raise RewardError(
-            f"reward {reward.name} must return a list of one number (or None) per completion, {expected} here, got "
-            f"{got}"
+        table = table_of(rollout, self.rewards)
+        results = self._results(table)
+        weights = [reward.spec.weight_at(table.step) for reward in self.rewards]
+        return Scores(
+            total=_weighted_sum(results, weights, table),
+            by_name={name: result.values for name, result in results.items()},
+            seconds=time.perf_counter() - started,
+            figures={k: f for (name, r) in results.items() for k, f in r.figures(name).items()} | self._weights(table),
         )
-    return np.array([_number(reward, table, i, value) for i, value in enumerate(values)], dtype=np.float64)
+
+    def close(self) -> None:
+        """Let the rewards close and end their processes."""
+        for reward in self.rewards:
+            reward.place.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _results(self, table: Table) -> dict[str, Asked]:
+        with ThreadPoolExecutor(max(1, len(self.rewards)), thread_name_prefix="rewards") as pool:
+            asked = self._ask_all(pool, table)
+        return {name: future.result() for name, future in asked.items()}
+
+    def _ask_all(self, pool: ThreadPoolExecutor, table: Table) -> Mapping[str, Future[Asked]]:
+        """Each on a thread of its own, which waits for the reward's gate first; there are no circles of gates."""
+        futures: dict[str, Future[Asked]] = {name: Future() for name in self.names}
+
+        def one(reward: OpenReward) -> None:
+            future = futures[reward.spec.shown]
+            try:
+                gate = None if reward.spec.only_if is None else futures[reward.spec.only_if].result().values
+                future.set_result(ask(reward.spec, reward.loaded, reward.place, table, gate))
+            except BaseException as error:  # raised again where the result is awaited
+                future.set_exception(error)
+
+        for reward in self.rewards:
+            pool.submit(one, reward)
+        return futures
+
+    def _weights(self, table: Table) -> dict[str, Figure]:
+        """The weights that follow a schedule, at this step."""
+        scheduled = [r.spec for r in self.rewards if isinstance(r.spec.weight, dict)]
+        return {f"rewards/{s.shown}/weight": Figure(s.weight_at(table.step), "max") for s in scheduled}
 
 
-def _length(values: Any) -> int | None:
-    """Length of something list-like; None for anything else, generators, text, sets and mappings included."""
-    if isinstance(values, str | bytes | set | frozenset | Mapping) or not hasattr(values, "__len__"):
-        return None
-    if getattr(values, "shape", (0,)) == ():
-        return None
-    return len(values)
-
-
-def _number(reward: LoadedReward, table: Table, row: int, value: Any) -> float:
-    if value is None:
-        return math.nan
-    if getattr(value, "shape", None) == ():
-        value = value.item()  # a scalar of numpy or jax
-    try:
-        number = float(value) if isinstance(value, Real) else math.nan
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
+def _weighted_sum(results: Mapping[str, Asked], weights: Sequence[float], table: Table) -> Float[np.ndarray, " B"]:
+    total_B = np.zeros(table.size)
+    applies_B = np.zeros(table.size, dtype=bool)
+    excused_B = np.zeros(table.size, dtype=bool)
+    for result, weight in zip(results.values(), weights, strict=True):  # in order: the same bits on every host
+        total_B += np.where(np.isnan(result.values), 0.0, weight * result.values)
+        applies_B |= ~np.isnan(result.values)
+        excused_B |= result.skipped
+    if not (applies_B | excused_B).all():
         raise RewardError(
-            f"reward {reward.name} must return finite numbers (or None where it does not apply), got "
-            f"{_SHORT.repr(value)} for {_row(row, table)}"
+            f"every row needs at least one reward that applies, got None from all of {', '.join(results)} for "
+            f"{name_row(int(np.argmin(applies_B | excused_B)), table)}; drop the record or add a reward that scores it"
         )
-    return number
+    return total_B if applies_B.all() else _group_means_where(~applies_B, total_B, table.group_size)
 
 
-def _weighted_sum(
-    by_name: Mapping[str, Float[np.ndarray, " B"]], weights: Sequence[float], table: Table
+def _group_means_where(
+    lacking_B: Bool[np.ndarray, " B"], total_B: Float[np.ndarray, " B"], group_size: int
 ) -> Float[np.ndarray, " B"]:
-    total_B = np.zeros(len(table["completions"]))
-    applies_B = np.zeros(len(table["completions"]), dtype=bool)
-    for values_B, weight in zip(by_name.values(), weights, strict=True):  # in order: the same bits on every host
-        total_B += np.where(np.isnan(values_B), 0.0, weight * values_B)
-        applies_B |= ~np.isnan(values_B)
-    if not applies_B.all():
-        raise RewardError(
-            f"every row needs at least one reward that applies, got None from all of {', '.join(by_name)} for "
-            f"{_row(int(np.argmin(applies_B)), table)}; drop the record or add a reward that scores it"
-        )
-    return total_B
-
-
-# --- saying what went wrong, and where -------------------------------------------------------------------------------
-
-
-def _raised(reward: LoadedReward, table: Table, error: Exception) -> str:
-    what = f"reward {reward.name} raised {type(error).__name__}: {error} ({_place(reward, error)})"
-    row = _first_failing_row(reward, table)
-    if row is None:
-        return f"{what}; no row raises on its own, so it takes several together"
-    return f"{what}; {_row(row, table)} raises on its own. Return None for rows the reward does not apply to"
-
-
-def _first_failing_row(reward: LoadedReward, table: Table) -> int | None:
-    """Call a reward that raised once more, a row at a time, up to the first row that raises.
-
-    The run ends with this error either way, so a second call per row is a fair price for the name of the sample.
-    """
-    for row in range(len(table["completions"])):
-        try:
-            reward({name: [values[row]] for name, values in table.items()})
-        except Exception:  # user code: anything can come
-            return row
-    return None
-
-
-def _place(reward: LoadedReward, error: Exception) -> str:
-    """The innermost line of the reward's own file in the traceback, or else of any file."""
-    frames = traceback.extract_tb(error.__traceback__)
-    file = getattr(getattr(reward.function, "__code__", None), "co_filename", None)
-    frame = next((f for f in reversed(frames) if f.filename == file), frames[-1])
-    return f"{frame.filename}:{frame.lineno} in {frame.name}"
-
-
-def _row(row: int, table: Table) -> str:
-    prompt, completion = table["prompts"][row], table["completions"][row]
-    return f"row {row} (prompt {_SHORT.repr(prompt)}, completion {_SHORT.repr(completion)})"
+    """Give rows without a reward the mean of their group's others, so that they teach nothing; 0 in a group of such."""
+    lacking_PG, total_PG = lacking_B.reshape(-1, group_size), total_B.reshape(-1, group_size)
+    known_P = np.maximum(1, (~lacking_PG).sum(axis=1))
+    mean_P = np.where(lacking_PG, 0.0, total_PG).sum(axis=1) / known_P
+    return np.where(lacking_PG, mean_P[:, None], total_PG).reshape(-1)

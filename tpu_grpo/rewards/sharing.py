@@ -14,6 +14,7 @@ import numpy as np
 
 from tpu_grpo.errors import LockstepError
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.rewards.figures import encode_figures, merge_figures
 from tpu_grpo.rewards.scoring import RewardSet
 from tpu_grpo.types import PromptBatch, Rollout, Scores
 
@@ -49,20 +50,26 @@ class SharedRewards:
         mine = range(self._hosts.index, prompts, self._hosts.count)
         scores = self._rewards.score(share_of(rollout, mine)) if mine else None
         witness = share_of(rollout, range(rollout.batch.step % prompts, rollout.batch.step % prompts + 1))
-        seen = {name: values.tolist() for name, values in self._rewards.values(witness, self._compared).items()}
-        shares = [
-            json.loads(share)
-            for share in self._hosts.gather("rewards", json.dumps([_columns(scores, self.names), seen]).encode())
-        ]
-        _compare_witness(witness, [share[1] for share in shares])
-        total, *by_name = _interleaved([share[0] for share in shares], rollout)
-        return Scores(total, dict(zip(self.names, by_name, strict=True)), time.perf_counter() - start)
+        seen = self._rewards.repeatable_values(witness, self._compared)
+        figures = {} if scores is None else encode_figures(scores.figures)
+        mine = json.dumps([_columns(scores, self.names), seen, figures]).encode()
+        columns, witnesses, merged = zip(*map(json.loads, self._hosts.gather("rewards", mine)), strict=True)
+        _compare_witness(witness, witnesses)
+        total, *by_name = _interleaved(columns, rollout)
+        seconds = time.perf_counter() - start
+        return Scores(total, dict(zip(self.names, by_name, strict=True)), seconds, merge_figures(merged))
+
+    def close(self) -> None:
+        """Let the rewards close and end their processes."""
+        self._rewards.close()
 
 
-def _compare_witness(witness: Rollout, by_host: Sequence[Mapping[str, Sequence[float]]]) -> None:
+def _compare_witness(witness: Rollout, by_host: Sequence[Mapping[str, Sequence[float] | None]]) -> None:
     for name in by_host[0]:
+        if any(seen[name] is None for seen in by_host):
+            continue  # it had a problem somewhere, which its on_error deals with
         for row, text in enumerate(witness.texts):
-            values = [repr(seen[name][row]) for seen in by_host]
+            values = [repr(seen[name][row]) for seen in by_host]  # pyright: ignore[reportOptionalSubscript]
             if len(set(values)) > 1:
                 listed = ", ".join(f"{value} on host {host}" for host, value in enumerate(values))
                 raise LockstepError(

@@ -10,6 +10,7 @@ runner.py            one compiled program per shape: model, attention, sampler
 sampling.py          our sampler
 vocabulary.py        embedding and output head split over devices, and what that asks of the sampler
 gather_attention.py  paged attention for any device
+flash_attention.py   the library's kernel for heads of any width
 experts.py           layers of experts
 repairs.py           everything changed in sglang-jax 0.0.2, each with its reason
 """

@@ -13,6 +13,7 @@ from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
 from tpu_grpo.rollout import repairs
+from tpu_grpo.rollout.flash_attention import PaddedFlashAttention
 from tpu_grpo.rollout.gather_attention import GatherAttention, block_metadata, decode_metadata
 
 Columns = Mapping[str, np.ndarray]
@@ -113,12 +114,10 @@ class Flash(Native):
     """sglang-jax's Pallas kernel (TPU)."""
 
     def library_backend(self) -> Any:
-        """The library's class."""
-        from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttention
-
+        """The library's class, for heads as wide as the cache's."""
         runner = self._runner
-        head_dim, page_size = runner.model_config.head_dim, runner.page_size
-        return FlashAttention(
+        head_dim, page_size = runner.token_to_kv_pool.head_dim, runner.page_size
+        return PaddedFlashAttention(
             runner.num_attn_heads, runner.num_kv_heads, head_dim, page_size=page_size, mesh=runner.mesh
         )
 

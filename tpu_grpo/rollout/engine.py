@@ -158,10 +158,10 @@ class Engine:
         """sha256 of every scheduling decision and token so far; hosts that drive one engine have the same."""
         return self._scheduler.digest
 
-    def check_every_step(self, check: Callable[[int, str], None]) -> None:
-        """Call ``check(number of the step, digest)`` before each step is launched; it may raise."""
+    def before_every_step(self, call: Callable[[int, str], None]) -> None:
+        """``call(number of the step, digest)`` before each step is launched, instead of what was called before."""
         scheduler = self._scheduler
-        scheduler.before_launch = lambda: check(scheduler.forward_ct, scheduler.digest)
+        scheduler.before_launch = lambda: call(scheduler.forward_ct, scheduler.digest)
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
         """Sample with these parameters from now on; prefixes computed by the old ones are forgotten.

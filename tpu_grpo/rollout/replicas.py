@@ -14,7 +14,7 @@ what it decided and sampled, and every host gets the whole batch. Tokens do not 
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array
 
 from tpu_grpo.errors import ConfigError, LockstepError
-from tpu_grpo.hosts import Hosts, devices_per_host, hosts_of
+from tpu_grpo.hosts import Hosts, devices_per_host, hosts_of, progress
 from tpu_grpo.rollout.engine import AXES, Engine, EngineOptions, engine_mesh, partition
 from tpu_grpo.rollout.generation import groups
 from tpu_grpo.rollout.packing import pack, unpack
@@ -93,6 +93,9 @@ class Replicas:
         replicas = cut(devices, tensor)
         mine = [replica for replica in replicas if hosts.index in replica.hosts]
         engines = {r.number: Engine.build(checkpoint, engine_mesh(r.devices), options) for r in mine}
+        for replica in mine:
+            if len(replica.hosts) > 1:
+                engines[replica.number].before_every_step(_noting(replica.number))
         return cls(replicas, engines, hosts)
 
     @cached_property
@@ -120,12 +123,7 @@ class Replicas:
         """Compare every replica that spans hosts before each of its steps, among just those hosts."""
         for number, engine in self.engines.items():
             if len(members := self.replicas[number].hosts) > 1:
-                partners = self._hosts.among(members)
-                engine.check_every_step(
-                    lambda step, digest, partners=partners, number=number: partners.agree(
-                        f"scheduling of engine step {step} of replica {number}", digest
-                    )
-                )
+                engine.before_every_step(_noting(number, self._hosts.among(members)))
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
         """Sample with these parameters (on ``mesh``) from now on; every replica takes its own copy, none is made.
@@ -135,6 +133,11 @@ class Replicas:
         """
         for engine in self.engines.values():
             engine.install_weights({name: _part(array, engine, name) for name, array in weights.items()})
+
+    def forget_prefixes(self) -> None:
+        """Drop every cached key and value."""
+        for engine in self.engines.values():
+            engine.forget_prefixes()
 
     def release(self) -> None:
         """Free every cache and let go of the parameters, until ``install_weights``."""
@@ -204,6 +207,17 @@ class Replicas:
                 found[number] = unpack(tables[host][start:stop])
                 start = stop
         return found
+
+
+def _noting(number: int, partners: Hosts | None = None) -> Callable[[int, str], None]:
+    """What hosts that share a replica do before each of its steps: note it for the watch, and compare it if asked."""
+
+    def note(step: int, digest: str) -> None:
+        progress.note(f"replica {number}", step, digest)
+        if partners is not None:
+            partners.agree(f"scheduling of engine step {step} of replica {number}", digest)
+
+    return note
 
 
 @jax.jit

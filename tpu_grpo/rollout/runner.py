@@ -26,6 +26,7 @@ from sgl_jax.srt.model_loader.loader import get_model_architecture
 from tpu_grpo.errors import WeightsError
 from tpu_grpo.rollout import repairs
 from tpu_grpo.rollout.attention import AttentionMode, Flash, Gather, Native
+from tpu_grpo.rollout.flash_attention import kernel_width
 from tpu_grpo.rollout.sampling import sample_tokens
 from tpu_grpo.rollout.shapes import Shapes
 from tpu_grpo.rollout.step_inputs import InputBuilder, StepInputs
@@ -48,6 +49,8 @@ class Runner(ModelRunner):
         repairs.own_hf_config(config)
         config.validate_tensor_parallel_config(self.tp_size)
         config.configure_for_tensor_parallel(self.tp_size)
+        if self.attention == "flash":
+            config.head_dim = kernel_width(config.head_dim)  # the cache's; the model reads hf_config
         model_class, _ = get_model_architecture(config)
         model = repairs.abstract_model(model_class, config.hf_config, config.dtype, self.mesh)
         repairs.lm_head_in_model_dtype(model, config.dtype)

@@ -27,6 +27,10 @@ class Generates(Protocol):
         """A completion for every request, in their order."""
         ...
 
+    def forget_prefixes(self) -> None:
+        """Drop every cached key and value."""
+        ...
+
 
 class Sampler:
     """Samples completions of prompts with engines whose weights someone else keeps up to date."""
@@ -41,10 +45,14 @@ class Sampler:
     def rollout(self, batch: PromptBatch) -> Rollout:
         """Sample a group of completions for every prompt of a step.
 
+        What evaluations or probes left in the cache is dropped before: it would change in which chunks prompts are
+        computed, and with them the last bits, so that a run's numbers depended on when it was evaluated or continued.
+
         Raises:
             NonFiniteError: if a log-probability is not finite: the weights, or the computation, are broken.
         """
         start = time.perf_counter()
+        self._engine.forget_prefixes()
         requests = [
             Request(prompt.token_ids, self._sampling, SampleKey(self._seed, batch.step, p, g))
             for p, prompt in enumerate(batch.prompts)

@@ -1,0 +1,102 @@
+"""Rewards that do what rewards should not."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+
+def good(completions: list[str]) -> list[float]:
+    return [float(len(c)) for c in completions]
+
+
+def raises(completions: list[str]) -> list[float]:
+    raise KeyError("nothing there")
+
+
+def sleeps(completions: list[str]) -> list[float]:
+    time.sleep(1000)
+    return []
+
+
+def hangs(completions: list[str]) -> list[float]:
+    """Without giving up the interpreter's lock."""
+    re.match("(a+)+$", "a" * 60 + "b")
+    return []
+
+
+def not_a_number(completions: list[str]) -> list[float]:
+    return [float("nan")] * len(completions)
+
+
+def infinite(completions: list[str]) -> list[float]:
+    return [float("inf")] * len(completions)
+
+
+def too_few(completions: list[str]) -> list[float]:
+    return [1.0]
+
+
+def strings(completions: list[str]) -> Any:
+    return ["1"] * len(completions)
+
+
+def leaves(completions: list[str]) -> list[float]:
+    os._exit(3)
+
+
+def exits(completions: list[str]) -> list[float]:
+    sys.exit("enough")
+
+
+def crashes(completions: list[str]) -> list[float]:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return []
+
+
+def eats(completions: list[str]) -> list[float]:
+    return [float(len(bytearray(2**34)))] * len(completions)
+
+
+def forks(completions: list[str]) -> list[float]:
+    """Leaves a child, a grandchild with a session of its own, and a program behind."""
+    if os.fork() == 0:
+        if os.fork() == 0:
+            os.setsid()
+        time.sleep(1000)
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    return [1.0] * len(completions)
+
+
+def doubles(completions: list[str]) -> list[float]:
+    """Returns in two processes."""
+    os.fork()
+    return [1.0] * len(completions)
+
+
+def inspects(completions: list[str], log_metric: Any) -> list[float]:
+    """Tells about its process."""
+    log_metric("jax", float("jax" in sys.modules))
+    log_metric("variables", float(sum(n.startswith(("TPU_", "XLA_", "LIBTPU")) for n in os.environ) - 1))  # its mark
+    log_metric("cpu", float(os.environ["JAX_PLATFORMS"] == "cpu"))
+    return [float(os.getpid())] * len(completions)
+
+
+def naps(completions: list[str]) -> list[float]:
+    time.sleep(0.5)
+    return [0.0] * len(completions)
+
+
+class Late:
+    """Hangs in its second batch only, once."""
+
+    def __init__(self, flag: str):
+        self.flag = flag
+
+    def __call__(self, completions: list[str], step: int) -> list[float]:
+        if step == 2:
+            time.sleep(1000)
+        return [float(step)] * len(completions)

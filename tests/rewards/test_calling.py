@@ -1,0 +1,266 @@
+"""What a reward is given and how its answers come back: extras, rows, async, classes, other trainers' signatures."""
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.rewards.conftest import MakeFile, make_rollout
+from tpu_grpo.config import RewardSpec
+from tpu_grpo.errors import RewardError
+from tpu_grpo.rewards import open_rewards, per_sample
+from tpu_grpo.types import Figure, Scores
+
+PROMPTS, TEXTS, COLUMNS = ["p0", "p1"], ["a", "bb", "ccc", "dddd"], [{"answer": "a"}, {"answer": "dddd"}]
+
+
+def score(reward_file: MakeFile, source: str, name: str = "f", step: int = 0, **spec: Any) -> Scores:
+    path = reward_file(source)
+    rollout = make_rollout(PROMPTS, TEXTS, COLUMNS, step=step)
+    with open_rewards([RewardSpec(name=f"{path}:{name}", **{"workers": 0, **spec})], ["answer"]) as rewards:
+        return rewards.score(rollout)
+
+
+# --- extras ----------------------------------------------------------------------------------------------------------
+
+
+def test_extras_come_to_those_who_declare_them(reward_file: MakeFile):
+    source = """
+def f(completions, completion_ids, step, options, log_metric, trainer_state):
+    assert completion_ids == [[1], [1], [1], [1]] and options == {"any": 5} and trainer_state.global_step == step
+    for text in completions:
+        log_metric("length", len(text))
+    return [float(step)] * len(completions)
+"""
+    scores = score(reward_file, source, step=12, options={"any": 5})
+    np.testing.assert_array_equal(scores.total, [12.0] * 4)
+    assert scores.figures["rewards/f/length"] == Figure(2.5, "mean", 4)  # 1, 2, 3, 4
+
+
+def test_extras_do_not_come_by_kwargs(reward_file: MakeFile):
+    source = "def f(completions, **rest):\n    return [float(sorted(rest) == ['answer', 'prompts'])] * 4\n"
+    np.testing.assert_array_equal(score(reward_file, source).total, [1.0] * 4)
+
+
+def test_a_column_goes_before_an_extra_of_its_name(reward_file: MakeFile):
+    path = reward_file("def f(completions, step):\n    return step\n")
+    with open_rewards([RewardSpec(name=f"{path}:f", workers=0)], ["step"]) as rewards:
+        scores = rewards.score(make_rollout(["p"], ["a", "b"], [{"step": 3.0}], step=9))
+    np.testing.assert_array_equal(scores.total, [3.0, 3.0])
+
+
+@pytest.mark.parametrize("logged", ["'mean', 1.0", "'x', float('nan')", "'x', None", "'x', 'much'"])
+def test_log_metric_refuses_what_it_cannot_show(reward_file: MakeFile, logged: str):
+    source = f"def f(completions, log_metric):\n    log_metric({logged})\n    return [0.0] * len(completions)\n"
+    with pytest.raises(RewardError, match="raised ValueError: log_metric takes a name other than mean, std,"):
+        score(reward_file, source)
+
+
+# --- one row at a time -----------------------------------------------------------------------------------------------
+
+
+def test_a_function_of_one_row(reward_file: MakeFile):
+    source = """
+from tpu_grpo.rewards import per_sample
+
+@per_sample
+def f(completion, prompt, answer, bonus=0.0):
+    return float(completion == answer) + bonus * (prompt == "p1")
+"""
+    np.testing.assert_array_equal(score(reward_file, source, options={"bonus": 0.5}).total, [1.0, 0.0, 0.5, 1.5])
+
+
+def test_a_marked_function_stays_as_it_is():
+    @per_sample(concurrency=3)
+    def f(completion: str) -> float:
+        return float(len(completion))
+
+    assert f("abc") == 3.0
+    with pytest.raises(ValueError, match="concurrency must be >= 1, got 0"):
+        per_sample(concurrency=0)
+
+
+PARTLY = """
+from tpu_grpo.rewards import per_sample
+
+@per_sample
+def f(completion):
+    if completion == "bb":
+        raise KeyError(completion)
+    return {"a": 1.0, "ccc": float("nan"), "dddd": None}[completion]
+
+def good(completions):
+    return [2.0] * len(completions)
+"""
+
+
+def test_a_row_that_fails_costs_only_that_row(reward_file: MakeFile, caplog: pytest.LogCaptureFixture):
+    path = reward_file(PARTLY)
+    specs = [
+        RewardSpec(name=f"{path}:f", workers=0, on_error="value", error_value=-1.0),
+        RewardSpec(name=f"{path}:good", workers=0),
+    ]
+    with open_rewards(specs, []) as rewards:
+        scores = rewards.score(make_rollout(PROMPTS, TEXTS))
+    np.testing.assert_array_equal(scores.by_name["f"], [1.0, -1.0, -1.0, np.nan])
+    np.testing.assert_array_equal(scores.total, [3.0, 1.0, 1.0, 2.0])
+    assert scores.figures["rewards/f/errors"] == Figure(2, "sum")
+    assert scores.figures["rewards/f/timeouts"] == Figure(0, "sum")
+    (message,) = [record.getMessage() for record in caplog.records]  # the first one speaks for the step
+    assert message.startswith("step 0: reward f raised KeyError: 'bb' (my_rewards.py:7 in f); for row 1 (prompt 'p0'")
+
+
+def test_a_row_that_fails_is_named(reward_file: MakeFile):
+    with pytest.raises(RewardError, match=r"raised KeyError: 'bb' .*for row 1 \(prompt 'p0', completion 'bb'\)"):
+        score(reward_file, PARTLY)
+
+
+def test_rows_that_are_too_slow_together(reward_file: MakeFile):
+    source = """
+import time
+from tpu_grpo.rewards import per_sample
+
+@per_sample
+def f(completion):
+    time.sleep(0.4)
+    return 1.0
+"""
+    scores = score(reward_file, source, timeout=1.0, on_error="skip")
+    assert scores.figures["rewards/f/timeouts"].value in (1, 2)
+    assert np.isnan(scores.by_name["f"]).sum() == scores.figures["rewards/f/timeouts"].value
+    assert scores.by_name["f"][0] == 1.0
+
+
+# --- async -----------------------------------------------------------------------------------------------------------
+
+
+def test_async_functions_of_a_batch_and_of_a_row(reward_file: MakeFile):
+    source = """
+import asyncio
+from tpu_grpo.rewards import per_sample
+
+async def f(completions):
+    await asyncio.sleep(0)
+    return [float(len(c)) for c in completions]
+
+@per_sample
+async def row(completion):
+    await asyncio.sleep(0.2)
+    return float(len(completion))
+
+running = most = 0
+
+@per_sample(concurrency=2)
+async def two(completion):
+    global running, most
+    running += 1
+    most = max(most, running)
+    await asyncio.sleep(0.01)
+    running -= 1
+    return float(most)
+"""
+    np.testing.assert_array_equal(score(reward_file, source).total, [1.0, 2.0, 3.0, 4.0])
+    started = time.perf_counter()
+    np.testing.assert_array_equal(score(reward_file, source, "row").total, [1.0, 2.0, 3.0, 4.0])
+    assert time.perf_counter() - started < 0.6  # four rows of 0.2 s each, at the same time
+    assert max(score(reward_file, source, "two").total) == 2.0
+
+
+def test_async_rows_that_are_late_are_cancelled_and_the_others_count(reward_file: MakeFile):
+    source = """
+import asyncio
+from tpu_grpo.rewards import per_sample
+
+@per_sample
+async def f(completion):
+    if completion == "bb":
+        await asyncio.sleep(60)
+    if completion == "ccc":
+        raise ConnectionError("no route")
+    return 1.0
+"""
+    scores = score(reward_file, source, timeout=0.5, on_error="value", error_value=0.25)
+    np.testing.assert_array_equal(scores.total, [1.0, 0.25, 0.25, 1.0])
+    assert (scores.figures["rewards/f/timeouts"].value, scores.figures["rewards/f/errors"].value) == (1, 1)
+
+
+def test_an_async_batch_that_is_late(reward_file: MakeFile):
+    source = "import asyncio\nasync def f(completions):\n    await asyncio.sleep(60)\n"
+    with pytest.raises(RewardError, match=r"f did not finish within its timeout of 0\.3 s, for 4 rows from 0 to 3"):
+        score(reward_file, source, timeout=0.3)
+
+
+# --- classes ---------------------------------------------------------------------------------------------------------
+
+JUDGE = """
+import asyncio, pathlib
+
+class Judge:
+    def __init__(self, plus):
+        self.plus, self.calls = plus, 0
+
+    async def setup(self):
+        self.loop = asyncio.get_running_loop()
+
+    async def __call__(self, completions, answer):
+        assert self.loop is asyncio.get_running_loop()  # so that connections can be kept
+        self.calls += 1
+        return [self.calls + self.plus * (c == a) for c, a in zip(completions, answer)]
+
+    async def close(self):
+        pathlib.Path("closed").write_text(str(self.calls))
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_class_is_built_once_and_closed(reward_file: MakeFile, tmp_path: Any, workers: int):
+    path = reward_file(JUDGE)
+    rollout = make_rollout(PROMPTS, TEXTS, COLUMNS)
+    with open_rewards([RewardSpec(name=f"{path}:Judge", options={"plus": 10}, workers=workers)], ["answer"]) as rewards:
+        np.testing.assert_array_equal(rewards.score(rollout).total, [11.0, 1.0, 1.0, 11.0])
+        np.testing.assert_array_equal(rewards.score(rollout).total, [12.0, 2.0, 2.0, 12.0])
+    assert (tmp_path / "closed").read_text() == "2"
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_class_that_cannot_be_set_up(reward_file: MakeFile, workers: int):
+    source = """
+class f:
+    def setup(self):
+        raise ConnectionError("nobody answers")
+    def __call__(self, completions): ...
+"""
+    with pytest.raises(RewardError, match=r"reward f could not be set up.*ConnectionError: nobody answers"):
+        score(reward_file, source, workers=workers, on_error="skip")
+
+
+# --- rewards written for other trainers ------------------------------------------------------------------------------
+
+OTHERS = """
+# TRL: conversational completions, extra arguments by keyword, None where it does not apply
+def trl(prompts, completions, completion_ids, answer, trainer_state, log_metric, **kwargs):
+    contents = [completion[0]["content"] for completion in completions]
+    log_metric("share", 0.5)
+    return [1.0 if c == a else None if c == "bb" else 0.0 for c, a in zip(contents, answer)]
+
+# TRL and Tunix: texts
+def tunix(prompts, completions, **kwargs):
+    return [float(c == a) for c, a in zip(completions, kwargs["answer"])]
+
+# EasyDeL: lists of messages, and what the trainer is set to
+def easydel(prompts, completions, max_length, **kwargs):
+    return [float(m[-1]["role"] == "assistant" and len(m[-1]["content"]) < max_length) for m in completions]
+"""
+
+
+def test_rewards_written_for_other_trainers(reward_file: MakeFile):
+    path = reward_file(OTHERS)
+    specs = [RewardSpec(name=f"{path}:trl", messages=True, workers=0), RewardSpec(name=f"{path}:tunix", workers=0)]
+    with open_rewards(specs, ["answer"]) as rewards:
+        scores = rewards.score(make_rollout(PROMPTS, TEXTS, COLUMNS))
+    np.testing.assert_array_equal(scores.by_name["trl"], [1.0, np.nan, 0.0, 1.0])
+    assert scores.figures["rewards/trl/share"] == Figure(0.5, "mean", 1)
+    np.testing.assert_array_equal(score(reward_file, OTHERS, "tunix").total, [1.0, 0.0, 0.0, 1.0])
+    easydel = score(reward_file, OTHERS, "easydel", messages=True, options={"max_length": 3})
+    np.testing.assert_array_equal(easydel.total, [1.0, 1.0, 0.0, 0.0])

@@ -1,0 +1,223 @@
+"""Rewards in processes of their own: what faults cost, who notices, and that nothing stays behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.rewards import faulty
+from tests.rewards.conftest import make_rollout
+from tpu_grpo.config import RewardSpec
+from tpu_grpo.errors import RewardError
+from tpu_grpo.rewards import RewardSet, open_rewards
+from tpu_grpo.rewards.answers import Call
+from tpu_grpo.rewards.tables import cut
+
+ROLLOUT = make_rollout(["p0", "p1"], ["a", "bb", "ccc", "dddd"])
+GOOD = [1.0, 2.0, 3.0, 4.0]
+
+
+def spec(function: Callable[..., Any] | type, **settings: Any) -> RewardSpec:
+    return RewardSpec(name=f"tests.rewards.faulty:{function.__name__}", **settings)
+
+
+def workers_alive() -> list[int]:
+    """Processes that this process's workers are or have left behind."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() != psutil.STATUS_ZOMBIE and "TPU_GRPO_REWARD_WORKER" in process.environ():
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_behind() -> Iterator[None]:
+    before = set(workers_alive())
+    yield
+    assert set(workers_alive()) - before == set()
+
+
+# --- faults ----------------------------------------------------------------------------------------------------------
+
+FAULTS = {
+    faulty.raises: (
+        "errors",
+        r"raises raised KeyError: 'nothing there' \(.*faulty\.py:\d+ in raises\); row 0 \(prompt",
+    ),
+    faulty.sleeps: ("timeouts", r"sleeps did not answer within its timeout of 1 s, for 4 rows from 0 to 3; make it"),
+    faulty.hangs: ("timeouts", r"hangs did not answer within its timeout of 1 s"),
+    faulty.not_a_number: ("errors", r"not_a_number must return finite numbers .*, got nan for row 0 \(prompt 'p0'"),
+    faulty.infinite: ("errors", r"infinite must return finite numbers .*, got inf for row 0"),
+    faulty.too_few: ("errors", r"too_few must return a list of one number .* per completion, 4 here, got 1 values"),
+    faulty.strings: ("errors", r"strings must return finite numbers .*, got '1' for row 0"),
+    faulty.leaves: (
+        "errors",
+        r"leaves lost its worker, which exited with code 3, for 4 rows from 0 to 3; a reward must",
+    ),
+    faulty.exits: ("errors", r"exits raised SystemExit: enough"),
+    faulty.crashes: ("errors", r"crashes lost its worker, which was ended by SIGSEGV"),
+    faulty.eats: ("errors", r"eats raised MemoryError"),
+}
+
+
+@pytest.fixture(scope="module")
+def faulty_set() -> Iterator[tuple[RewardSet, list[Any]]]:
+    """All faults and one good reward, side by side, asked twice."""
+    faults = [spec(f, timeout=1.0, on_error="skip") for f in FAULTS]
+    with open_rewards([spec(faulty.good), *faults], []) as rewards:
+        yield rewards, [rewards.score(ROLLOUT), rewards.score(ROLLOUT)]
+
+
+def test_others_are_unaffected_and_every_fault_is_counted(faulty_set: tuple[RewardSet, list[Any]]):
+    for scores in faulty_set[1]:
+        np.testing.assert_array_equal(scores.total, GOOD)
+        for function, (kind, _) in FAULTS.items():
+            counts = {k: scores.figures[f"rewards/{function.__name__}/{k}"].value for k in ("errors", "timeouts")}
+            assert counts == {"errors": 0, "timeouts": 0} | {kind: 4}, function.__name__
+            assert np.isnan(scores.by_name[function.__name__]).all()
+
+
+@pytest.mark.parametrize("function", FAULTS, ids=lambda f: f.__name__)
+def test_a_fault_ends_the_run_with_its_name_where_that_is_wanted(function: Callable[..., Any]):
+    with (
+        open_rewards([spec(faulty.good, workers=0), spec(function, timeout=1.0)], []) as rewards,
+        pytest.raises(RewardError, match=FAULTS[function][1]),
+    ):
+        rewards.score(ROLLOUT)
+
+
+def test_a_hang_costs_its_deadline_and_the_next_step_starts_afresh():
+    with open_rewards(
+        [spec(faulty.Late, options={"flag": ""}, timeout=1.0, on_error="value", error_value=-1)], []
+    ) as r:
+        by_step = []
+        for step in (1, 2, 3):
+            started = time.perf_counter()
+            total = r.score(make_rollout(["p"], ["a", "b"], step=step)).total
+            by_step.append((total.tolist(), time.perf_counter() - started))
+    assert [total for total, _ in by_step] == [[1.0, 1.0], [-1.0, -1.0], [3.0, 3.0]]
+    assert 1.0 <= by_step[1][1] < 2.5
+
+
+def test_children_that_a_reward_leaves_end_with_it():
+    with open_rewards([spec(faulty.forks), spec(faulty.doubles)], []) as rewards:
+        np.testing.assert_array_equal(rewards.score(ROLLOUT).total, [2.0] * 4)
+        np.testing.assert_array_equal(rewards.score(ROLLOUT).total, [2.0] * 4)
+        assert len(workers_alive()) >= 2 + 2 * 3
+
+
+def test_memory_is_limited():
+    with open_rewards([spec(faulty.eats, memory_gb=1.0, on_error="value", error_value=-1.0)], []) as rewards:
+        np.testing.assert_array_equal(rewards.score(ROLLOUT).total, [-1.0] * 4)
+
+
+def test_a_thread_cannot_be_ended_but_does_not_hold_up_the_step():
+    specs = [spec(faulty.good, workers=0), spec(faulty.sleeps, workers=0, timeout=0.5, on_error="skip")]
+    rewards = open_rewards(specs, [])
+    for _ in range(2):
+        started = time.perf_counter()
+        scores = rewards.score(ROLLOUT)
+        assert time.perf_counter() - started < 1.0
+        np.testing.assert_array_equal(scores.total, GOOD)
+        assert scores.figures["rewards/sleeps/timeouts"].value == 4
+
+
+@pytest.mark.parametrize("function", [faulty.sleeps, faulty.hangs])
+def test_workers_end_with_a_main_process_that_is_killed(function: Callable[..., Any]):
+    script = f"""
+        from tests.rewards.test_pool import ROLLOUT, spec
+        from tests.rewards import faulty
+        from tpu_grpo.rewards import open_rewards
+        rewards = open_rewards([spec(faulty.good), spec(faulty.{function.__name__}, timeout=100)], [])
+        rewards.score(ROLLOUT)
+    """
+    before = set(workers_alive())
+    main = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], start_new_session=True)
+    deadline = time.monotonic() + 20.0
+    while len(set(workers_alive()) - before) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(set(workers_alive()) - before) == 2
+    time.sleep(2.0)  # for the worker to get to it
+    os.kill(main.pid, signal.SIGKILL)
+    main.wait()
+    deadline = time.monotonic() + 5.0
+    while set(workers_alive()) - before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert set(workers_alive()) - before == set()
+
+
+def test_workers_end_at_the_exit_of_a_main_process_that_forgot_them():
+    script = """
+        from tests.rewards.test_pool import ROLLOUT, spec
+        from tests.rewards import faulty
+        from tpu_grpo.rewards import open_rewards
+        open_rewards([spec(faulty.good)], []).score(ROLLOUT)
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+
+
+# --- workers ---------------------------------------------------------------------------------------------------------
+
+
+def test_workers_know_nothing_of_jax_and_the_accelerator(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TPU_VISIBLE_CHIPS", "0")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    with open_rewards([spec(faulty.inspects)], []) as rewards:
+        figures = rewards.score(ROLLOUT).figures
+    assert [figures[f"rewards/inspects/{name}"].value for name in ("jax", "variables", "cpu")] == [0.0, 0.0, 1.0]
+
+
+def test_workers_are_replaced_after_so_many_calls():
+    with open_rewards([spec(faulty.inspects, recycle=2)], []) as rewards:
+        first, second, third = (rewards.score(ROLLOUT).total[0] for _ in range(3))
+    assert first == second != third
+
+
+def test_rewards_run_side_by_side():
+    specs = [spec(faulty.naps, label=f"nap{i}", workers=i % 2) for i in range(4)]
+    with open_rewards(specs, []) as rewards:
+        rewards.score(ROLLOUT)
+        assert 0.5 <= rewards.score(ROLLOUT).seconds < 1.5  # not 2
+
+
+def test_a_batch_is_cut_for_several_workers():
+    rollout = make_rollout(["p0", "p1", "p2", "p3"], list("aabbccdd"))
+    with open_rewards([spec(faulty.inspects, workers=2)], []) as rewards:
+        rewards.score(rollout)
+        by_worker = rewards.score(rollout).total.reshape(4, 2)
+    assert (by_worker[:, 0] == by_worker[:, 1]).all()  # a group stays together
+    assert len(set(by_worker[:, 0])) == 2
+
+
+@pytest.mark.parametrize(
+    ("rows", "workers", "call", "expected"),
+    [
+        (range(4), 1, Call("f", "f"), [[0, 1, 2, 3]]),
+        (range(8), 2, Call("f", "f"), [[0, 1], [2, 3], [4, 5], [6, 7]]),
+        ([0, 3, 4], 2, Call("f", "f"), [[0], [3], [4]]),
+        (
+            range(20),
+            2,
+            Call("f", "f"),
+            [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19]],
+        ),
+        (range(6), 1, Call("f", "f", concurrency=1), [[0, 1], [2, 3], [4, 5]]),
+        (range(6), 0, Call("f", "f", concurrency=1, is_async=True), [[0, 1, 2, 3, 4, 5]]),
+        (range(5), 2, Call("f", "f", concurrency=1, is_async=True), [[0, 1, 2], [3, 4]]),
+        ([], 2, Call("f", "f"), []),
+    ],
+)
+def test_cutting(rows: Any, workers: int, call: Call, expected: list[list[int]]):
+    assert cut(rows, 2, workers, call) == expected

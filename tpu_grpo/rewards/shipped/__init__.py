@@ -1,0 +1,46 @@
+"""The rewards that ship: each is found in a module here, imported when it is first named.
+
+An option that cannot work raises before any row is looked at, so that loading can try a reward on zero rows. A row
+whose answer is missing (null or blank) gets None: the reward does not apply.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """Where a reward is found and how it likes to run."""
+
+    source: str
+    """module:function, in this package."""
+    workers: int = 0
+    """Processes unless the config says otherwise: none for what is quick and always ends."""
+
+
+SHIPPED: Mapping[str, Shipped] = MappingProxyType(
+    {
+        "exact_answer": Shipped("answers:exact_answer"),
+        "normalised_match": Shipped("answers:normalised_match"),
+        "multiple_choice": Shipped("answers:multiple_choice"),
+        "integer_answer": Shipped("answers:integer_answer"),
+        "gsm8k": Shipped("gsm8k:gsm8k"),
+        "math": Shipped("mathematics:math", workers=1),
+        "format": Shipped("patterns:matches_format"),
+        "regex": Shipped("patterns:regex_answer"),
+        "think_answer": Shipped("tags:think_answer"),
+        "xml_count": Shipped("tags:xml_count"),
+        "length": Shipped("lengths:length"),
+        "overlong": Shipped("lengths:overlong"),
+        "cosine_length": Shipped("lengths:cosine_length", workers=1),
+        "repetition": Shipped("lengths:repetition"),
+        "language": Shipped("language:language"),
+        "instructions": Shipped("instructions:instructions"),
+        "json_schema": Shipped("structured:json_schema", workers=1),
+        "countdown": Shipped("structured:countdown"),
+        "reasoning_gym": Shipped("structured:reasoning_gym", workers=1),
+        "python_tests": Shipped("programs:python_tests", workers=2),
+        "judge": Shipped("judge:Judge", workers=1),
+    }
+)

@@ -1,0 +1,131 @@
+"""A language model as judge, over any endpoint that speaks OpenAI's chat completions."""
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from tpu_grpo.rewards.protocol import per_sample
+from tpu_grpo.rewards.shipped.texts import number
+
+TEMPLATE = """Grade an answer to a question.
+
+Question:
+{prompt}
+
+Answer:
+{completion}
+
+How good is the answer, from 0 (useless) to 10 (excellent)? Reply with the number alone."""
+_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
+
+
+class Judge:
+    """Asks a model for a number from 0 to ``out_of`` and divides by it: scores between 0 and 1.
+
+    ``template`` may name {prompt}, {completion} and any column. The number is the last one of the reply. The same
+    question is asked once per process, and once at all with ``cache``, a file of JSON lines that grows. At most
+    ``concurrency`` questions are out at a time and ``per_minute`` in a minute, per worker. A question that fails for
+    the network's or the server's sake is asked again up to ``retries`` times, with growing pauses.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        template: str = TEMPLATE,
+        out_of: float = 10.0,
+        system: str = "",
+        api_key_variable: str = "OPENAI_API_KEY",
+        concurrency: int = 16,
+        per_minute: float | None = None,
+        retries: int = 4,
+        seconds: float = 30.0,
+        cache: str | None = None,
+        parameters: dict[str, Any] | None = None,
+    ):
+        for name, value, least in (
+            ("out_of", out_of, 1e-6),
+            ("concurrency", concurrency, 1),
+            ("retries", retries, 0),
+            ("seconds", seconds, 0.1),
+            ("per_minute", 1 if per_minute is None else per_minute, 1e-6),
+        ):
+            number(name, value, least)
+        if "{completion}" not in template:
+            raise ValueError(f"template must name {{completion}}, got {template!r}")
+        self._model, self._template, self._system, self._out_of = model, template, system, out_of
+        self._key = os.environ.get(api_key_variable) or "none"
+        self._connection = {"base_url": url, "max_retries": retries, "timeout": seconds}
+        self._parameters = {"temperature": 0.0, **(parameters or {})}
+        self._concurrency = concurrency
+        self._pause = 0.0 if per_minute is None else 60.0 / per_minute
+        self._next = 0.0
+        self._path = None if cache is None else Path(cache)
+        self._known: dict[str, asyncio.Future[float]] = {}
+
+    async def setup(self) -> None:
+        """Connect, and read the cache."""
+        self._client = AsyncOpenAI(api_key=self._key, **self._connection)
+        self._places = asyncio.Semaphore(self._concurrency)
+        if self._path is not None and self._path.exists():
+            for line in self._path.read_text(encoding="utf-8").splitlines():
+                record = json.loads(line)
+                self._remember(record["key"], record["score"])
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._client.close()
+
+    @per_sample(concurrency=1024)  # its own limit holds
+    async def __call__(self, prompt: str, completion: str, **columns: Any) -> float:
+        """The score of one completion."""
+        question = self._template.format(prompt=prompt, completion=completion, **columns)
+        messages = [{"role": "system", "content": self._system}] if self._system else []
+        messages.append({"role": "user", "content": question})
+        asked = json.dumps([self._model, messages, self._parameters, self._out_of], sort_keys=True)
+        key = hashlib.sha256(asked.encode()).hexdigest()
+        if key in self._known:
+            return await asyncio.shield(self._known[key])
+        asking = self._known[key] = asyncio.ensure_future(self._ask(messages))
+        try:
+            score = await asking
+        finally:
+            if not asking.done() or asking.cancelled() or asking.exception() is not None:
+                del self._known[key]  # so that it is asked again the next time
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, "score": score}) + "\n")
+        return score
+
+    async def _ask(self, messages: list[dict[str, str]]) -> float:
+        async with self._places:
+            await self._turn()
+            reply = await self._client.chat.completions.create(
+                model=self._model,
+                messages=messages,  # type: ignore[arg-type]
+                **self._parameters,
+            )
+        text = reply.choices[0].message.content or ""
+        numbers = _NUMBER.findall(text)
+        if not numbers or not 0.0 <= float(numbers[-1]) <= self._out_of:
+            raise ValueError(f"the judge must reply with a number from 0 to {self._out_of:g}, got {text!r}")
+        return float(numbers[-1]) / self._out_of
+
+    async def _turn(self) -> None:
+        """Wait for this question's place in the minute."""
+        now = time.monotonic()
+        at = max(now, self._next)
+        self._next = at + self._pause
+        await asyncio.sleep(at - now)
+
+    def _remember(self, key: str, score: float) -> None:
+        future = asyncio.get_running_loop().create_future()
+        future.set_result(score)
+        self._known[key] = future

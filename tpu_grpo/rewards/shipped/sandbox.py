@@ -1,0 +1,70 @@
+"""Running foreign Python in a process of its own, with limits on time, memory, files and network.
+
+The process gets a temporary directory, no environment, and the limits of ``sandbox_child.py``: the kernel's on
+processor time, memory, file size and open files, a network without interfaces where the kernel lets a user make one,
+and Python's audit events for the rest. That stops accidents and what models try; it is no wall against somebody who
+studies it. Run on a machine you can lose if your data may hold such code.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+WORKER_MARK = "TPU_GRPO_REWARD_WORKER"
+_CHILD = Path(__file__).with_name("sandbox_child.py")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use."""
+
+    seconds: float = 10.0
+    """Of wall-clock time, for all tests together."""
+    memory_mb: int = 1024
+    file_mb: int = 16
+
+
+def run_tests(program: str, tests: Sequence[Any], limits: Limits) -> list[bool]:
+    """Whether a program passes each of its tests.
+
+    A test is Python code that raises if the program is wrong, run in the program's namespace, or a mapping of
+    ``input`` and ``output``: what the program reads and writes when it is run as a script.
+    """
+    nonce = secrets.token_hex(16)
+    job = {"nonce": nonce, "program": program, "tests": list(tests), **asdict(limits)}
+    with tempfile.TemporaryDirectory(prefix="reward_") as directory:
+        child = subprocess.Popen(
+            [sys.executable, "-I", "-B", str(_CHILD)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=directory,
+            env=_environment(directory),
+            start_new_session=True,
+        )
+        try:
+            said, _ = child.communicate(json.dumps(job).encode(), timeout=limits.seconds + 1.0)
+        except subprocess.TimeoutExpired:
+            said = b""
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            rest, _ = child.communicate()
+    lines = (said or rest).decode(errors="replace").splitlines()
+    passed = {line.removeprefix(f"{nonce} ") for line in lines if line.startswith(nonce)}
+    return [str(number) in passed for number in range(len(tests))]
+
+
+def _environment(home: str) -> dict[str, str]:
+    """Next to nothing; but the mark by which a worker's leftovers are found."""
+    kept = {name: os.environ[name] for name in (WORKER_MARK,) if name in os.environ}
+    return {**kept, "PATH": os.defpath, "LANG": "C.UTF-8", "HOME": home, "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,152 @@
+"""Structured answers: JSON that fits a schema, Countdown's expressions, the puzzles of reasoning-gym."""
+
+import ast
+import json
+import operator
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError
+
+from tpu_grpo.rewards.shipped.texts import fenced, inside, number
+
+_OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+_LONGEST_EXPRESSION = 200
+
+
+def json_schema(
+    completions: Sequence[str], schema: Any, tag: str | None = None, parsed: float = 0.0
+) -> list[float | None]:
+    """1.0 where the completion is JSON that fits ``schema`` (draft 2020-12), ``parsed`` where it is just JSON, or 0.0.
+
+    A fenced block (```json) counts if there is one, the last; with ``tag``, what the last such tag holds. ``schema`` is
+    an option or a column, a mapping or its JSON text; None for a row without.
+    """
+    number("parsed", parsed, 0)
+    if not isinstance(schema, list):
+        validator = _validator(schema)
+        return [_json_row(c, validator, tag, parsed) for c in completions]
+    rows = zip(completions, schema, strict=True)
+    return [None if s is None else _json_row(c, _validator(s), tag, parsed) for c, s in rows]
+
+
+def countdown(
+    completions: Sequence[str],
+    target: Sequence[Any],
+    nums: Sequence[Any],
+    tag: str | None = "answer",
+    use_all: bool = True,
+    format_score: float = 0.0,
+) -> list[float | None]:
+    """1.0 where the expression makes ``target`` of the numbers ``nums``, each at most once (``use_all``: just once).
+
+    The expression, of + - * / and brackets, is what the last ``tag`` holds, up to an equals sign; it is computed
+    exactly. One that uses the numbers rightly but misses the target gets ``format_score``.
+    """
+    number("format_score", format_score, 0)
+    rows = zip(completions, target, nums, strict=True)
+    return [
+        None if t is None else _countdown_row(c, Fraction(str(t)), n, tag, use_all, format_score) for c, t, n in rows
+    ]
+
+
+def reasoning_gym(
+    completions: Sequence[str],
+    metadata: Sequence[Any],
+    answer: Sequence[Any],
+    question: Sequence[Any] | None = None,
+    tag: str | None = "answer",
+) -> list[float | None]:
+    """The score that the puzzle's own verifier gives to what the last ``tag`` holds; 0.0 without the tag.
+
+    ``metadata`` is reasoning-gym's, as a mapping or its JSON text; its ``source_dataset`` names the verifier.
+    """
+    questions = question if question is not None else [""] * len(completions)
+    rows = zip(completions, metadata, answer, questions, strict=True)
+    return [None if m is None else _gym_row(c, _mapping(m), a, q, tag) for c, m, a, q in rows]
+
+
+def _validator(schema: Any) -> Draft202012Validator:
+    schema = _mapping(schema) if not isinstance(schema, bool) else schema
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise ValueError(f"schema must be a JSON schema (draft 2020-12), got {error.message}") from error
+    return Draft202012Validator(schema)
+
+
+def _json_row(completion: str, validator: Draft202012Validator, tag: str | None, parsed: float) -> float:
+    part = inside(completion, tag)
+    if part is None:
+        return 0.0
+    block = fenced(part, ("json",))
+    try:
+        value = json.loads(part if block is None else block, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError):
+        return 0.0
+    return 1.0 if validator.is_valid(value) else parsed
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    found = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(found, Mapping):
+        raise TypeError(f"a mapping is needed, or its JSON text, got {value!r}")
+    return found
+
+
+def _countdown_row(
+    completion: str, target: Fraction, nums: Sequence[Any], tag: str | None, use_all: bool, format_score: float
+) -> float:
+    part = inside(completion, tag)
+    if part is None:
+        return 0.0
+    expression = part.partition("=")[0].replace("×", "*").replace("÷", "/").replace("−", "-").strip()
+    try:
+        if len(expression) > _LONGEST_EXPRESSION:
+            return 0.0
+        used: list[Fraction] = []
+        value = _compute(ast.parse(expression, mode="eval").body, used)
+    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError):
+        return 0.0
+    given, spent = Counter(Fraction(str(n)) for n in nums), Counter(used)
+    if not (spent == given if use_all else spent <= given):
+        return 0.0
+    return 1.0 if value == target else format_score
+
+
+def _compute(node: ast.expr, used: list[Fraction]) -> Fraction:
+    match node:
+        case ast.Constant(value=int() as value) if not isinstance(value, bool):
+            used.append(Fraction(value))
+            return Fraction(value)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+            return _OPERATIONS[type(op)](_compute(left, used), _compute(right, used))
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_compute(operand, used)
+    raise ValueError("not an expression of whole numbers, + - * / and brackets")
+
+
+def _gym_row(completion: str, metadata: Mapping[str, Any], answer: Any, question: Any, tag: str | None) -> float:
+    from reasoning_gym import get_score_answer_fn  # over a second to import
+
+    name = metadata.get("source_dataset")
+    if not isinstance(name, str):
+        raise ValueError(f"metadata must hold source_dataset, the puzzle's name, got {sorted(metadata)}")
+    part = inside(completion, tag)
+    if part is None:
+        return 0.0
+    entry = {"question": question, "answer": answer, "metadata": metadata}
+    score: Any = get_score_answer_fn(name)
+    return float(score(part, entry))

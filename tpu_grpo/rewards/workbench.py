@@ -1,0 +1,133 @@
+"""Trying rewards on completions that are there already, without a model.
+
+A line of the file is ``{"completion": ..., "prompt": ..., <columns>}``, or holds ``completions``, a list, for a group.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tpu_grpo.config import RewardSpec
+from tpu_grpo.errors import DataError
+from tpu_grpo.rewards.scoring import RewardSet, open_rewards
+from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, Scores
+
+_OWN = ("prompt", "completion", "completions", "completion_ids")
+
+
+@dataclass(frozen=True)
+class Timed:
+    """How long a reward took for one row alone."""
+
+    seconds: float
+    reward: str
+    row: int
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """Rows that one reward scores above 0 and another one does not."""
+
+    first: str
+    second: str
+    rows: tuple[int, ...]
+    """Rows to which both apply and on which they disagree."""
+    of: int
+    """Rows to which both apply."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What rewards made of the completions of a file."""
+
+    rollout: Rollout
+    scores: Scores
+    slowest: tuple[Timed, ...]
+    disagreements: tuple[Disagreement, ...]
+
+
+def try_rewards(specs: Sequence[RewardSpec], path: Path, *, step: int = 0, slowest: int = 5) -> Trial:
+    """Score the completions of a file; problems are counted and reported, and do not end it.
+
+    Raises:
+        DataError: for a file that cannot be read, or whose lines do not hold completions.
+        RewardError: for a reward that cannot be loaded or set up, or a row that no reward applies to.
+    """
+    rollout = read_completions(path, step)
+    columns = set.intersection(*(set(p.columns) for p in rollout.batch.prompts))
+    lenient = [spec.model_copy(update={"on_error": "skip"}) for spec in specs]
+    with open_rewards(lenient, sorted(columns)) as rewards:
+        scores = rewards.score(rollout)
+        timed = time_rows(rewards, rollout) if slowest else []
+    ranked = sorted(timed, key=lambda t: -t.seconds)[:slowest]
+    return Trial(rollout, scores, tuple(ranked), tuple(disagreements(scores)))
+
+
+def read_completions(path: Path, step: int = 0) -> Rollout:
+    """The completions of a file as a rollout, a prompt per line. Raises DataError."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(
+            f"completions must be readable from {path}, got {type(error).__name__}; correct the path"
+        ) from error
+    records = [_record(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not records:
+        raise DataError(f'{path} must hold a completion per line, got none; write e.g. {{"completion": "..."}}')
+    groups = [r["completions"] if "completions" in r else [r["completion"]] for r in records]
+    if len({len(group) for group in groups}) != 1:
+        raise DataError(f"{path}: every line must hold as many completions, got {sorted({len(g) for g in groups})}")
+    prompts = [Prompt(r.get("prompt", ""), (), {k: v for k, v in r.items() if k not in _OWN}) for r in records]
+    ids = [r.get("completion_ids") for r in records]
+    completions = [_completion(i, text) for i, group in zip(ids, groups, strict=True) for text in group]
+    texts = tuple(text for group in groups for text in group)
+    return Rollout(PromptBatch(step, tuple(prompts)), len(groups[0]), tuple(completions), texts, seconds=0.0)
+
+
+def time_rows(rewards: RewardSet, rollout: Rollout) -> list[Timed]:
+    """Every reward on every row alone."""
+    timed = []
+    for row, prompt in enumerate(rollout.row_prompts):
+        one = replace(
+            rollout,
+            batch=PromptBatch(rollout.batch.step, (prompt,)),
+            group_size=1,
+            completions=rollout.completions[row : row + 1],
+            texts=rollout.texts[row : row + 1],
+        )
+        figures = rewards.score(one).figures
+        timed += [Timed(figures[f"rewards/{name}/seconds"].value, name, row) for name in rewards.names]
+    return timed
+
+
+def disagreements(scores: Scores) -> list[Disagreement]:
+    """For each two rewards, the rows on which one is above 0 and the other is not."""
+    found = []
+    for (first, a), (second, b) in combinations(scores.by_name.items(), 2):
+        both = ~np.isnan(a) & ~np.isnan(b)
+        rows = tuple(int(row) for row in np.flatnonzero(both & ((a > 0) != (b > 0))))
+        if rows:
+            found.append(Disagreement(first, second, rows, int(both.sum())))
+    return found
+
+
+def _record(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise DataError(f"{path}:{number} must be one JSON object per line, got {line[:60]!r}") from error
+    given = record.get("completions", [record.get("completion")]) if isinstance(record, dict) else None
+    if not isinstance(given, list) or not given or not all(isinstance(text, str) for text in given):
+        raise DataError(f"{path}:{number} must hold completion, a text, or completions, a list of texts; add it")
+    return record
+
+
+def _completion(ids: Any, text: str) -> Completion:
+    """Without token ids, a completion counts one token per word."""
+    tokens = np.asarray(ids if ids is not None else range(len(text.split())), np.int32)
+    return Completion(tokens, np.zeros(len(tokens), np.float32), finish_reason="stop", cached_tokens=0)
