@@ -152,6 +152,11 @@ class Engine:
         return self._scheduler.runner.weight_specs
 
     @property
+    def cache_specs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shape, type and sharding of every layer's cache."""
+        return self._scheduler.runner.cache_specs
+
+    @property
     def seconds(self) -> StepSeconds:
         """Where the time of all steps so far went."""
         return self._scheduler.seconds
