@@ -24,7 +24,7 @@ LEVELS = (
     {"probe"},
     {"assembly"},
     {"outline"},
-    {"pipeline", "checks"},
+    {"pipeline", "checks", "planning"},
     {"cli"},
     {"scripts"},
 )

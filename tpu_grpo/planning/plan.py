@@ -21,7 +21,7 @@ from tpu_grpo.planning.budget import Need, needs
 from tpu_grpo.planning.estimate import Work, stages
 from tpu_grpo.planning.programs import QUICK, Compiled, compile_all
 from tpu_grpo.planning.sizes import Sizes, sizes
-from tpu_grpo.planning.slices import Target
+from tpu_grpo.planning.slices import Target, replica_devices
 
 FEW_LAYERS = (2, 4)
 """What a fast plan compiles."""
@@ -119,16 +119,16 @@ def with_known_model(config: RunConfig) -> RunConfig:
 
 
 def _outline(config: RunConfig, checkpoint: Checkpoint, target: Target) -> Outline:
-    return Outline(config, checkpoint, build_meshes(config, checkpoint, target.devices), NO_STOP)
+    meshes = build_meshes(config, checkpoint, target.devices)
+    return Outline(config, checkpoint, meshes, NO_STOP, replica_devices(target, meshes.tensor))
 
 
 def _few_layers(outline: Outline, say: Callable[[str], None]) -> list[Compiled]:
     """The programs as they would be, by those of two models of few layers; memory and work grow with each layer."""
     layers, compiled = outline.checkpoint.config.num_hidden_layers, []
-    meshes = outline.meshes  # not their own, lest they get other replicas
     for count in FEW_LAYERS:
         with _of_layers(outline.checkpoint, count) as smaller:
-            small = Outline(_all_trained(outline.config), smaller, meshes, NO_STOP)
+            small = replace(outline, config=_all_trained(outline.config), checkpoint=smaller)
             compiled.append(compile_all(small, QUICK, say))
     return [extrapolated(few, more, layers) for few, more in zip(*compiled, strict=True)]
 

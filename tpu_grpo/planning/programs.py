@@ -10,6 +10,7 @@ import jax
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.outline import Outline
+from tpu_grpo.planning.memory import remember, remembered
 
 Stage = Literal["rollout", "logprobs", "update", "sync"]
 QUICK: Mapping[str, Any] = {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
@@ -62,33 +63,49 @@ def compile_all(outline: Outline, options: Mapping[str, Any], say: Callable[[str
     """Compile every program of a run; ``say`` is told what is under way."""
     found = []
     for name, stage, lower in lowered(outline):
-        say(f"compiling {name} ({outline.checkpoint.config.num_hidden_layers} layers)")
-        found.append(compile_one(name, stage, lower, options))
+        mesh = outline.engine.mesh if stage == "rollout" else outline.meshes.trainer
+        program = lower(), list(mesh.devices.flat)
+        figures = remembered(program, options)
+        if figures is None:
+            say(f"compiling {name} ({outline.checkpoint.config.num_hidden_layers} layers)")
+            figures = measured(program[0], options)
+            remember(program, options, figures)
+        found.append(Compiled(name=name, stage=stage, **figures))
     return found
 
 
-def compile_one(name: str, stage: Stage, lower: Callable[[], Any], options: Mapping[str, Any]) -> Compiled:
-    """Compile a program; one that does not fit says by how much."""
-    started, program = time.perf_counter(), lower()
+def measured(program: jax.stages.Lowered, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Compile a program: what `Compiled` says but for name and stage. One that does not fit says what it would use."""
+    started = time.perf_counter()
     try:
         compiled = program.compile(compiler_options=dict(options) or None)
     except jax.errors.JaxRuntimeError as error:
-        used = re.search(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm", str(error))
-        if used is None:
+        size = refused_bytes(str(error))
+        if size is None:
             raise
-        size = float(used[1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[used[2]]
-        return Compiled(name, stage, 0.0, 0.0, size, 0.0, 0.0, 0.0, 0, False, time.perf_counter() - started)
+        nothing = dict.fromkeys(("argument_bytes", "output_bytes", "code_bytes", "flops", "accessed_bytes"), 0.0)
+        return nothing | {"temporary_bytes": size, "kernels": 0, "fits": False, "seconds": _since(started)}
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
-    return Compiled(
-        name=name,
-        stage=stage,
-        argument_bytes=memory.argument_size_in_bytes,
-        output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
-        code_bytes=memory.generated_code_size_in_bytes,
-        flops=cost.get("flops", 0.0),
-        accessed_bytes=cost.get("bytes accessed", 0.0),
-        kernels=compiled.as_text().count('custom_call_target="tpu_custom_call"'),
-        fits=True,
-        seconds=time.perf_counter() - started,
-    )
+    return {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "code_bytes": memory.generated_code_size_in_bytes,
+        "flops": cost.get("flops", 0.0),
+        "accessed_bytes": cost.get("bytes accessed", 0.0),
+        "kernels": compiled.as_text().count('custom_call_target="tpu_custom_call"'),
+        "fits": True,
+        "seconds": _since(started),
+    }
+
+
+def refused_bytes(message: str) -> float | None:
+    """What a program would use, or one of its arrays if that alone is too large; None of other errors."""
+    if used := re.search(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm", message):
+        return float(used[1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[used[2]]
+    single = re.search(r"RESOURCE_EXHAUSTED: Allocation \(size=(\d+)\) would exceed memory.*space=hbm", message)
+    return float(single[1]) if single else None
+
+
+def _since(started: float) -> float:
+    return time.perf_counter() - started

@@ -88,21 +88,37 @@ def open_slice(name: str) -> Target:
         ConfigError: for a slice that does not exist or cannot be planned.
     """
     found = parse_slice(name, flag="--slice")
-    chip = chip_of(found.family.name)
-    bounds = BOUNDS[DIMENSIONS[found.family.name]].get(found.chips)
-    if bounds is None:
-        known = [size * found.family.counted_per_chip for size in BOUNDS[DIMENSIONS[found.family.name]]]
+    chip, sizes = chip_of(found.family.name), BOUNDS[DIMENSIONS[found.family.name]]
+    if found.chips not in sizes:
+        known = [size * found.family.counted_per_chip for size in sizes]
         raise ConfigError(f"--slice {found.family.name}-N must have N in {known}, got {name}; choose the next larger")
+    return Target(found, chip, _devices(found.family.name, found.chips, one_host=found.hosts == 1))
+
+
+def replica_devices(target: Target, tensor: int) -> tuple[Any, ...]:
+    """Devices to compile one replica's programs for: a slice's own, or as many of the smallest slice that has them.
+
+    libtpu compiles for some devices of a slice only if their numbers come first, and a host's do not.
+    """
+    if tensor == len(target.devices):
+        return target.devices
+    sizes = BOUNDS[DIMENSIONS[target.chip.topology]]
+    chips = min(size for size in sizes if size >= tensor)
+    one_host = tensor <= len(target.devices) // target.slice.hosts
+    found = _devices(target.chip.topology, chips, one_host=one_host)
+    return tuple(sorted(found, key=lambda device: device.id)[:tensor])
+
+
+def _devices(generation: str, chips: int, *, one_host: bool) -> tuple[Any, ...]:
     os.environ.update(  # where libtpu looks, instead of asking the machine that a TPU would hang on
         TPU_SKIP_MDS_QUERY="1",
-        TPU_ACCELERATOR_TYPE=found.accelerator_type,
+        TPU_ACCELERATOR_TYPE="v5litepod-16",
         TPU_WORKER_HOSTNAMES="localhost",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     )
     from jax.experimental import topologies
 
-    one_host = {"chips_per_host_bounds": [*bounds, 1][:3]} if found.hosts == 1 else {}
-    topology = topologies.get_topology_desc(
-        platform="tpu", topology_name=f"{chip.topology}:{'x'.join(map(str, bounds))}", **one_host
-    )
-    return Target(found, chip, tuple(topology.devices))
+    bounds = BOUNDS[DIMENSIONS[generation]][chips]
+    hosts = {"chips_per_host_bounds": [*bounds, 1][:3]} if one_host else {}
+    name = f"{generation}:{'x'.join(map(str, bounds))}"
+    return tuple(topologies.get_topology_desc(platform="tpu", topology_name=name, **hosts).devices)
