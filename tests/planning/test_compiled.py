@@ -23,6 +23,9 @@ SHIPPED = REPOSITORY / "configs" / "qwen3_0p6b_v5e_8.yaml"
 LAYERS, WIDTH, VOCABULARY = 2, 1024, 2048
 
 
+pytestmark = pytest.mark.timeout(1800)  # a minute where nothing else runs
+
+
 @pytest.fixture(
     scope="module", params=["v5e-8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v6e-8", "v5p-8"))]
 )

@@ -73,6 +73,8 @@ def _of_rollout(plan: Plan) -> Iterator[tuple[str, object]]:
     config = plan.config
     if config.meshes.sampler.shard_vocab is False:
         yield "meshes.sampler.shard_vocab", None
+    if config.rollout.kv_tokens is not None:
+        yield "rollout.kv_tokens", config.rollout.kv_tokens // 2
     engine = next(program.name for program in plan.programs if program.name.startswith("decode"))
     rows = int(engine.split()[2])
     if rows > 8:
