@@ -49,8 +49,12 @@ def needs(config: RunConfig, held: Sizes, programs: Sequence[Compiled], sync_byt
 
 def _resident(config: RunConfig, held: Sizes, stage: Stage) -> dict[str, float]:
     """What lies there anyway."""
-    trainer = {"parameters": held.parameters, "optimizer": held.optimizer, "reference": held.reference}
-    sampler = {"sampler": held.sampler, "cache": held.cache}
+    trainer: dict[str, float] = {
+        "parameters": held.parameters,
+        "optimizer": held.optimizer,
+        "reference": held.reference,
+    }
+    sampler: dict[str, float] = {"sampler": held.sampler, "cache": held.cache}
     split, released = config.meshes.layout == "split", config.rollout.release_during_update
     if split and stage == "sync":
         return dict(max(trainer, sampler, key=lambda parts: sum(parts.values())))

@@ -78,7 +78,7 @@ def measured(program: jax.stages.Lowered, options: Mapping[str, Any]) -> dict[st
     """Compile a program: what `Compiled` says but for name and stage. One that does not fit says what it would use."""
     started = time.perf_counter()
     try:
-        compiled = program.compile(compiler_options=dict(options) or None)
+        compiled: Any = program.compile(compiler_options=dict(options) or None)
     except jax.errors.JaxRuntimeError as error:
         size = refused_bytes(str(error))
         if size is None:
