@@ -62,6 +62,7 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
     meshes = build_meshes(config, checkpoint)
     task = open_task(config, tokenizer, hosts)
     options = engine_options(config, meshes, stop_token_ids(tokenizer, checkpoint.directory))
+    _agree_on_engines(options, hosts)
     replicas = Replicas.build(checkpoint.directory, meshes.sampler_devices, meshes.tensor, options, hosts)
     if config.hosts.check == "step":
         replicas.check_every_step()
@@ -82,6 +83,12 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
     probe = Probe(config, policy, learner, probe_prompts(task.prompts, meshes))
     probe.after_sync(0)
     return Parts(task, Sampler(replicas, tokenizer, config), policy, learner, probe)
+
+
+def _agree_on_engines(options: EngineOptions, hosts: Hosts) -> None:
+    """What follows from the settings and decides the programs: hosts that compile different ones could only abort."""
+    sizes = {"cache tokens": options.cache_tokens, "shapes": options.shapes}
+    hosts.agree_all({f"{name} of an engine": str(value) for name, value in sizes.items()})
 
 
 def with_adapters(base: nnx.Module, checkpoint: Checkpoint, config: RunConfig) -> nnx.Module:

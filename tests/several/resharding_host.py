@@ -1,4 +1,4 @@
-"""One of several processes that sync weights between all pairs of meshes: python -m tests.several.resharding_host ..."""
+"""One of several processes that sync weights between all meshes: python -m tests.several.resharding_host ..."""
 
 import sys
 

@@ -108,7 +108,6 @@ def serve_alone() -> None:
 
     Does nothing when jax has one already, or uses its devices already: then it is too late to choose.
     """
-    import jax
     from jax._src import distributed, xla_bridge
 
     state: Any = distributed.global_state
