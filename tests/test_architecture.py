@@ -23,7 +23,8 @@ LEVELS = (
     {"evaluation", "run_dir", "fingerprints", "placement", "policy"},
     {"probe"},
     {"assembly"},
-    {"pipeline"},
+    {"outline"},
+    {"pipeline", "checks"},
     {"cli"},
     {"scripts"},
 )

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.several.runs import settings, write_files
-from tpu_grpo.assembly import check
+from tpu_grpo.checks import check
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.fingerprints import fingerprints

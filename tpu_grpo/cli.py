@@ -83,7 +83,7 @@ def _prepare() -> None:
 def _dry_run(config: RunConfig) -> int:
     _prepare()
     with _meet(config) as (hosts, _):
-        from tpu_grpo.assembly import check
+        from tpu_grpo.checks import check
 
         found = check(config)
         if hosts.is_first:

@@ -2,6 +2,6 @@
 
 from tpu_grpo.learner.adapter import SampledTexts, SamplingEngine
 from tpu_grpo.learner.learner import Learner
-from tpu_grpo.learner.trained import frozen_leaves
+from tpu_grpo.learner.trained import freeze_untrained, frozen_leaves, parameters
 
-__all__ = ["Learner", "SampledTexts", "SamplingEngine", "frozen_leaves"]
+__all__ = ["Learner", "SampledTexts", "SamplingEngine", "freeze_untrained", "frozen_leaves", "parameters"]
