@@ -20,10 +20,11 @@ from flax import nnx
 
 from tpu_grpo.assembly import builtin_name, check_model, engine_options, with_adapters
 from tpu_grpo.config import BUILTIN, RunConfig
-from tpu_grpo.learner import freeze_untrained, parameters
+from tpu_grpo.learner import LearnerPrograms, freeze_untrained, parameters
 from tpu_grpo.models import Checkpoint
 from tpu_grpo.models.builtin import describe_builtin
 from tpu_grpo.models.described import describe_checkpoint, describe_model
+from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.placement import Meshes
 from tpu_grpo.policy import weight_sync
 from tpu_grpo.rollout.engine import Engine, EngineOptions, engine_mesh
@@ -72,6 +73,19 @@ class Outline:
         model = with_adapters(self.base, self.checkpoint, self.config)
         freeze_untrained(model, self.config)
         return model
+
+    @cached_property
+    def learner(self) -> LearnerPrograms:
+        """What it trains with. Token ids and tokenizer decide no shape: others stand in where files are missing."""
+        return LearnerPrograms(
+            self.config,
+            model=self.policy,
+            reference=self.base if self.config.algorithm.beta > 0.0 else None,
+            mesh=self.meshes.trainer,
+            tokenizer=build_byte_tokenizer(),
+            pad_id=0,
+            eos_id=self.stop_token_ids[0],
+        )
 
     @property
     def options(self) -> EngineOptions:

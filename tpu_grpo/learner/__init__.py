@@ -2,6 +2,15 @@
 
 from tpu_grpo.learner.adapter import SampledTexts, SamplingEngine
 from tpu_grpo.learner.learner import Learner
+from tpu_grpo.learner.programs import LearnerPrograms
 from tpu_grpo.learner.trained import freeze_untrained, frozen_leaves, parameters
 
-__all__ = ["Learner", "SampledTexts", "SamplingEngine", "freeze_untrained", "frozen_leaves", "parameters"]
+__all__ = [
+    "Learner",
+    "LearnerPrograms",
+    "SampledTexts",
+    "SamplingEngine",
+    "freeze_untrained",
+    "frozen_leaves",
+    "parameters",
+]

@@ -90,7 +90,8 @@ class Learner:
 
     @property
     def _trainer(self) -> CollectingTrainer:
-        return self._grpo.rl_cluster.actor_trainer
+        cluster: Any = self._grpo.rl_cluster
+        return cluster.actor_trainer
 
     def update(self, scored: ScoredRollout) -> UpdateResult:
         """Take ``algorithm.iterations`` optimizer updates on one rollout.

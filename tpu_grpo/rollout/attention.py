@@ -122,14 +122,15 @@ class Flash(Native):
         page, seq_lens = self._runner.page_size, columns["seq_lens"]
         decodes = mode == ForwardMode.DECODE
         rows = np.sum(seq_lens > 0, dtype=np.int32)
-        return FlashAttentionMetadata(
-            num_seqs=rows.reshape(1),
-            cu_q_lens=_starts(np.ones_like(seq_lens) if decodes else columns["extend_lens"]),
-            cu_kv_lens=_starts(-(-seq_lens // page) * page),
-            page_indices=cache_loc[::page] // page,
-            seq_lens=seq_lens,
-            distribution=np.array([0, 0 if decodes else rows, rows], np.int32),  # ends of decodes, prefills, mixtures
-        )
+        arrays: dict[str, Any] = {
+            "num_seqs": rows.reshape(1),
+            "cu_q_lens": _starts(np.ones_like(seq_lens) if decodes else columns["extend_lens"]),
+            "cu_kv_lens": _starts(-(-seq_lens // page) * page),
+            "page_indices": cache_loc[::page] // page,
+            "seq_lens": seq_lens,
+            "distribution": np.array([0, 0 if decodes else rows, rows], np.int32),  # ends of decodes, prefills, mixed
+        }
+        return FlashAttentionMetadata(**arrays)
 
     def library_backend(self) -> Any:
         """The library's class, for heads as wide as the cache's."""
