@@ -7,7 +7,6 @@ Every setting is a value of its own, so that a disagreement names the setting; f
 """
 
 import hashlib
-import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +16,7 @@ from typing import Any
 from tpu_grpo.config import BUILTIN, RunConfig
 from tpu_grpo.metrics.summary import versions
 from tpu_grpo.models.adapters import CONFIG_FILE, TENSORS_FILE
+from tpu_grpo.plugins import source_file
 
 OWN_SETTINGS = {"hosts.index", "run.dir"}
 """Settings that may differ: which host this is, and where it keeps its files."""
@@ -69,23 +69,13 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:
         if given and not given.startswith(BUILTIN):
             yield f"data file of {setting}", Path(given).expanduser()
     for reward in config.rewards:
-        if (source := _source_of(reward.name)) is not None:
+        if (source := source_file(reward.name)) is not None:
             yield f"source of reward {reward.name}", source
 
 
 def _model_files(directory: Path) -> Iterator[tuple[str, Path]]:
     for path in sorted(path for path in directory.iterdir() if path.is_file()):
         yield f"model file {path.name}", path
-
-
-def _source_of(name: str) -> Path | None:
-    where, colon, _ = name.rpartition(":")
-    if not colon:
-        return None  # shipped with this package, whose version is compared
-    if where.endswith(".py"):
-        return Path(where)
-    spec = importlib.util.find_spec(where)
-    return Path(spec.origin) if spec is not None and spec.origin else None
 
 
 def _sha256(path: Path) -> str:
