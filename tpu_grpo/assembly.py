@@ -21,7 +21,7 @@ from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer, sto
 from tpu_grpo.placement import Meshes, build_meshes
 from tpu_grpo.policy import Policy
 from tpu_grpo.probe import Probe
-from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts
+from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts, prompts_digest
 from tpu_grpo.rewards import SharedRewards, open_rewards
 from tpu_grpo.rollout.engine import EngineOptions, choose_attention
 from tpu_grpo.rollout.replicas import Replicas
@@ -127,7 +127,10 @@ def check(config: RunConfig) -> list[str]:
     return [
         f"model      {config.model.path}: {described}",
         f"meshes     trainer {dict(meshes.trainer.shape)}, sampler {meshes.replicas} x tensor {meshes.tensor}",
-        f"data       {config.data.path}: {task.prompts.len_epoch} prompts, {task.prompts.dropped} dropped as too long",
+        *(
+            f"data       {part.name}: {len(part.rendered.prompts)} prompts, {part.rendered.dropped} dropped as too long"
+            for part in task.prompts.parts
+        ),
         f"rewards    {', '.join(task.rewards.names)}",
         f"evaluation {held_out}",
         f"rollout    {attention} attention, {options.cache_tokens} cache tokens, shapes {options.shapes}",
@@ -170,11 +173,20 @@ def open_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Host
     """Prompts and rewards, checked against each other's columns; rewards are shared out over the hosts."""
     prompts = open_prompts(config.data, config.run.seed, tokenizer)
     held_out = open_evaluation_prompts(config.evaluation, config.data, tokenizer)
+    _agree_on_prompts(prompts, held_out, hosts)
     rewards = open_rewards(config.rewards, prompts.columns)
     held_out_rewards = rewards.for_columns(tuple(held_out[0].columns)) if held_out else None
     compared = [spec.shown for spec in config.rewards if spec.deterministic]
     shared = None if held_out_rewards is None else SharedRewards(held_out_rewards, hosts, compared)
     return Task(prompts, SharedRewards(rewards, hosts, compared), held_out, shared)
+
+
+def _agree_on_prompts(prompts: PromptStream, held_out: Sequence[Prompt] | None, hosts: Hosts) -> None:
+    """See that hosts read, made or downloaded the same data, whatever kind it is."""
+    if hosts.count == 1:
+        return
+    found = {f"prompts of {part.name}": prompts_digest(part.rendered.prompts) for part in prompts.parts}
+    hosts.agree_all(found | {"prompts of the evaluation": prompts_digest(held_out or ())})
 
 
 def token_id(value: Any) -> int:

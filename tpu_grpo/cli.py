@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tpu_grpo.config import RunConfig, load_config, settings
+from tpu_grpo.config import HUB, RunConfig, load_config, settings
 from tpu_grpo.errors import Interrupted, TpuGrpoError
 from tpu_grpo.hosts import Hosts, Watch, choose_platform, start
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         print(help_text())
         return 0
     try:
-        config = load_config(*_split(options.words))
+        config = load_config(*split_words(options.words))
         if options.print_config:
             print(config.to_yaml(), end="")
             return 0
@@ -65,23 +65,25 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _split(words: Sequence[str]) -> tuple[Path, list[str]]:
+def split_words(words: Sequence[str]) -> tuple[Path, list[str]]:
     """The config file, if the first word is one, and the overrides."""
     if words and "=" not in words[0]:
         return Path(words[0]), list(words[1:])
     return DEFAULT_CONFIG, list(words)
 
 
-def _prepare() -> None:
+def prepare(config: RunConfig) -> None:
+    """Choose jax's platform, and silence libraries, before they are imported."""
     choose_platform()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors of the compiler only
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every file a run reads is named in its config
+    if not any(path.startswith(HUB) for path in config.data_paths.values()):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every file a run reads is named in its config
     logging.getLogger("absl").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 
 def _dry_run(config: RunConfig) -> int:
-    _prepare()
+    prepare(config)
     with _meet(config) as (hosts, _):
         from tpu_grpo.assembly import check
 
@@ -92,7 +94,7 @@ def _dry_run(config: RunConfig) -> int:
 
 
 def _train(config: RunConfig) -> int:
-    _prepare()
+    prepare(config)
     with _meet(config) as (hosts, watch):
         asked: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))  # after the start: jax takes it there

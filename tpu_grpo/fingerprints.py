@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.config import BUILTIN, RunConfig
+from tpu_grpo.config import BUILTIN, GYM, HUB, RunConfig
 from tpu_grpo.metrics.summary import versions
 from tpu_grpo.models.adapters import CONFIG_FILE, TENSORS_FILE
 from tpu_grpo.plugins import source_file
@@ -65,12 +65,23 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:
     if (adapters := config.model.lora.path) is not None:
         for name in (CONFIG_FILE, TENSORS_FILE):
             yield f"adapter file {name}", adapters.expanduser() / name
-    for setting, given in (("data.path", config.data.path), ("evaluation.path", config.evaluation.path)):
-        if given and not given.startswith(BUILTIN):
-            yield f"data file of {setting}", Path(given).expanduser()
-    for reward in config.rewards:
+    for setting, given in config.data_paths.items():
+        yield from _data_files(setting, given)
+    for reward in (*config.rewards, *(config.evaluation.rewards or ())):
         if (source := source_file(reward.name)) is not None:
             yield f"source of reward {reward.name}", source
+
+
+def _data_files(setting: str, given: str) -> Iterator[tuple[str, Path]]:
+    """Files whose contents, or code, the prompts come from; what is made or fetched is compared once it is there."""
+    path = Path(given).expanduser()
+    if path.is_dir():
+        for file in sorted(file for file in path.rglob("*") if file.is_file()):
+            yield f"data file {file.relative_to(path)} of {setting}", file
+    elif ":" not in given or path.exists():
+        yield f"data file of {setting}", path
+    elif (source := source_file(given)) is not None and not given.startswith((BUILTIN, GYM, HUB)):
+        yield f"source of {setting}", source
 
 
 def _model_files(directory: Path) -> Iterator[tuple[str, Path]]:

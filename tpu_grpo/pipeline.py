@@ -23,7 +23,7 @@ from tpu_grpo.metrics.sinks import METRICS_FILE
 from tpu_grpo.metrics.summary import build_summary, versions, write_summary
 from tpu_grpo.metrics.values import reward_names, rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.models.adapters import write_adapters
-from tpu_grpo.run_dir import ADAPTERS, LOGS, prepare_run_dir
+from tpu_grpo.run_dir import ADAPTERS, LOGS, continue_data, prepare_run_dir
 from tpu_grpo.types import ScoredRollout
 
 ALONE = Hosts()
@@ -58,11 +58,14 @@ def train(
     with host_log(config.run_dir / LOGS, hosts.index), CompilationCounter() as compilations:
         parts = build_parts(config, hosts)
         start = parts.learner.restored_step
+        continue_data(config.run_dir, parts.task.prompts.describe(), start, hosts)
         with open_run_log(config, start) if hosts.is_first else RunLog([]) as log, closing(parts.task.rewards):
             evaluations = EvaluationLog(config.run_dir, start, writes=hosts.is_first)
             run = Run(config, hosts, watch or Watch(hosts), parts, log, evaluations, compilations)
             if moved is not None:
                 log.note(f"an earlier run's files were moved to {moved}")
+            if dropped := parts.task.prompts.dropped:
+                log.note(f"{dropped} prompts were dropped: longer than data.max_prompt_tokens")
             run.train(start, stop_requested)
     return run.finish()
 

@@ -56,7 +56,7 @@ def _load_file(source: str, kind: str, error_type: type[TpuGrpoError]) -> Module
     except OSError as error:
         raise error_type(
             f"{kind} file {path} must be readable from the working directory {Path.cwd()}, got {type(error).__name__}; "
-            f"correct the path in {'rewards' if kind == 'reward' else 'the config'}"
+            "correct the path"
         ) from error
     digest = hashlib.sha256(str(path.resolve()).encode() + b"\0" + text).hexdigest()[:16]
     name = f"tpu_grpo_{kind}_{path.stem}_{digest}"
