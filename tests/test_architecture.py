@@ -23,7 +23,7 @@ LEVELS = (
     {"evaluation", "run_dir", "fingerprints", "placement", "policy", "preview"},
     {"probe"},
     {"assembly"},
-    {"pipeline"},
+    {"pipeline", "checkpoint_evaluation"},
     {"cli"},
     {"scripts"},
 )
@@ -34,6 +34,7 @@ ONLY_IN = {"sgl_jax": "rollout", "tunix.rl": "learner"}
 
 BROAD_EXCEPTS = {
     "tpu_grpo/hosts/log.py:host_log": "notes how the host ended; re-raised",
+    "tpu_grpo/learner/checkpoints.py:read_policy": "Orbax raises many types, some of them Exception; re-raised",
     "tpu_grpo/learner/checkpoints.py:_read": "Orbax raises many types, some of them the bare Exception; re-raised",
     "tpu_grpo/metrics/run_log.py:open_run_log": "gives the terminal back whatever happens; re-raised",
     "tpu_grpo/models/tokenizers.py:_load": "the tokenizers library raises the bare Exception; others are re-raised",

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         print("interrupted; the newest checkpoint stays where it is", file=sys.stderr)
         return 1
     except TpuGrpoError as error:
-        _say(error)
+        say(error)
         return error.exit_code
 
 
@@ -84,7 +84,7 @@ def prepare(config: RunConfig) -> None:
 
 def _dry_run(config: RunConfig) -> int:
     prepare(config)
-    with _meet(config) as (hosts, _):
+    with meet(config) as (hosts, _):
         from tpu_grpo.assembly import check
 
         found = check(config)
@@ -95,7 +95,7 @@ def _dry_run(config: RunConfig) -> int:
 
 def _train(config: RunConfig) -> int:
     prepare(config)
-    with _meet(config) as (hosts, watch):
+    with meet(config) as (hosts, watch):
         asked: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))  # after the start: jax takes it there
         if hosts.is_first:
@@ -109,7 +109,7 @@ def _train(config: RunConfig) -> int:
 
 
 @contextmanager
-def _meet(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
+def meet(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
     """The hosts of the run, watched, once they agree on everything they were started with."""
     ours = config.hosts
     hosts = start(ours.coordinator, ours.count, ours.index, timeout_seconds=ours.start_timeout_seconds)
@@ -128,11 +128,11 @@ def _said_at_once() -> Iterator[None]:
     try:
         yield
     except TpuGrpoError as error:
-        _say(error)
+        say(error)
         raise
 
 
-def _say(error: TpuGrpoError) -> None:
+def say(error: TpuGrpoError) -> None:
     """Print an error, once."""
     if not error.said:
         error.said = True
@@ -152,5 +152,7 @@ def closing_lines(config: RunConfig, summary: dict) -> str:
             modes = [mode for mode in before if name in before[mode] and name in after[mode]]
             shown = ", ".join(f"{mode} {before[mode][name]:.3f} -> {after[mode][name]:.3f}" for mode in modes)
             lines += [f"held out, {name}: {shown}"] if shown else []
+    if best := summary.get("evaluation/best"):
+        lines.append(f"best: step {best['step']}, {best['of']} {best['value']:.3f}")
     lines.append(f"look at {config.run_dir}/report.html")
     return "\n".join(lines)

@@ -51,8 +51,8 @@ class _Sorted:
     def __len__(self) -> int:
         return sys.maxsize
 
-    def __getitem__(self, position: int) -> int:
-        epoch, place = divmod(position, len(self._ranks))
+    def __getitem__(self, index: int) -> int:
+        epoch, place = divmod(index, len(self._ranks))
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = epoch, self._order(epoch)
         return int(self._epoch[1][place])
