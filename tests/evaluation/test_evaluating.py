@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +31,10 @@ class Policy:
         texts = tuple(f"{p.text}{temperature}" for p in prompts for _ in range(samples))
         texts = self.sampled if self.sampled and temperature else texts
         rows = tuple(
-            Completion(np.arange(len(text), dtype=np.int32), np.zeros(1, np.float32), reason, cached_tokens=0)
-            for text, reason in zip(texts, ["length"] + ["stop"] * len(texts), strict=False)
+            Completion(np.arange(len(text), dtype=np.int32), np.zeros(1, np.float32), "stop", cached_tokens=0)
+            for text in texts
         )
+        rows = (replace(rows[0], finish_reason="length"), *rows[1:])
         return Rollout(PromptBatch(0, tuple(prompts)), samples, rows, texts, seconds=1.0)
 
 

@@ -9,7 +9,7 @@ P problems, n samples of each, G completions in a rollout (1 or n). Per reward, 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -34,12 +34,8 @@ class Answers(Protocol):
         ...
 
 
-class Scorer(Protocol):
-    """Scores every completion."""
-
-    def __call__(self, rollout: Rollout) -> Scores:
-        """Every reward's value of every row."""
-        ...
+Scorer = Callable[[Rollout], Scores]
+"""Every reward's value of every row."""
 
 
 @dataclass(frozen=True)
