@@ -23,7 +23,8 @@ LEVELS = (
     {"evaluation", "run_dir", "fingerprints", "placement", "policy", "preview"},
     {"probe"},
     {"assembly"},
-    {"pipeline", "checkpoint_evaluation"},
+    {"outline"},
+    {"pipeline", "checks", "checkpoint_evaluation"},
     {"cli"},
     {"scripts"},
 )

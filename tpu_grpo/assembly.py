@@ -18,14 +18,15 @@ from tpu_grpo.learner import Learner
 from tpu_grpo.metrics.values import reward_names
 from tpu_grpo.models import Checkpoint, builtin, load_model, read_checkpoint
 from tpu_grpo.models.adapters import load_adapters
+from tpu_grpo.models.described import is_described
 from tpu_grpo.models.lora import adapted_modules, apply_lora, existing_layers
-from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer, stop_token_ids
+from tpu_grpo.models.tokenizers import load_tokenizer, stop_token_ids
 from tpu_grpo.placement import Meshes, build_meshes
 from tpu_grpo.policy import Policy
 from tpu_grpo.probe import Probe
 from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts, prompts_digest
 from tpu_grpo.rewards import RewardSet, SharedRewards, open_rewards, repeats_itself
-from tpu_grpo.rollout.engine import EngineOptions, choose_attention
+from tpu_grpo.rollout.engine import EngineOptions
 from tpu_grpo.rollout.replicas import Replicas
 from tpu_grpo.rollout.sampler import Sampler
 from tpu_grpo.types import Prompt
@@ -101,10 +102,17 @@ def open_engines(
 ) -> Policy:
     """Engines on the sampler's devices, with the checkpoint's weights until others are installed."""
     options = engine_options(config, meshes, stop_token_ids(tokenizer, checkpoint.directory))
+    _agree_on_engines(options, hosts)
     replicas = Replicas.build(checkpoint.directory, meshes.sampler_devices, meshes.tensor, options, hosts)
     if config.hosts.check == "step":
         replicas.check_every_step()
     return Policy(replicas, checkpoint.weight_rules, tokenizer, config, hosts)
+
+
+def _agree_on_engines(options: EngineOptions, hosts: Hosts) -> None:
+    """What follows from the settings and decides the programs: hosts that compile different ones could only abort."""
+    sizes = {"cache tokens": options.cache_tokens, "shapes": options.shapes}
+    hosts.agree_all({f"{name} of an engine": str(value) for name, value in sizes.items()})
 
 
 def with_adapters(base: nnx.Module, checkpoint: Checkpoint, config: RunConfig) -> nnx.Module:
@@ -113,7 +121,7 @@ def with_adapters(base: nnx.Module, checkpoint: Checkpoint, config: RunConfig) -
     if section.rank is None:
         return base
     model = apply_lora(base, adapted_modules(checkpoint, section), section, seed=config.run.seed)
-    if section.path is not None:
+    if section.path is not None and not is_described(nnx.state(base)):
         load_adapters(model, section)
     return model
 
@@ -126,68 +134,42 @@ def probe_prompts(prompts: PromptStream, meshes: Meshes) -> list[Prompt]:
 
 def engine_options(config: RunConfig, meshes: Meshes, stop_ids: Sequence[int]) -> EngineOptions:
     """What each of the run's engines is built for."""
-    return EngineOptions.from_config(config, stop_ids, replicas=meshes.replicas)
-
-
-def check(config: RunConfig) -> list[str]:
-    """Check everything that can be checked without generating a token; returns what was found, a line each.
-
-    Raises:
-        TpuGrpoError: for the first thing that cannot work.
-    """
-    if config.model.path.startswith(BUILTIN):
-        _builtin_name(config)
-        tokenizer, described = build_byte_tokenizer(), "built in, taught on first use"
-        meshes = build_meshes(config, None)
-    else:
-        checkpoint, tokenizer = open_model(config, Hosts())
-        meshes = build_meshes(config, checkpoint)
-        described = f"{checkpoint.family.model_type}, {checkpoint.parameter_count:,} parameters"
-    attention = choose_attention(config.rollout.attention)
-    task = open_task(config, tokenizer, Hosts())
-    options = engine_options(config, meshes, [token_id(tokenizer.eos_token_id)])
-    held_out = "none" if task.held_out is None else f"{len(task.held_out.prompts)} prompts"
-    return [
-        f"model      {config.model.path}: {described}",
-        f"meshes     trainer {dict(meshes.trainer.shape)}, sampler {meshes.replicas} x tensor {meshes.tensor}",
-        *(
-            f"data       {part.name}: {len(part.rendered.prompts)} prompts, {part.rendered.dropped} dropped as too long"
-            for part in task.prompts.parts
-        ),
-        f"rewards    {', '.join(task.rewards.names)}",
-        f"evaluation {held_out}",
-        f"rollout    {attention} attention, {options.cache_tokens} cache tokens, shapes {options.shapes}",
-        f"step       {config.data.prompts_per_step} prompts x {config.algorithm.group_size} completions",
-    ]
+    return EngineOptions.from_config(config, stop_ids, replicas=meshes.replicas, platform=meshes.platform)
 
 
 def open_model(config: RunConfig, hosts: Hosts) -> tuple[Checkpoint, PreTrainedTokenizerFast]:
     """The checkpoint (taught now, perhaps on every host, if it is built in and new) and its tokenizer."""
     if config.model.path.startswith(BUILTIN):
-        directory = builtin.builtin_checkpoint(_builtin_name(config), config.run.seed, progress=True)
+        directory = builtin.builtin_checkpoint(builtin_name(config), config.run.seed, progress=True)
         if hosts.count > 1:
             hosts.agree_all(model_fingerprints(directory))
     else:
         directory = Path(config.model.path).expanduser()
     checkpoint = read_checkpoint(directory)
+    check_model(config, checkpoint)
+    return checkpoint, load_tokenizer(directory)
+
+
+def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """What the config asks of the model.
+
+    Raises:
+        ConfigError: for longer sequences than it takes, or modules or layers it lacks.
+    """
     longest = checkpoint.hf_config.get("max_position_embeddings")
     if longest is not None and config.context_tokens > longest:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_new_tokens must be <= {longest}, the model's context, got "
             f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens}; shorten one of them"
         )
-    _check_trained(config, checkpoint)
-    return checkpoint, load_tokenizer(directory)
-
-
-def _check_trained(config: RunConfig, checkpoint: Checkpoint) -> None:
     if config.model.lora.rank is not None:
         adapted_modules(checkpoint, config.model.lora)
     if config.model.train_layers is not None:
         existing_layers(checkpoint, "model.train_layers", config.model.train_layers)
 
 
-def _builtin_name(config: RunConfig) -> str:
+def builtin_name(config: RunConfig) -> str:
+    """Of a model.path that begins with BUILTIN. Raises ConfigError for one that does not exist."""
     name = config.model.path.removeprefix(BUILTIN)
     if name not in builtin.NAMES:
         raise ConfigError(f"model.path={config.model.path} is not built in; built in: {list(builtin.NAMES)}")

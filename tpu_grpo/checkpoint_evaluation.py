@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tpu_grpo.assembly import evaluate_policy, open_engines, open_held_out, open_model, with_adapters
-from tpu_grpo.config import RunConfig, parse_layers
+from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import CheckpointError, ConfigError
 from tpu_grpo.evaluation import BEST_FILE, EVALUATIONS, Evaluation, record_of, write_samples
 from tpu_grpo.hosts import Hosts, Watch
-from tpu_grpo.learner import freeze_all_but, parameters, read_policy
+from tpu_grpo.learner import freeze_untrained, parameters, read_policy
 from tpu_grpo.metrics.jsonl import jsonable, replace_text
 from tpu_grpo.models import Checkpoint, load_model
 from tpu_grpo.placement import Meshes, build_meshes
@@ -110,8 +110,7 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
 def _model(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes, chosen: Chosen) -> nnx.Module:
     base = load_model(checkpoint, meshes.trainer, dtype=jnp.dtype(config.model.dtype), remat="none")
     model = with_adapters(base, checkpoint, config)
-    if config.model.train_layers is not None:
-        freeze_all_but(model, parse_layers(config.model.train_layers))
+    freeze_untrained(model, config)
     if chosen.step is not None:
         read_policy(chosen.directory, chosen.step, model)
     return model

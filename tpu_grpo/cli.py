@@ -85,7 +85,7 @@ def prepare(config: RunConfig) -> None:
 def _dry_run(config: RunConfig) -> int:
     prepare(config)
     with meet(config) as (hosts, _):
-        from tpu_grpo.assembly import check
+        from tpu_grpo.checks import check
 
         found = check(config)
         if hosts.is_first:

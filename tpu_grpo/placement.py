@@ -13,6 +13,7 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts import by_host, devices_per_host
 from tpu_grpo.models import Checkpoint, check_mesh, check_sampler_mesh, sampler_sizes
+from tpu_grpo.models.experts import check_expert_tokens
 from tpu_grpo.rollout.replicas import cut
 from tpu_grpo.rollout.vocabulary import splits_vocabulary
 
@@ -34,13 +35,18 @@ class Meshes:
         return len(self.sampler_devices) // self.tensor
 
     @property
+    def platform(self) -> str:
+        """Of the sampler's devices: tpu, cpu or gpu."""
+        return self.sampler_devices[0].platform
+
+    @property
     def split(self) -> bool:
         """Whether trainer and sampler have devices of their own."""
         return not set(self.sampler_devices) & set(self.trainer.devices.flat)
 
 
-def build_meshes(config: RunConfig, checkpoint: Checkpoint | None) -> Meshes:
-    """Place trainer and sampler on the devices of all hosts.
+def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[Any] | None = None) -> Meshes:
+    """Place trainer and sampler on ``devices``: those of all hosts when None.
 
     shared: both on all devices, in turn. split: of every host's devices the first half is the trainer's and the second
     the sampler's, so that every host takes part in both.
@@ -48,7 +54,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint | None) -> Meshes:
     Raises:
         ConfigError: for sizes that do not multiply to the number of devices, or do not divide the model.
     """
-    trainer_devices, sampler_devices = _devices(config, by_host(jax.devices()))
+    trainer_devices, sampler_devices = _devices(config, by_host(jax.devices() if devices is None else devices))
     tp, count = config.meshes.trainer.tp, len(trainer_devices)
     fsdp = config.meshes.trainer.fsdp or max(1, count // tp)
     if fsdp * tp != count:
@@ -59,10 +65,11 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint | None) -> Meshes:
         )
     tensor = config.meshes.sampler.tensor or default_tensor(config, checkpoint, len(sampler_devices))
     cut(sampler_devices, tensor)
-    if checkpoint is not None:
-        check_mesh(checkpoint, fsdp, tp)
-        check_sampler_mesh(checkpoint, tensor)
-        splits_vocabulary(config.meshes.sampler.shard_vocab, checkpoint.hf_config["vocab_size"], tensor)
+    check_mesh(checkpoint, fsdp, tp)
+    check_sampler_mesh(checkpoint, tensor)
+    if trainer_devices[0].platform == "tpu":
+        check_expert_tokens(checkpoint, fsdp, config.context_tokens)
+    splits_vocabulary(config.meshes.sampler.shard_vocab, checkpoint.hf_config["vocab_size"], tensor)
     trainer = Mesh(np.asarray(trainer_devices).reshape(fsdp, tp), ("fsdp", "tp"))
     return Meshes(trainer, tuple(sampler_devices), tensor)
 
@@ -82,13 +89,11 @@ def _devices(config: RunConfig, devices: Sequence[Any]) -> tuple[list[Any], list
     return halves
 
 
-def default_tensor(config: RunConfig, checkpoint: Checkpoint | None, devices: int) -> int:
+def default_tensor(config: RunConfig, checkpoint: Checkpoint, devices: int) -> int:
     """The fewest devices a replica whose share of the weights is at most SHARE_BYTES each; it depends on no host.
 
     Where even the most devices the model allows hold more, that number.
     """
-    if checkpoint is None:
-        return 1
     weight_bytes = checkpoint.parameter_count * jnp.dtype(config.model.dtype).itemsize
     possible = [size for size in sampler_sizes(checkpoint) if devices % size == 0]
     return next((size for size in possible if weight_bytes / size <= SHARE_BYTES), possible[-1])

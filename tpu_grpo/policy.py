@@ -20,6 +20,25 @@ from tpu_grpo.weights.plan import named_leaves
 from tpu_grpo.weights.sync import WeightSync
 
 
+def weight_sync(
+    config: RunConfig, rules: Sequence[WeightRule], params: nnx.State, target: Mapping[str, jax.ShapeDtypeStruct]
+) -> WeightSync:
+    """The run's sync of these parameters (arrays, or their shapes) to the sampler's ``target``; compiles it.
+
+    Raises:
+        WeightsError: for leaves that do not correspond.
+        ConfigError: for a bound of temporary memory that the largest leaf does not keep.
+    """
+    return WeightSync(
+        rules,
+        named_leaves(params),
+        target,
+        temporary_bytes=config.meshes.sync_temporary_mib * 2**20,
+        lora_alpha=config.model.lora.alpha,
+        frozen=frozen_leaves(params),
+    )
+
+
 class Policy:
     """Engines that take the trainer's parameters: the joint between learner, weights and rollout."""
 
@@ -47,14 +66,7 @@ class Policy:
         """
         leaves = named_leaves(params)
         if self._sync is None:
-            self._sync = WeightSync(
-                self._rules,
-                leaves,
-                self.replicas.weight_specs,
-                temporary_bytes=self._config.meshes.sync_temporary_mib * 2**20,
-                lora_alpha=self._config.model.lora.alpha,
-                frozen=frozen_leaves(params),
-            )
+            self._sync = weight_sync(self._config, self._rules, params, self.replicas.weight_specs)
         weights, result = self._sync(leaves)
         self._check_copies(leaves, weights)
         self.replicas.install_weights(weights)

@@ -6,8 +6,8 @@ import numpy as np
 
 from tests.learner.toy import EOS, PAD, RecordingEngine, Tokenizer, make_config, make_mesh, make_model
 from tpu_grpo.learner.adapter import RolloutAdapter
+from tpu_grpo.learner.building import _cluster_config
 from tpu_grpo.learner.grpo import Grpo, GrpoAlgorithmConfig
-from tpu_grpo.learner.learner import _cluster_config
 from tpu_grpo.learner.repairs import Cluster
 
 

@@ -30,8 +30,8 @@ from tests.learner.toy import (
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.learner import repairs
 from tpu_grpo.learner.adapter import RolloutAdapter
+from tpu_grpo.learner.building import _cluster_config
 from tpu_grpo.learner.grpo import Grpo, GrpoAlgorithmConfig
-from tpu_grpo.learner.learner import _cluster_config
 from tpu_grpo.learner.trainer import CollectingTrainer
 
 

@@ -11,7 +11,7 @@ from pyarrow import parquet
 
 from tpu_grpo.config import ReadingSection
 from tpu_grpo.errors import ConfigError, DataError, TpuGrpoError
-from tpu_grpo.prompts import Source, read_records
+from tpu_grpo.prompts import Source, hub, read_records
 
 needs_datasets = pytest.mark.skipif(
     int(metadata.version("datasets").split(".")[0]) < 4, reason="the datasets library pinned in pyproject.toml"
@@ -212,7 +212,7 @@ def test_a_dataset_that_was_saved(tmp_path: Path) -> None:
 def test_splits_that_were_saved(tmp_path: Path) -> None:
     from datasets import Dataset, DatasetDict
 
-    splits = DatasetDict(train=Dataset.from_list(ROWS[:1]), test=Dataset.from_list(ROWS[1:]))
+    splits = DatasetDict({"train": Dataset.from_list(ROWS[:1]), "test": Dataset.from_list(ROWS[1:])})
     splits.save_to_disk(tmp_path / "saved")
     assert read(tmp_path / "saved") == ROWS[:1]
     assert read(tmp_path / "saved", "heldout") == ROWS[1:]
@@ -236,7 +236,7 @@ def test_a_directory_of_data_files(tmp_path: Path, cache: dict[str, Any]) -> Non
 
 @needs_datasets
 def test_a_dataset_of_the_hub_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, cache: dict[str, Any]) -> None:
-    import datasets
+    import datasets.config
     import huggingface_hub
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -245,3 +245,30 @@ def test_a_dataset_of_the_hub_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch
     said = message(DataError, "hf:nobody/nothing", options=cache)
     assert "data.path=hf:nobody/nothing must be a Hugging Face dataset with the split 'train', got" in said
     assert "HF_HUB_OFFLINE=1 is set, so that the hub is not asked" in said
+
+
+@needs_datasets
+def test_a_dataset_of_the_hub_is_asked_for_by_name_subset_split_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub itself cannot be reached by tests: what the library is asked for is all that is seen."""
+    import datasets
+
+    asked: list[tuple[Any, ...]] = []
+
+    def load(*names: Any, **options: Any) -> Any:
+        asked.append((*names, options))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    assert read("hf:openai/gsm8k", subset="main", options={"revision": "abc"}) == ROWS
+    assert read("hf:openai/gsm8k", "heldout") == ROWS
+    assert asked == [
+        ("openai/gsm8k", "main", {"split": "train", "revision": "abc"}),
+        ("openai/gsm8k", None, {"split": "test"}),
+    ]
+
+
+def test_a_library_that_is_too_old_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "state.json").write_text("{}")
+    monkeypatch.setattr(hub.metadata, "version", lambda name: "2.14.4")
+    said = "datasets must be 4.0 or later, got 2.14.4; install what pyproject.toml pins"
+    assert message(ConfigError, tmp_path) == said

@@ -147,7 +147,7 @@ def test_examples_come_between_the_system_message_and_the_question(tokenizer: Pr
 
 
 def test_examples_without_a_chat_template_are_blocks_of_text(tokenizer: PreTrainedTokenizerFast):
-    texts = {"prompt_template": "Q: {question}\nA:", "example_template": " {answer}"}
+    texts: dict[str, Any] = {"prompt_template": "Q: {question}\nA:", "example_template": " {answer}"}
     prompt = render(tokenizer, chat_template=False, examples=EXAMPLES, **texts)
     assert prompt.text == "Q: 1+1=\nA: 2\n\nQ: 2+2=\nA: 4\n\nQ: 2+3=\nA:"
 
@@ -177,7 +177,7 @@ def test_messages_of_a_column_are_the_conversation(tokenizer: PreTrainedTokenize
     ],
 )
 def test_messages_that_do_not_fit(tokenizer: PreTrainedTokenizerFast, messages: Any, error: type[Exception], said: str):
-    record = {"question": "x"} if messages is None else {"question": "x", "chat": messages}
+    record: dict[str, Any] = {"question": "x"} if messages is None else {"question": "x", "chat": messages}
     with pytest.raises(error, match=re.escape(said)):
         render(tokenizer, record, messages="chat", system_prompt="Add.")
 

@@ -234,8 +234,8 @@ def test_the_largest_request_that_is_accepted_is_served(checkpoint: Path, model:
 
 def test_flash_on_a_cpu_is_refused() -> None:
     with pytest.raises(ConfigError, match="rollout.attention=flash needs a TPU"):
-        choose_attention("flash")
-    assert choose_attention("auto") == "gather"
+        choose_attention("flash", "cpu")
+    assert [choose_attention("auto", platform) for platform in ("cpu", "tpu")] == ["gather", "flash"]
 
 
 def test_wrong_weights_are_refused(engine: Engine) -> None:

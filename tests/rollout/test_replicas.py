@@ -111,7 +111,8 @@ def build(
     checkpoint: Path, model: nnx.Module, tensor: int, options: EngineOptions = OPTIONS
 ) -> tuple[Replicas, dict[str, jax.Array]]:
     replicas = Replicas.build(checkpoint, jax.devices(), tensor, options, Hosts())
-    everywhere = NamedSharding(replicas.mesh, PartitionSpec())
+    mesh = jax.tree.leaves(replicas.weight_specs)[0].sharding.mesh
+    everywhere = NamedSharding(mesh, PartitionSpec())
     leaves = {k: jax.device_put(v, everywhere) for k, v in named_leaves(nnx.state(model, nnx.Param)).items()}
     weights, _ = WeightSync(read_checkpoint(checkpoint).weight_rules, leaves, replicas.weight_specs)(leaves)
     replicas.install_weights(weights)

@@ -138,6 +138,11 @@ def tunix_qwen_config(model: Any, config: DecoderConfig, dtype: DTypeLike, remat
     return model.ModelConfig(**(fields | more))
 
 
+def tunix_class(module: str, name: str) -> Any:
+    """``Family.model_class``: imported when it is asked for."""
+    return lambda: getattr(import_module(module), name)
+
+
 def tunix_loader(module: str) -> Any:
     """``Family.load`` by ``create_model_from_safe_tensors`` of Tunix's module of that name."""
 

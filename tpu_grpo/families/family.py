@@ -81,6 +81,8 @@ class Family:
     divide; key-value heads on the sampler are checked apart, because it can repeat them."""
     model_config: Callable[[Any, DTypeLike, Remat], Any]
     """Tunix's config of the model; parameters and computation in the dtype."""
+    model_class: Callable[[], Any]
+    """Tunix's class of the model, which takes that config."""
     load: Callable[[Path, Any, jax.sharding.Mesh, DTypeLike], nnx.Module]
     """Tunix's loader: directory, its config, mesh, dtype -> model."""
     weight_rules: Callable[[Any], tuple[WeightRule, ...]]

@@ -91,6 +91,7 @@ LLAMA3 = Family(
     ignored_tensors=decoder.tied_head,
     divisible=decoder.DIVISIBLE,
     model_config=_model_config,
+    model_class=decoder.tunix_class("tunix.models.llama3.model", "Llama3"),
     load=decoder.tunix_loader("tunix.models.llama3.params"),
     weight_rules=lambda _: _WEIGHTS,
 )

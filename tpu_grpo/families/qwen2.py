@@ -50,6 +50,7 @@ QWEN2 = Family(
     ignored_tensors=decoder.tied_head,
     divisible=decoder.DIVISIBLE,
     model_config=_model_config,
+    model_class=decoder.tunix_class("tunix.models.qwen2.model", "Qwen2"),
     load=decoder.tunix_loader("tunix.models.qwen2.params"),
     weight_rules=_weights,
 )

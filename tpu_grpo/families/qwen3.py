@@ -43,6 +43,7 @@ QWEN3 = Family(
         "tp": (*decoder.DIVISIBLE["tp"], "head_dim"),  # the norms of queries and keys are split over tp as well
     },
     model_config=_model_config,
+    model_class=decoder.tunix_class("tunix.models.qwen3.model", "Qwen3"),
     load=decoder.tunix_loader("tunix.models.qwen3.params"),
     weight_rules=lambda _: _WEIGHTS,
 )

@@ -102,6 +102,7 @@ QWEN3_MOE = Family(
         "tensor": ("num_attention_heads", "num_experts"),
     },
     model_config=_model_config,
+    model_class=decoder.tunix_class("tunix.models.qwen3.model", "Qwen3"),
     load=decoder.tunix_loader("tunix.models.qwen3.params"),
     weight_rules=lambda _: _WEIGHTS,
 )

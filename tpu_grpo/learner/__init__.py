@@ -3,13 +3,15 @@
 from tpu_grpo.learner.adapter import SampledTexts, SamplingEngine
 from tpu_grpo.learner.checkpoints import read_policy
 from tpu_grpo.learner.learner import Learner
-from tpu_grpo.learner.trained import freeze_all_but, frozen_leaves, parameters
+from tpu_grpo.learner.programs import LearnerPrograms
+from tpu_grpo.learner.trained import freeze_untrained, frozen_leaves, parameters
 
 __all__ = [
     "Learner",
+    "LearnerPrograms",
     "SampledTexts",
     "SamplingEngine",
-    "freeze_all_but",
+    "freeze_untrained",
     "frozen_leaves",
     "parameters",
     "read_policy",

@@ -87,18 +87,25 @@ class RolloutAdapter(BaseRollout):
         self, prompt_tokens: Int[jax.Array, "B T_prompt"], completion_tokens: Int[jax.Array, "B T"]
     ) -> Float[jax.Array, "B T"]:
         """The trainer's log-probability (float32, at the temperature) of every completion token."""
-        graphdef, state = nnx.split(self._actor)
         logps = common.compute_per_token_logps(
-            graphdef,
-            state,
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            pad_id=self._pad_id,
-            eos_id=self._eos_id,
-            temperature=self._temperature,
+            *nnx.split(self._actor), **self._arguments(prompt_tokens, completion_tokens)
         )
         assert isinstance(logps, jax.Array)  # a tuple only with return_logits=True
         return logps
+
+    def lower_per_token_logps(self, prompt_tokens: Any, completion_tokens: Any) -> jax.stages.Lowered:
+        """The program of ``get_per_token_logps``, of arrays or their shapes."""
+        program: Any = common.compute_per_token_logps
+        return program.lower(*nnx.split(self._actor), **self._arguments(prompt_tokens, completion_tokens))
+
+    def _arguments(self, prompt_tokens: Any, completion_tokens: Any) -> dict[str, Any]:
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "pad_id": self._pad_id,
+            "eos_id": self._eos_id,
+            "temperature": self._temperature,
+        }
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Install the trainer's parameters in the engine."""

@@ -11,6 +11,7 @@ knows what the engine sampled with. Here, per token, with old = ``algorithm.old_
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -78,6 +79,16 @@ class Grpo(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
         mesh, axes = rl_cluster.r2m[Role.ACTOR], rl_cluster.cluster_config.training_config.data_sharding_axis
         self._sharding = NamedSharding(mesh, PartitionSpec(*axes))
 
+    def describe_example(self, rows: TrainRows) -> TrainExample:
+        """Shapes, types and shardings of ``train_example``, which computes nothing and puts nothing anywhere."""
+
+        def described(value: np.ndarray) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self._sharding)
+
+        logps, settings = described(rows.rollout_logps), self.algo_config
+        weights = logps if settings.old_policy == "trainer" else None
+        return self._example(rows, described, logps if settings.beta > 0.0 else None, logps, weights, logps)
+
     def train_example(self, rows: TrainRows) -> TrainExample:
         """Put rows on the trainer's devices, with what the loss needs of the reference and of the old policy.
 
@@ -87,23 +98,30 @@ class Grpo(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
         """
         prompt_ids, completion_ids = self._put(rows.prompt_ids), self._put(rows.completion_ids)
         rollout_logps = self._put(rows.rollout_logps)
+        reference_logps = self._reference_logps(prompt_ids, completion_ids)
         old_logps, weights = rollout_logps, None
         if self.algo_config.old_policy == "trainer":
             old_logps = self._resharded(self.rl_cluster.get_old_per_token_logps(prompt_ids, completion_ids))
             cap = self.algo_config.importance_cap
             weights = self._resharded(truncated_weights(old_logps, rollout_logps, cap=cap))
-        fields: dict[str, jax.Array | None] = {  # a type checker does not see what Tunix's class inherits
-            "prompt_ids": prompt_ids,
-            "prompt_mask": self._put(rows.prompt_mask),
-            "completion_ids": completion_ids,
-            "completion_mask": self._put(rows.completion_mask),
-            "advantages": self._put(rows.advantages),
-            "ref_per_token_logps": self._reference_logps(prompt_ids, completion_ids),
-            "old_per_token_logps": old_logps,
+        return jax.block_until_ready(self._example(rows, self._put, reference_logps, old_logps, weights, rollout_logps))
+
+    @staticmethod
+    def _example(
+        rows: TrainRows, put: Callable[[np.ndarray], Any], reference: Any, old: Any, weights: Any, rollout: Any
+    ) -> TrainExample:
+        fields: dict[str, Any] = {  # a type checker does not see what Tunix's class inherits
+            "prompt_ids": put(rows.prompt_ids),
+            "prompt_mask": put(rows.prompt_mask),
+            "completion_ids": put(rows.completion_ids),
+            "completion_mask": put(rows.completion_mask),
+            "advantages": put(rows.advantages),
+            "ref_per_token_logps": reference,
+            "old_per_token_logps": old,
             "sampler_is_weights": weights,
-            "rollout_per_token_logps": rollout_logps,
+            "rollout_per_token_logps": rollout,
         }
-        return jax.block_until_ready(TrainExample(**fields))
+        return TrainExample(**fields)
 
     def policy_logprobs(self, rows: TrainRows) -> Float[Array, "B T"]:
         """The policy's log-probability of every completion token, at the temperature."""

@@ -22,26 +22,21 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Float
-from tunix.rl import rl_cluster as rl_cluster_lib
-from tunix.rl.rollout.base_rollout import RolloutConfig
 
-from tpu_grpo.config import RunConfig, parse_layers
-from tpu_grpo.errors import ConfigError, DataError, NonFiniteError, RewardError
+from tpu_grpo.config import RunConfig
+from tpu_grpo.errors import DataError, NonFiniteError, RewardError
 from tpu_grpo.learner.adapter import RolloutAdapter, SamplingEngine
+from tpu_grpo.learner.building import build_grpo, micro_rows
 from tpu_grpo.learner.checkpoints import Checkpoints
 from tpu_grpo.learner.digest import params_digest, whole
-from tpu_grpo.learner.grpo import Grpo, GrpoAlgorithmConfig, TrainExample
+from tpu_grpo.learner.grpo import TrainExample
 from tpu_grpo.learner.loss import agreement_metrics
-from tpu_grpo.learner.optimizer import UpdateRecord, build_optimizer, last_update
+from tpu_grpo.learner.optimizer import UpdateRecord, last_update
 from tpu_grpo.learner.repairs import Cluster
 from tpu_grpo.learner.rows import RowShape, group_advantages, train_rows
-from tpu_grpo.learner.trained import freeze_all_but, parameters
+from tpu_grpo.learner.trained import parameters
 from tpu_grpo.learner.trainer import CollectingTrainer, MicroStep
 from tpu_grpo.types import Completion, ScoredRollout, UpdateResult
-
-Role = rl_cluster_lib.Role
-DATA_AXIS = "fsdp"
-"""The axis of the trainer's mesh that rows are split over."""
 
 
 class Learner:
@@ -76,21 +71,17 @@ class Learner:
         eos_id: int,
         engine: SamplingEngine,
     ):
-        _check_rows_divide(config, mesh)
-        _check_reference(config, reference)
-        if config.model.train_layers is not None:
-            freeze_all_but(model, parse_layers(config.model.train_layers))
         self._config = config
         self._shape = RowShape(config.data.max_prompt_tokens, config.rollout.max_new_tokens, pad_id)
-        self._cluster = Cluster(
-            actor=model,
-            reference=nnx.clone(reference) if config.algorithm.beta > 0.0 else None,  # own variables, same arrays
+        self._grpo = build_grpo(
+            config,
+            Cluster,
+            model=model,
+            reference=reference,
+            mesh=mesh,
             tokenizer=tokenizer,
-            cluster_config=_cluster_config(
-                config, mesh, functools.partial(RolloutAdapter, engine=engine, pad_id=pad_id, eos_id=eos_id)
-            ),
+            adapter=functools.partial(RolloutAdapter, engine=engine, pad_id=pad_id, eos_id=eos_id),
         )
-        self._grpo = Grpo(self._cluster, GrpoAlgorithmConfig.from_section(config.algorithm), reward_fns=[_no_reward])
         self._checkpoints = Checkpoints(config.run_dir / "checkpoints", keep=config.checkpoint.keep)
         self.restored_step = self._checkpoints.restore(
             self._trainer.model, self._trainer.optimizer, resume=config.checkpoint.resume
@@ -99,7 +90,8 @@ class Learner:
 
     @property
     def _trainer(self) -> CollectingTrainer:
-        return self._cluster.actor_trainer
+        cluster: Any = self._grpo.rl_cluster
+        return cluster.actor_trainer
 
     def update(self, scored: ScoredRollout) -> UpdateResult:
         """Take ``algorithm.iterations`` optimizer updates on one rollout.
@@ -161,10 +153,10 @@ class Learner:
     def _examples(self, scored: ScoredRollout, advantages: np.ndarray) -> list[TrainExample]:
         prompts = [prompt.token_ids for prompt in scored.rollout.row_prompts]
         rows = train_rows(prompts, scored.rollout.completions, advantages, self._shape)
-        return [self._grpo.train_example(chunk) for chunk in rows.chunks(_micro_rows(self._config))]
+        return [self._grpo.train_example(chunk) for chunk in rows.chunks(micro_rows(self._config))]
 
     def _one_pass(self, step: int, examples: Sequence[TrainExample]) -> tuple[list[MicroStep], UpdateRecord]:
-        self._cluster.update_actor(examples, None)
+        self._grpo.rl_cluster.update_actor(examples, None)
         micro_steps = jax.device_get(self._trainer.take_micro_steps())
         record = last_update(self._trainer.optimizer.opt_state)
         losses = [float(micro.loss) for micro in micro_steps]
@@ -198,53 +190,3 @@ def _update_metrics(passes: Sequence[tuple[list[MicroStep], UpdateRecord]]) -> d
         "update/learning_rate": float(passes[-1][1].learning_rate),
         **agreement_metrics([micro.aux["agreement"] for micro in passes[0][0]]),
     }
-
-
-def _cluster_config(config: RunConfig, mesh: Mesh, rollout_engine: Any) -> rl_cluster_lib.ClusterConfig:
-    prompts, micro = config.data.prompts_per_step, config.algorithm.micro_batch_prompts or config.data.prompts_per_step
-    accumulates = micro < prompts  # otherwise unset: Tunix would accumulate over one micro-batch, at a copy's cost
-    return rl_cluster_lib.ClusterConfig(
-        role_to_mesh={Role.ACTOR: mesh, Role.REFERENCE: mesh, Role.ROLLOUT: mesh},
-        rollout_engine=rollout_engine,
-        training_config=rl_cluster_lib.RLTrainingConfig(
-            actor_optimizer=build_optimizer(config),
-            eval_every_n_steps=config.run.max_steps,
-            mini_batch_size=prompts if accumulates else None,
-            train_micro_batch_size=micro if accumulates else None,
-            data_sharding_axis=(DATA_AXIS,),
-        ),
-        rollout_config=RolloutConfig(
-            max_tokens_to_generate=config.rollout.max_new_tokens,
-            max_prompt_length=config.data.max_prompt_tokens,
-            temperature=config.rollout.temperature,
-        ),
-    )
-
-
-def _micro_rows(config: RunConfig) -> int:
-    return (config.algorithm.micro_batch_prompts or config.data.prompts_per_step) * config.algorithm.group_size
-
-
-def _check_rows_divide(config: RunConfig, mesh: Mesh) -> None:
-    rows, devices = _micro_rows(config), mesh.shape[DATA_AXIS]
-    if rows % devices == 0:
-        return
-    prompts, group = config.data.prompts_per_step, config.algorithm.group_size
-    micro = [d for d in range(1, prompts + 1) if prompts % d == 0 and d * group % devices == 0]
-    fsdp = [d for d in range(1, rows + 1) if rows % d == 0 and d <= devices]
-    raise ConfigError(
-        f"a micro-batch of {rows} rows must divide over meshes.trainer.fsdp={devices} devices; use "
-        f"algorithm.micro_batch_prompts in {micro}, or meshes.trainer.fsdp in {fsdp}, or another data.prompts_per_step="
-        f"{prompts} or algorithm.group_size={group}"
-    )
-
-
-def _check_reference(config: RunConfig, reference: nnx.Module | None) -> None:
-    if config.algorithm.beta > 0.0 and reference is None:
-        raise ConfigError(
-            f"algorithm.beta={config.algorithm.beta} needs a reference model, got none; pass one, or set it to 0"
-        )
-
-
-def _no_reward(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
-    raise RewardError("the learner scores nothing itself: call Learner.update with a ScoredRollout")

@@ -47,10 +47,11 @@ class Cluster(rl_cluster.RLCluster):
     """Tunix's ``RLCluster`` with a `CollectingTrainer` and no copy of the parameters on the host."""
 
     actor_trainer: CollectingTrainer  # type: ignore[assignment]  # a property of the parent, of a wider type
+    trainer_class: type[CollectingTrainer] = CollectingTrainer
 
     def _init_cluster(self) -> None:
         require_tunix()
-        with _replaced(rl_trainer, "Trainer", CollectingTrainer), _no_host_copy():
+        with replaced(rl_trainer, "Trainer", self.trainer_class), _no_host_copy():
             super()._init_cluster()
 
     def update_actor(self, train_ds: Any, eval_ds: Any, skip_jit: bool = True) -> None:
@@ -98,16 +99,17 @@ def observed_logps() -> Iterator[list[jax.Array]]:
         seen.append(result[0] if isinstance(result, tuple) else result)
         return result
 
-    with _replaced(common, "compute_per_token_logps", recording):
+    with replaced(common, "compute_per_token_logps", recording):
         yield seen
 
 
 def _no_host_copy() -> Any:
-    return _replaced(rl_utils, "put_params_on_memory_kind", lambda params, memory_kind: None)
+    return replaced(rl_utils, "put_params_on_memory_kind", lambda params, memory_kind: None)
 
 
 @contextmanager
-def _replaced(module: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+def replaced(module: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    """``module.name`` is ``value`` for the time of the context."""
     original = getattr(module, name)
     setattr(module, name, value)
     try:

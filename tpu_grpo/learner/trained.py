@@ -10,6 +10,8 @@ from typing import Any
 
 from flax import nnx
 
+from tpu_grpo.config import RunConfig, parse_layers
+
 
 class Frozen(nnx.Variable[Any]):
     """A parameter that is used and not trained: no gradient is taken by it, and no optimizer state kept for it."""
@@ -23,6 +25,12 @@ def freeze_all_but(model: nnx.Module, layers: Collection[int]) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, nnx.Param):
                 setattr(module, name, Frozen(value.get_raw_value(), **value.get_metadata()))
+
+
+def freeze_untrained(model: nnx.Module, config: RunConfig) -> None:
+    """Freeze, in place, what ``model.train_layers`` leaves out; nothing when it is unset."""
+    if config.model.train_layers is not None:
+        freeze_all_but(model, parse_layers(config.model.train_layers))
 
 
 def has_adapters(model: nnx.Module) -> bool:

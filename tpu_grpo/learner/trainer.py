@@ -44,6 +44,9 @@ class CollectingTrainer(rl_trainer.Trainer):
 
     def _shard_optimizer(self, mesh: jax.sharding.Mesh) -> None:
         super()._shard_optimizer(mesh)
+        self._keep_layout()
+
+    def _keep_layout(self) -> None:
         self._layout = jax.tree.map(lambda leaf: leaf.sharding, self._changing(self.model, self.optimizer))
 
     def create_train_step_fn(self) -> Callable[[Any], Any]:
@@ -72,6 +75,12 @@ class CollectingTrainer(rl_trainer.Trainer):
         for node, state in zip((self.model, self.optimizer), changed, strict=True):
             nnx.update(node, state)
         return result
+
+    def lower(self, inputs: Any) -> jax.stages.Lowered:
+        """The train step of these inputs, or of their shapes."""
+        _, trained, frozen = nnx.split(self.model, self._kind, ...)
+        self.create_train_step_fn()
+        return self._jitted_train_step_fn.lower(trained, frozen, nnx.state(self.optimizer), inputs)
 
     def _changing(self, model: nnx.Module, optimizer: nnx.Optimizer) -> tuple[nnx.State, nnx.State]:
         return nnx.state(model, self._kind), nnx.state(optimizer)

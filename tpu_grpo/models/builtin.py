@@ -50,8 +50,7 @@ def builtin_checkpoint(name: str, seed: int, *, progress: bool, recipe: Recipe |
         ConfigError: for an unknown name.
         CheckpointError: when the cache cannot be written.
     """
-    if name not in NAMES:
-        raise ConfigError(f"model.path must name a built-in model, got builtin:{name}; known: builtin:{NAMES[0]}")
+    _check_name(name)
     recipe = recipe or Recipe()
     tokenizer = build_byte_tokenizer()
     cache = cache_directory()
@@ -67,6 +66,22 @@ def builtin_checkpoint(name: str, seed: int, *, progress: bool, recipe: Recipe |
             "directory that is"
         ) from error
     return entry
+
+
+def describe_builtin(name: str, directory: Path) -> None:
+    """Write the config.json of a built-in model into a directory; nothing is taught.
+
+    Raises:
+        ConfigError: for an unknown name.
+    """
+    _check_name(name)
+    config = hugging_face_config(Recipe(), build_byte_tokenizer())
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+def _check_name(name: str) -> None:
+    if name not in NAMES:
+        raise ConfigError(f"model.path must name a built-in model, got builtin:{name}; known: builtin:{NAMES[0]}")
 
 
 def cache_directory() -> Path:

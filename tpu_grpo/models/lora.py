@@ -78,11 +78,14 @@ def existing_layers(checkpoint: Checkpoint, setting: str, text: str) -> frozense
 def apply_lora(model: nnx.Module, modules: Collection[str], section: LoraSection, *, seed: int) -> nnx.Module:
     """A model with adapters, which depend on the seed and not on devices or hosts; A as He et al. 2015, B zero.
 
-    An adapter is split over the mesh like the sides of the weight that it has in common with it.
+    An adapter is split over the mesh like the sides of the weight that it has in common with it. Those of a model
+    without values have none either.
     """
     import jax
     import qwix
     from flax import nnx
+
+    from tpu_grpo.models.described import is_described, with_shardings
 
     paths = "|".join(re.escape(name.replace(".", "/")) for name in modules)
     provider = qwix.LoraProvider(module_path=paths, rank=section.rank, alpha=section.alpha)
@@ -98,8 +101,9 @@ def apply_lora(model: nnx.Module, modules: Collection[str], section: LoraSection
         return lora
 
     mesh = jax.tree.leaves(base)[0].sharding.mesh
-    shardings = nnx.get_named_sharding(jax.eval_shape(adapters, base), mesh)
-    lora = jax.jit(adapters, out_shardings=shardings)(base)
+    lora = with_shardings(jax.eval_shape(adapters, base), mesh)
+    if not is_described(base):
+        lora = jax.jit(adapters, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, lora))(base)
     made = {".".join(map(str, path[:-1])) for path, _ in nnx.to_flat_state(lora)}
     assert made == set(modules), f"qwix made no adapters for {set(modules) - made}"
     return nnx.merge(definitions[-1], lora, base, copy=True)  # own variables, same arrays

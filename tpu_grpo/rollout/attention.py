@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Int
+from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttentionMetadata
 from sgl_jax.srt.managers.schedule_batch import ModelWorkerBatch
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
@@ -113,6 +114,24 @@ class Native:
 class Flash(Native):
     """sglang-jax's Pallas kernel (TPU)."""
 
+    def metadata(
+        self, mode: ForwardMode, columns: Columns, slots_BL: Int[np.ndarray, "b L"], cache_loc: Int[np.ndarray, " S"]
+    ) -> FlashAttentionMetadata:
+        """As the library's, but on the host: it goes to the devices with the step's other inputs."""
+        del slots_BL
+        page, seq_lens = self._runner.page_size, columns["seq_lens"]
+        decodes = mode == ForwardMode.DECODE
+        rows = np.sum(seq_lens > 0, dtype=np.int32)
+        arrays: dict[str, Any] = {
+            "num_seqs": rows.reshape(1),
+            "cu_q_lens": _starts(np.ones_like(seq_lens) if decodes else columns["extend_lens"]),
+            "cu_kv_lens": _starts(-(-seq_lens // page) * page),
+            "page_indices": cache_loc[::page] // page,
+            "seq_lens": seq_lens,
+            "distribution": np.array([0, 0 if decodes else rows, rows], np.int32),  # ends of decodes, prefills, mixed
+        }
+        return FlashAttentionMetadata(**arrays)
+
     def library_backend(self) -> Any:
         """The library's class, for heads as wide as the cache's."""
         runner = self._runner
@@ -126,6 +145,10 @@ class Flash(Native):
         backend = self.library_backend()
         backend.forward_metadata = metadata
         return backend
+
+
+def _starts(lengths_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B+1"]:
+    return np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths_B, dtype=np.int32)])
 
 
 class _NoBackend:

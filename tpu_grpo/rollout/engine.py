@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
+from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.server_args import ServerArgs
 
 from tpu_grpo.config import CACHE_MARGIN_TOKENS, RunConfig
@@ -54,15 +55,17 @@ class EngineOptions:
     """Split embedding and output head by vocabulary; where the number of devices divides it when None."""
 
     @classmethod
-    def from_config(cls, config: RunConfig, stop_token_ids: Sequence[int], replicas: int = 1) -> "EngineOptions":
-        """The options of each of a run's engines."""
+    def from_config(
+        cls, config: RunConfig, stop_token_ids: Sequence[int], *, replicas: int, platform: str
+    ) -> "EngineOptions":
+        """The options of each of a run's engines, on devices of a platform."""
         rollout = config.rollout
         rows = -(-config.data.prompts_per_step // replicas) * config.algorithm.group_size
         return cls(
             context_tokens=config.context_tokens,
             stop_token_ids=frozenset(stop_token_ids),
             dtype=config.model.dtype,
-            attention=choose_attention(rollout.attention),
+            attention=choose_attention(rollout.attention, platform),
             max_running_requests=min(rollout.max_running_requests, rows),
             kv_tokens=rollout.kv_tokens,
             page_size=rollout.page_size,
@@ -95,18 +98,18 @@ class EngineOptions:
         return -(-(tokens + CACHE_MARGIN_TOKENS) // self.page_size) * self.page_size
 
 
-def choose_attention(name: Literal["auto", "flash", "gather", "native"]) -> AttentionName:
-    """Resolve ``auto`` and refuse what this machine cannot run.
+def choose_attention(name: Literal["auto", "flash", "gather", "native"], platform: str) -> AttentionName:
+    """Resolve ``auto`` and refuse what the sampler's devices (tpu, cpu, gpu) cannot run.
 
     Raises:
         ConfigError: for flash without a TPU.
     """
-    on_tpu = jax.default_backend() == "tpu"
+    on_tpu = platform == "tpu"
     if name == "auto":
         return "flash" if on_tpu else "gather"
     if name == "flash" and not on_tpu:
         raise ConfigError(
-            f"rollout.attention=flash needs a TPU, this process runs on {jax.default_backend()}; "
+            f"rollout.attention=flash needs a TPU, the sampler's devices are {platform}; "
             "use gather (any device) or auto"
         )
     return name
@@ -121,7 +124,7 @@ class Engine:
 
     @classmethod
     def build(cls, checkpoint: Path, mesh: Mesh, options: EngineOptions) -> "Engine":
-        """Build the model and its cache; weights come by ``install_weights``.
+        """Describe the model and its cache; weights come by ``install_weights``, and the cache with them.
 
         Args:
             checkpoint: directory whose config.json says which model; no weight is read.
@@ -187,6 +190,10 @@ class Engine:
     def compile_all(self) -> int:
         """Compile every shape now; returns the number of programs."""
         return self._scheduler.runner.compile_all()
+
+    def lower(self, mode: Literal["decode", "prefill"], size: int) -> jax.stages.Lowered:
+        """The program of a decode step of ``size`` rows or a prefill of ``size`` tokens; needs no weights."""
+        return self._scheduler.runner.lower(ForwardMode.DECODE if mode == "decode" else ForwardMode.EXTEND, size)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample a completion for every request.

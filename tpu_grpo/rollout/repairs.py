@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import jax.tree_util
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.families.rope import Llama3Scaling, inverse_timescales
@@ -106,6 +106,25 @@ def _our_experts() -> Iterator[None]:
     from tpu_grpo.rollout.experts import Experts
 
     with mock.patch.object(qwen3_moe, "EPMoE", Experts):
+        yield
+
+
+@contextmanager
+def cache_without_arrays() -> Iterator[None]:
+    """Build a cache of ``jax.ShapeDtypeStruct`` layers.
+
+    Reason: ``MHATokenToKVPool`` allocates its layers when it is built; ours come with the weights, and an engine that
+    is only compiled has none.
+    """
+    from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    def describe(pool: Any) -> None:
+        pool.kv_sharding = NamedSharding(pool.mesh, PartitionSpec(None, pool.kv_partition_axis))
+        shape = (pool.size + pool.page_size, pool.head_num * 2, pool.head_dim)  # keys and values in turn
+        layer = jax.ShapeDtypeStruct(shape, pool.dtype, sharding=pool.kv_sharding)
+        pool.kv_buffer = [layer] * pool.layer_num
+
+    with mock.patch.object(MHATokenToKVPool, "_create_buffers", describe):
         yield
 
 

@@ -1,7 +1,7 @@
 """The engines of a run: the sampler's devices cut into replicas, each with its own scheduler, cache and sub-mesh.
 
     replicas = Replicas.build(checkpoint, devices, tensor=2, options, hosts)   # 8 devices: 4 replicas of 2
-    replicas.install_weights(weights)           # arrays on replicas.mesh, as replicas.weight_specs says
+    replicas.install_weights(weights)           # arrays on all replicas, as replicas.weight_specs says
     completions = replicas.generate(requests)   # all of them, on every host
 
 For 8 devices on 2 hosts (4 each) and three groups of requests a, b, c:
@@ -61,6 +61,18 @@ def cut(devices: Sequence[Any], tensor: int) -> tuple[Replica, ...]:
     return tuple(Replica(number, part, hosts_of(part)) for number, part in enumerate(parts))
 
 
+def copied(
+    engine_specs: Mapping[str, jax.ShapeDtypeStruct], replicas: Sequence[Replica]
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """One engine's parameters with a copy in every replica: the axis "data" of their mesh counts the replicas."""
+    devices = np.asarray([replica.devices for replica in replicas])
+    mesh = Mesh(devices[..., None], AXES)
+    return {
+        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(mesh, partition(spec)))
+        for name, spec in engine_specs.items()
+    }
+
+
 def deal(requests: Sequence[Request], replicas: int) -> list[list[int]]:
     """Indices of the requests of each replica: whole groups, dealt in turn. Every host computes the same."""
     shares: list[list[int]] = [[] for _ in range(replicas)]
@@ -99,20 +111,9 @@ class Replicas:
         return cls(replicas, engines, hosts)
 
     @cached_property
-    def mesh(self) -> Mesh:
-        """Over all replicas' devices: axis "data" counts the replicas, which hold copies of the weights."""
-        tensor = len(self.replicas[0].devices)
-        devices = [device for replica in self.replicas for device in replica.devices]
-        return Mesh(np.asarray(devices).reshape(len(self.replicas), tensor, 1), AXES)
-
-    @cached_property
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Name -> shape, dtype and sharding over ``mesh`` of every parameter."""
-        own = next(iter(self.engines.values())).weight_specs
-        return {
-            name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(self.mesh, partition(spec)))
-            for name, spec in own.items()
-        }
+        """Name -> shape, dtype and sharding over all replicas of every parameter."""
+        return copied(next(iter(self.engines.values())).weight_specs, self.replicas)
 
     @property
     def digests(self) -> dict[int, str]:
@@ -126,7 +127,7 @@ class Replicas:
                 engine.before_every_step(_noting(number, self._hosts.among(members)))
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
-        """Sample with these parameters (on ``mesh``) from now on; every replica takes its own copy, none is made.
+        """Sample with these parameters (on all replicas) from now on; every replica takes its own copy, none is made.
 
         Raises:
             WeightsError: if names, shapes or types are not those of ``weight_specs``.
@@ -145,7 +146,7 @@ class Replicas:
             engine.release()
 
     def differs_by(self, name: str, expected: Array) -> float:
-        """Largest difference between a parameter (on ``mesh``) and what this host's engines hold of it; NaN is inf."""
+        """Largest difference between a parameter, on all replicas, and what this host's engines hold; NaN is inf."""
         gaps = [
             float(_largest_gap(engine.weight(name), _part(expected, engine, name))) for engine in self.engines.values()
         ]

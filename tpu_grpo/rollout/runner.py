@@ -63,6 +63,12 @@ class Runner(ModelRunner):
     def initialize_jit(self) -> None:
         """Nothing yet: each shape of ``step_program`` is compiled when it is first run."""
 
+    def init_memory_pool(self, *args: Any, **kwargs: Any) -> None:
+        """Describe the cache; ``restore_cache`` makes it."""
+        with repairs.cache_without_arrays():
+            super().init_memory_pool(*args, **kwargs)
+        self._cache_specs = self.token_to_kv_pool.kv_buffer
+
     def profile_max_num_token(self, total_device_memory: int) -> int:
         """The configured size: measuring free memory would differ between hosts and drop compiled programs."""
         del total_device_memory
@@ -121,22 +127,22 @@ class Runner(ModelRunner):
 
     def release(self) -> None:
         """Delete the cache and let go of the parameters; both are back before the next step."""
-        self.weights = None
-        for layer in self.token_to_kv_pool.kv_buffer:
+        self.weights, pool = None, self.token_to_kv_pool
+        for layer in pool.kv_buffer:
             layer.delete()
+        pool.kv_buffer = self._cache_specs
 
     def restore_cache(self) -> None:
-        """Make a cache that was deleted anew, empty."""
+        """Make the cache, empty, if there is none."""
         pool = self.token_to_kv_pool
-        if any(layer.is_deleted() for layer in pool.kv_buffer):
+        if pool.kv_buffer is self._cache_specs:
             pool.kv_buffer = [self._empty_layer() for _ in pool.kv_buffer]
 
     @cached_property
     def _empty_layer(self) -> Any:
         """() -> one layer's cache; compiled at the first call."""
-        layer = self.token_to_kv_pool.kv_buffer[0]
-        shape, dtype, sharding = layer.shape, layer.dtype, self.token_to_kv_pool.kv_sharding
-        return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+        layer = self._cache_specs[0]
+        return jax.jit(lambda: jnp.zeros(layer.shape, layer.dtype), out_shardings=layer.sharding)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -198,6 +204,16 @@ class Runner(ModelRunner):
         for mode, size in sizes:
             self.run(mode, self.inputs.padding(mode, size))
         return len(sizes)
+
+    def lower(self, mode: ForwardMode, size: int) -> jax.stages.Lowered:
+        """The step program of one shape, without weights or cache."""
+        replicated = NamedSharding(self.mesh, P())
+        inputs = jax.tree.map(
+            lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=replicated),
+            self.inputs.padding(mode, size),
+        )
+        with jax.set_mesh(self.mesh):
+            return self.step_program.lower(list(self.weight_specs.values()), self._cache_specs, inputs, mode=mode)
 
 
 def _whole_in_an_engine(spec: P | None) -> P:

@@ -1,0 +1,52 @@
+"""A described model is the loaded one without its values: same names, shapes, types and shardings, for every family."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from tests.models.forward import trainer_mesh
+from tests.models.random_checkpoint import write_random
+from tpu_grpo.config import LoraSection
+from tpu_grpo.errors import CheckpointError
+from tpu_grpo.families import FAMILIES
+from tpu_grpo.models import load_model, read_checkpoint
+from tpu_grpo.models.described import describe_checkpoint, describe_model, is_described
+from tpu_grpo.models.lora import adapted_modules, apply_lora
+
+LORA = LoraSection(rank=4)
+
+
+def leaves(model: nnx.Module) -> dict[str, tuple[Any, ...]]:
+    found = {}
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        leaf = variable.get_raw_value()
+        parts = str(leaf.sharding.devices_indices_map(leaf.shape))
+        found[".".join(map(str, path))] = (type(variable), leaf.shape, leaf.dtype, leaf.sharding.mesh, parts)
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_described_model_is_the_loaded_one_without_values(tmp_path: Path, family: str, dtype: Any) -> None:
+    directory, mesh = write_random(family, tmp_path / "model"), trainer_mesh(2, 2)
+    loaded = load_model(read_checkpoint(directory), mesh, dtype=dtype, remat="decoder")
+    for file in directory.glob("*.safetensors"):
+        file.unlink()
+    checkpoint = describe_checkpoint(directory)
+    described = describe_model(checkpoint, mesh, dtype=dtype, remat="decoder")
+    assert leaves(described) == leaves(loaded)
+    assert is_described(nnx.state(described))
+    assert not is_described(nnx.state(loaded))
+    modules = adapted_modules(checkpoint, LORA)
+    adapted = apply_lora(described, modules, LORA, seed=0)
+    assert leaves(adapted) == leaves(apply_lora(loaded, modules, LORA, seed=0))
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(adapted)))
+
+
+def test_a_model_needs_its_config(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config.json is missing"):
+        describe_checkpoint(tmp_path)

@@ -1,0 +1,79 @@
+"""An outline's weight sync is the run's, of arrays that are not there."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from tests.models.random_checkpoint import edit_config, write_random
+from tpu_grpo.assembly import with_adapters
+from tpu_grpo.config import RunConfig, parse_config
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.learner import freeze_untrained, parameters
+from tpu_grpo.models import load_model, read_checkpoint
+from tpu_grpo.outline import Outline, described_model
+from tpu_grpo.placement import build_meshes
+from tpu_grpo.policy import weight_sync
+from tpu_grpo.rollout.replicas import Replicas
+
+
+def run_of(directory: Path, **settings: Any) -> RunConfig:
+    return parse_config(
+        {
+            "model": {"path": str(directory), **settings.pop("model", {})},
+            "data": {"prompts_per_step": 4, "max_prompt_tokens": 8},
+            "rollout": {"max_new_tokens": 8, "max_running_requests": 8, **settings.pop("rollout", {})},
+            **settings,
+        }
+    )
+
+
+def outline_of(config: RunConfig) -> Outline:
+    with described_model(config) as checkpoint:
+        return Outline(config, checkpoint, build_meshes(config, checkpoint), [2])
+
+
+def policy_of(config: RunConfig, outline: Outline) -> nnx.Module:
+    """The model as a run has it, with values."""
+    checkpoint = read_checkpoint(Path(config.model.path))
+    base = load_model(checkpoint, outline.meshes.trainer, dtype=jnp.float32, remat="none")
+    model = with_adapters(base, checkpoint, config)
+    freeze_untrained(model, config)
+    return model
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"meshes": {"trainer": {"tp": 2}, "sampler": {"tensor": 2}}},
+        {"meshes": {"layout": "split"}, "model": {"lora": {"rank": 2, "layers": "1"}}},
+        {"model": {"train_layers": "1"}},
+    ],
+    ids=["shared", "split with adapters", "layers"],
+)
+def test_the_sync_of_an_outline_is_the_runs(tmp_path: Path, settings: dict[str, Any]) -> None:
+    config = run_of(write_random("qwen3", tmp_path / "model"), **settings)
+    outline = outline_of(config)
+    devices, tensor = outline.meshes.sampler_devices, outline.meshes.tensor
+    replicas = Replicas.build(Path(config.model.path), devices, tensor, outline.options, Hosts())
+    params, rules = parameters(policy_of(config, outline)), outline.checkpoint.weight_rules
+    real = weight_sync(config, rules, params, replicas.weight_specs)
+    assert outline.sync.describe() == real.describe()
+    assert outline.sync.moves == real.moves
+    assert outline.sync.temporary_bytes == real.temporary_bytes > 0
+
+
+def test_an_outline_holds_no_arrays(tmp_path: Path) -> None:
+    """Of a model with 3 GiB of parameters and 8 GiB of cache."""
+    write_random("llama", tmp_path / "model", layers=1, tied=False)
+    edit_config(tmp_path / "model", hidden_size=4096, intermediate_size=4096, vocab_size=65536, num_hidden_layers=6)
+    before = {id(array) for array in jax.live_arrays()}
+    outline = outline_of(run_of(tmp_path / "model", rollout={"kv_tokens": 2**23}))
+    moved = sum(spec.shape[0] * spec.shape[-1] * 4 for spec in outline.weight_specs.values() if len(spec.shape) == 2)
+    assert moved > 3 * 2**30
+    assert outline.engine.options.cache_tokens == 2**23
+    assert parameters(outline.policy)
+    assert sum(array.nbytes for array in jax.live_arrays() if id(array) not in before) < 2**20

@@ -1,0 +1,46 @@
+"""What ``--dry-run`` checks and says: everything that can be found out without generating a token."""
+
+from transformers import PreTrainedTokenizerFast
+
+from tpu_grpo.assembly import open_model, open_task, token_id
+from tpu_grpo.config import BUILTIN, RunConfig
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.models.tokenizers import build_byte_tokenizer
+from tpu_grpo.outline import Outline, described_model
+from tpu_grpo.placement import build_meshes
+
+
+def check(config: RunConfig) -> list[str]:
+    """Check everything that can be checked without generating a token; returns what was found, a line each.
+
+    Raises:
+        TpuGrpoError: for the first thing that cannot work.
+    """
+    tokenizer = _tokenizer(config)
+    with described_model(config) as checkpoint:
+        meshes = build_meshes(config, checkpoint)
+        outline = Outline(config, checkpoint, meshes, [token_id(tokenizer.eos_token_id)])
+        task, options = open_task(config, tokenizer, Hosts()), outline.options
+        origin = ", built in, taught on first use" if config.model.path.startswith(BUILTIN) else ""
+        held_out = "none" if task.held_out is None else f"{len(task.held_out.prompts)} prompts"
+        moved, *kinds = outline.sync.describe()
+        return [
+            f"model      {config.model.path}: {checkpoint.family.model_type}, {checkpoint.parameter_count:,} "
+            f"parameters{origin}",
+            f"meshes     trainer {dict(meshes.trainer.shape)}, sampler {meshes.replicas} x tensor {meshes.tensor}",
+            *(
+                f"data       {p.name}: {len(p.rendered.prompts)} prompts, {p.rendered.dropped} dropped as too long"
+                for p in task.prompts.parts
+            ),
+            f"rewards    {', '.join(task.rewards.names)}",
+            f"evaluation {held_out}",
+            f"rollout    {options.attention} attention, {options.cache_tokens} cache tokens, shapes {options.shapes}",
+            f"step       {config.data.prompts_per_step} prompts x {config.algorithm.group_size} completions",
+            f"sync       {moved}",
+            *kinds,
+        ]
+
+
+def _tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
+    """The model's, which is read whole to find what is missing or broken in it; a built-in one is not taught for it."""
+    return build_byte_tokenizer() if config.model.path.startswith(BUILTIN) else open_model(config, Hosts())[1]

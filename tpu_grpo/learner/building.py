@@ -1,0 +1,97 @@
+"""Tunix's cluster and GRPO learner for a run, built alike by what trains and by what only compiles."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+from tunix.rl import rl_cluster as rl_cluster_lib
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.errors import ConfigError, RewardError
+from tpu_grpo.learner.grpo import Grpo, GrpoAlgorithmConfig
+from tpu_grpo.learner.optimizer import build_optimizer
+from tpu_grpo.learner.repairs import Cluster
+from tpu_grpo.learner.trained import freeze_untrained
+
+Role = rl_cluster_lib.Role
+DATA_AXIS = "fsdp"
+"""The axis of the trainer's mesh that rows are split over."""
+
+
+def build_grpo(
+    config: RunConfig,
+    cluster_class: type[Cluster],
+    *,
+    model: nnx.Module,
+    reference: nnx.Module | None,
+    mesh: Mesh,
+    tokenizer: Any,
+    adapter: Any,
+) -> Grpo:
+    """The learner of a policy; see `Learner` for what the arguments are, and for what is raised.
+
+    ``adapter`` makes the rollout worker, as Tunix's ``rollout_engine``.
+    """
+    _check_rows_divide(config, mesh)
+    _check_reference(config, reference)
+    freeze_untrained(model, config)
+    cluster = cluster_class(
+        actor=model,
+        reference=nnx.clone(reference) if config.algorithm.beta > 0.0 else None,  # own variables, same arrays
+        tokenizer=tokenizer,
+        cluster_config=_cluster_config(config, mesh, adapter),
+    )
+    return Grpo(cluster, GrpoAlgorithmConfig.from_section(config.algorithm), reward_fns=[_no_reward])
+
+
+def micro_rows(config: RunConfig) -> int:
+    """Rows of one forward and backward pass."""
+    return (config.algorithm.micro_batch_prompts or config.data.prompts_per_step) * config.algorithm.group_size
+
+
+def _cluster_config(config: RunConfig, mesh: Mesh, rollout_engine: Any) -> rl_cluster_lib.ClusterConfig:
+    prompts, micro = config.data.prompts_per_step, config.algorithm.micro_batch_prompts or config.data.prompts_per_step
+    accumulates = micro < prompts  # otherwise unset: Tunix would accumulate over one micro-batch, at a copy's cost
+    return rl_cluster_lib.ClusterConfig(
+        role_to_mesh={Role.ACTOR: mesh, Role.REFERENCE: mesh, Role.ROLLOUT: mesh},
+        rollout_engine=rollout_engine,
+        training_config=rl_cluster_lib.RLTrainingConfig(
+            actor_optimizer=build_optimizer(config),
+            eval_every_n_steps=config.run.max_steps,
+            mini_batch_size=prompts if accumulates else None,
+            train_micro_batch_size=micro if accumulates else None,
+            data_sharding_axis=(DATA_AXIS,),
+        ),
+        rollout_config=RolloutConfig(
+            max_tokens_to_generate=config.rollout.max_new_tokens,
+            max_prompt_length=config.data.max_prompt_tokens,
+            temperature=config.rollout.temperature,
+        ),
+    )
+
+
+def _check_rows_divide(config: RunConfig, mesh: Mesh) -> None:
+    rows, devices = micro_rows(config), mesh.shape[DATA_AXIS]
+    if rows % devices == 0:
+        return
+    prompts, group = config.data.prompts_per_step, config.algorithm.group_size
+    micro = [d for d in range(1, prompts + 1) if prompts % d == 0 and d * group % devices == 0]
+    fsdp = [d for d in range(1, rows + 1) if rows % d == 0 and d <= devices]
+    raise ConfigError(
+        f"a micro-batch of {rows} rows must divide over meshes.trainer.fsdp={devices} devices; use "
+        f"algorithm.micro_batch_prompts in {micro}, or meshes.trainer.fsdp in {fsdp}, or another data.prompts_per_step="
+        f"{prompts} or algorithm.group_size={group}"
+    )
+
+
+def _check_reference(config: RunConfig, reference: nnx.Module | None) -> None:
+    if config.algorithm.beta > 0.0 and reference is None:
+        raise ConfigError(
+            f"algorithm.beta={config.algorithm.beta} needs a reference model, got none; pass one, or set it to 0"
+        )
+
+
+def _no_reward(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
+    raise RewardError("the learner scores nothing itself: call Learner.update with a ScoredRollout")

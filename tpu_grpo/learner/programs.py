@@ -1,0 +1,120 @@
+"""The learner's programs without a learner: lowered from a model without values, by the code that trains.
+
+programs = LearnerPrograms(config, model, reference, mesh, tokenizer, pad_id=0, eos_id=2)
+programs.lower_update().compile().memory_analysis()
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.learner.adapter import RolloutAdapter
+from tpu_grpo.learner.building import build_grpo, micro_rows
+from tpu_grpo.learner.grpo import TrainExample
+from tpu_grpo.learner.repairs import Cluster, replaced
+from tpu_grpo.learner.rows import TrainRows
+from tpu_grpo.learner.trainer import CollectingTrainer
+
+
+class _DescribedTrainer(CollectingTrainer):
+    """Its optimizer's state has no values either."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        with replaced(nnx, "Optimizer", _describe_optimizer):
+            super().__init__(*args, **kwargs)
+
+    def _shard_optimizer(self, mesh: Mesh) -> None:
+        del mesh  # it is split already
+        self._keep_layout()
+
+
+class _DescribedCluster(Cluster):
+    trainer_class = _DescribedTrainer
+
+    def _load_model(self, model_or_path: Any, mesh: Mesh, data_type: Any = None) -> Any:
+        del mesh, data_type  # Tunix looks for arrays to see where it lies
+        return model_or_path
+
+
+class LearnerPrograms:
+    """What `Learner` would run, for the same arguments but an engine."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        model: nnx.Module,
+        reference: nnx.Module | None,
+        mesh: Mesh,
+        tokenizer: Any,
+        pad_id: int,
+        eos_id: int,
+    ):
+        self._config = config
+        self._mesh = mesh
+        adapter = functools.partial(RolloutAdapter, engine=None, pad_id=pad_id, eos_id=eos_id)
+        self._grpo = build_grpo(
+            config,
+            _DescribedCluster,
+            model=model,
+            reference=reference,
+            mesh=mesh,
+            tokenizer=tokenizer,
+            adapter=adapter,
+        )
+
+    @property
+    def _cluster(self) -> Any:
+        return self._grpo.rl_cluster
+
+    @property
+    def optimizer_state(self) -> nnx.State:
+        """Shapes of what the optimizer keeps, accumulated gradients among it."""
+        return nnx.state(self._cluster.actor_trainer.optimizer)
+
+    @property
+    def example(self) -> TrainExample:
+        """Shapes of a micro-batch."""
+        rows, config = micro_rows(self._config), self._config
+        prompt, completion = (rows, config.data.max_prompt_tokens), (rows, config.rollout.max_new_tokens)
+        return self._grpo.describe_example(
+            TrainRows(
+                prompt_ids=np.zeros(prompt, np.int32),
+                prompt_mask=np.zeros(prompt, np.bool_),
+                completion_ids=np.zeros(completion, np.int32),
+                completion_mask=np.zeros(completion, np.bool_),
+                rollout_logps=np.zeros(completion, np.float32),
+                advantages=np.zeros(rows, np.float32),
+            )
+        )
+
+    def lower_update(self) -> jax.stages.Lowered:
+        """The train step of a micro-batch: forward, backward, optimizer."""
+        with self._mesh:
+            return self._cluster.actor_trainer.lower(self.example)
+
+    def lower_logprobs(self) -> jax.stages.Lowered:
+        """The log-probabilities of a micro-batch, of the policy or (but for adapters) of the reference."""
+        example = self.example
+        with self._mesh:
+            return self._cluster.rollout.lower_per_token_logps(example.prompt_ids, example.completion_ids)
+
+
+def _describe_optimizer(model: nnx.Module, *args: Any, **kwargs: Any) -> nnx.Optimizer:
+    """``nnx.Optimizer`` without values, its state split like the parameters it belongs to."""
+    mesh = jax.tree.leaves(nnx.state(model))[0].sharding.mesh
+    optimizer = nnx.eval_shape(lambda described: _Optimizer(described, *args, **kwargs), model)
+    definition, state = nnx.split(optimizer)
+
+    def split(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return nnx.merge(definition, jax.tree.map(split, state, nnx.get_named_sharding(state, mesh)))
+
+
+_Optimizer = nnx.Optimizer

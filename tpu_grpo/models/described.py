@@ -1,0 +1,62 @@
+"""Models without values: what ``load_model`` would build, as shapes, types and shardings.
+
+    checkpoint = describe_checkpoint(Path("configs/models/Qwen3-8B"))    # config.json is all it reads
+    model = describe_model(checkpoint, mesh, dtype=jnp.bfloat16, remat="decoder")
+
+Every parameter is a ``jax.ShapeDtypeStruct``: programs can be compiled from it, also for devices that are not here.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from tpu_grpo.families import Remat
+from tpu_grpo.models import repairs
+from tpu_grpo.models.checkpoint import Checkpoint, check_mesh
+from tpu_grpo.models.hf_config import read_hf_config
+
+
+def describe_checkpoint(directory: Path) -> Checkpoint:
+    """A model as its config.json describes it; its weights need not be there.
+
+    Raises:
+        CheckpointError: for a missing or broken config.json, an unsupported family or setting.
+    """
+    hf_config, family, config = read_hf_config(directory.expanduser())
+    return Checkpoint(directory, hf_config, family, config, files=())
+
+
+def describe_model(checkpoint: Checkpoint, mesh: Mesh, *, dtype: DTypeLike, remat: Remat) -> nnx.Module:
+    """Tunix's model with the parameters' shapes, types and shardings of ``load_model``, and no values.
+
+    Raises:
+        ConfigError: for a mesh that does not fit the model, or a version of Tunix that was not reviewed.
+    """
+    check_mesh(checkpoint, mesh.shape["fsdp"], mesh.shape["tp"])
+    repairs.apply()
+    family = checkpoint.family
+    config = family.model_config(checkpoint.config, dtype, remat)
+    with jax.set_mesh(mesh):
+        model = nnx.eval_shape(lambda: family.model_class()(config, rngs=nnx.Rngs(params=0)))
+    definition, state = nnx.split(model)
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), state)
+    return nnx.merge(definition, with_shardings(state, mesh))
+
+
+def with_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
+    """Shapes and types that are also split over the mesh as their variables say."""
+
+    def split(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(split, state, nnx.get_named_sharding(state, mesh))
+
+
+def is_described(state: Any) -> bool:
+    """Whether parameters have no values."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))

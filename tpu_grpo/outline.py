@@ -1,0 +1,113 @@
+"""A run without arrays: its model, engine and weight sync as a run builds them, of shapes instead of values.
+
+    with described_model(config) as checkpoint:
+        outline = Outline(config, checkpoint, build_meshes(config, checkpoint, devices), stop_token_ids=[2])
+        outline.sync.describe()
+
+The devices may be any that programs can be compiled for, those of a TPU slice on a machine without one among them.
+"""
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from tpu_grpo.assembly import builtin_name, check_model, engine_options, with_adapters
+from tpu_grpo.config import BUILTIN, RunConfig
+from tpu_grpo.learner import LearnerPrograms, freeze_untrained, parameters
+from tpu_grpo.models import Checkpoint
+from tpu_grpo.models.builtin import describe_builtin
+from tpu_grpo.models.described import describe_checkpoint, describe_model
+from tpu_grpo.models.tokenizers import build_byte_tokenizer
+from tpu_grpo.placement import Meshes
+from tpu_grpo.policy import weight_sync
+from tpu_grpo.rollout.engine import Engine, EngineOptions, engine_mesh
+from tpu_grpo.rollout.replicas import Replica, copied, cut
+from tpu_grpo.weights.sync import WeightSync
+
+
+@contextmanager
+def described_model(config: RunConfig) -> Iterator[Checkpoint]:
+    """The run's model by its config.json alone; of a built-in one that is made for as long as the context lasts.
+
+    Raises:
+        CheckpointError, ConfigError: for a model that cannot be described, or that is not what the config asks for.
+    """
+    if not config.model.path.startswith(BUILTIN):
+        yield _checked(config, describe_checkpoint(Path(config.model.path)))
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        describe_builtin(builtin_name(config), Path(directory))
+        yield _checked(config, describe_checkpoint(Path(directory)))
+
+
+def _checked(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
+    check_model(config, checkpoint)
+    return checkpoint
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a run would build, made when it is asked for."""
+
+    config: RunConfig
+    checkpoint: Checkpoint
+    meshes: Meshes
+    stop_token_ids: Sequence[int]
+
+    @cached_property
+    def base(self) -> nnx.Module:
+        """The model as it is loaded."""
+        model = self.config.model
+        return describe_model(self.checkpoint, self.meshes.trainer, dtype=jnp.dtype(model.dtype), remat=model.remat)
+
+    @cached_property
+    def policy(self) -> nnx.Module:
+        """What is trained, with adapters or frozen layers."""
+        model = with_adapters(self.base, self.checkpoint, self.config)
+        freeze_untrained(model, self.config)
+        return model
+
+    @cached_property
+    def learner(self) -> LearnerPrograms:
+        """What it trains with. Token ids and tokenizer decide no shape: others stand in where files are missing."""
+        return LearnerPrograms(
+            self.config,
+            model=self.policy,
+            reference=self.base if self.config.algorithm.beta > 0.0 else None,
+            mesh=self.meshes.trainer,
+            tokenizer=build_byte_tokenizer(),
+            pad_id=0,
+            eos_id=self.stop_token_ids[0],
+        )
+
+    @property
+    def options(self) -> EngineOptions:
+        """Of every engine."""
+        return engine_options(self.config, self.meshes, self.stop_token_ids)
+
+    @cached_property
+    def replicas(self) -> tuple[Replica, ...]:
+        """Where the engines are."""
+        return cut(self.meshes.sampler_devices, self.meshes.tensor)
+
+    @cached_property
+    def engine(self) -> Engine:
+        """The first of the run's engines, which are all alike; it gets no weights."""
+        return Engine.build(self.checkpoint.directory, engine_mesh(self.replicas[0].devices), self.options)
+
+    @cached_property
+    def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The sampler's parameters, on all replicas."""
+        return copied(self.engine.weight_specs, self.replicas)
+
+    @cached_property
+    def sync(self) -> WeightSync:
+        """From the policy to the engines, compiled."""
+        return weight_sync(self.config, self.checkpoint.weight_rules, parameters(self.policy), self.weight_specs)
