@@ -17,14 +17,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 LEVELS = (
     {"types", "errors"},
-    {"config"},
+    {"config", "plugins"},
     {"tasks", "hosts", "metrics", "families", "launching"},
     {"models", "prompts", "rollout", "rewards", "weights", "learner"},
-    {"evaluation", "run_dir", "fingerprints", "placement", "policy"},
+    {"evaluation", "run_dir", "fingerprints", "placement", "policy", "preview"},
     {"probe"},
     {"assembly"},
     {"outline"},
-    {"pipeline", "checks", "planning"},
+    {"pipeline", "checks", "checkpoint_evaluation", "planning"},
     {"cli"},
     {"scripts"},
 )
@@ -35,12 +35,14 @@ ONLY_IN = {"sgl_jax": "rollout", "tunix.rl": "learner"}
 
 BROAD_EXCEPTS = {
     "tpu_grpo/hosts/log.py:host_log": "notes how the host ended; re-raised",
+    "tpu_grpo/learner/checkpoints.py:read_policy": "Orbax raises many types, some of them Exception; re-raised",
     "tpu_grpo/learner/checkpoints.py:_read": "Orbax raises many types, some of them the bare Exception; re-raised",
     "tpu_grpo/metrics/run_log.py:open_run_log": "gives the terminal back whatever happens; re-raised",
     "tpu_grpo/models/tokenizers.py:_load": "the tokenizers library raises the bare Exception; others are re-raised",
+    "tpu_grpo/plugins.py:_load_file": "runs the user's code; re-raised with its name",
+    "tpu_grpo/plugins.py:_load_module": "runs the user's code; re-raised with its name",
+    "tpu_grpo/prompts/functions.py:call_function": "runs the user's code; re-raised with its name",
     "tpu_grpo/rewards/finding.py:_load_entry_point": "runs the user's code; re-raised with its name",
-    "tpu_grpo/rewards/finding.py:_load_file": "runs the user's code; re-raised with its name",
-    "tpu_grpo/rewards/finding.py:_load_module": "runs the user's code; re-raised with its name",
     "tpu_grpo/rewards/calling.py:_answer_batch": "runs the user's code; becomes a Problem, weighed by on_error",
     "tpu_grpo/rewards/calling.py:_first_failing_row": "runs the user's code, to find the row that raises",
     "tpu_grpo/rewards/calling.py:_one": "runs the user's code; becomes a Problem, weighed by on_error",

@@ -18,7 +18,7 @@ import yaml
 
 from tpu_grpo import cli, errors
 from tpu_grpo.cli import BUILDING, closing_lines, help_text, main
-from tpu_grpo.config import RunConfig, load_config
+from tpu_grpo.config import RunConfig, SourceSpec, load_config
 from tpu_grpo.hosts import Hosts, Watch
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -99,7 +99,7 @@ def test_help_needs_no_valid_config(capsys: pytest.CaptureFixture[str], flag: st
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
-        if isinstance(value, dict) and key != "options":
+        if isinstance(value, dict) and key not in ("options", "columns"):
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
@@ -112,6 +112,9 @@ def test_help_lists_every_setting_with_its_default() -> None:
     assert shown.pop("rewards") == str([reward.pop("name")])
     assert shown.pop("rewards[i].name") == "required"
     defaults |= {f"rewards[i].{key}": value for key, value in reward.items()}
+    source = SourceSpec(path="x").model_dump(mode="json")
+    assert (source.pop("path"), shown.pop("data.sources[i].path")) == ("x", "required")
+    defaults |= {f"data.sources[i].{key}": value for key, value in source.items()}
     assert {name: None if text == "unset" else yaml.safe_load(text) for name, text in shown.items()} == defaults
 
 
@@ -309,7 +312,7 @@ def test_a_dry_run_of_the_demo_finds_nothing_wrong_and_says_nothing_about_tpus(t
     ("override", "parts"),
     [
         ("data.path=nosuch.jsonl", ["DataError: data.path: data file not found: nosuch.jsonl", "correct it"]),
-        ("data.path=train.csv", ["DataError: data.path must be a .jsonl file", "or builtin:addition", "got train.csv"]),
+        ("data.path=train.txt", ["DataError: data.path must be a .jsonl, ", "or builtin:addition", "got train.txt"]),
         (
             "model.path=/nosuch/model",
             [

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from tpu_grpo.config import RunConfig, load_config, parse_config, settings
+from tpu_grpo.config import RunConfig, SourceSpec, load_config, parse_config, settings
 from tpu_grpo.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -469,12 +469,15 @@ def test_the_resolved_yaml_writes_every_setting_out() -> None:
 
 
 def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    """Names of what a dumped config holds, in its order; options is a leaf, though a mapping."""
+    """Names of what a dumped config holds, in its order; options and columns are leaves, though mappings."""
     for key, value in tree.items():
-        if key == "rewards":
+        if key == "rewards" and not prefix:
             yield "rewards"
             yield from leaves(value[0], "rewards[i].")
-        elif isinstance(value, dict) and key != "options":
+        elif key == "sources":
+            yield "data.sources"
+            yield from leaves(SourceSpec(path="x").model_dump(), "data.sources[i].")
+        elif isinstance(value, dict) and key not in ("options", "columns"):
             yield from leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + key

@@ -69,6 +69,40 @@ def test_a_file_that_differs_is_named(files: Path, change: Callable[[Path], None
     assert differing(before, fingerprints(config(files))) == {name}
 
 
+def test_every_source_of_a_mixture_is_compared(files: Path) -> None:
+    folder = files / "folder"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "a.arrow").write_bytes(b"a")
+    sources = [
+        {"path": str(files / "train.jsonl")},
+        {"path": str(folder)},
+        {"path": f"{files}/mine.py:problems"},
+        {"path": "tpu_grpo.tasks.addition:problems"},
+        {"path": "reasoning_gym:chain_sum"},  # what is made or fetched is compared as prompts, by assembly.py
+        {"path": "hf:openai/gsm8k"},
+    ]
+    found = fingerprints(config(files, data={"sources": sources}))
+    assert [name for name in found if name.startswith(("data file", "source of data"))] == [
+        "data file of data.sources.0.path",
+        "data file sub/a.arrow of data.sources.1.path",
+        "source of data.sources.2.path",
+        "source of data.sources.3.path",
+        "data file of evaluation.path",
+    ]
+    (folder / "sub" / "a.arrow").write_bytes(b"b")
+    (files / "mine.py").write_text("def problems(): return []")
+    assert differing(found, fingerprints(config(files, data={"sources": sources}))) == {
+        "data file sub/a.arrow of data.sources.1.path",
+        "source of data.sources.2.path",
+        f"source of reward {files}/mine.py:score",
+    }
+
+
+def test_rewards_of_the_evaluation_are_compared(files: Path) -> None:
+    rewards = {"path": str(files / "held.jsonl"), "rewards": [{"name": f"{files}/mine.py:other"}]}
+    assert f"source of reward {files}/mine.py:other" in fingerprints(config(files, evaluation=rewards))
+
+
 def test_a_rewards_source_that_differs_is_named(files: Path) -> None:
     before = fingerprints(config(files))
     (files / "mine.py").write_text("def score(completions):\n    return [1.0] * len(completions)\n")

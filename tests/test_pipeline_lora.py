@@ -10,10 +10,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.several.runs import settings, write_files
+from tpu_grpo.checkpoint_evaluation import evaluate_checkpoint
 from tpu_grpo.checks import check
-from tpu_grpo.config import RunConfig, parse_config
+from tpu_grpo.config import EvaluationSection, RunConfig, parse_config
 from tpu_grpo.errors import ConfigError
+from tpu_grpo.evaluation import record_of
 from tpu_grpo.fingerprints import fingerprints
+from tpu_grpo.hosts import Hosts, Watch
 from tpu_grpo.pipeline import train
 
 LORA = {"rank": 2, "layers": "1"}
@@ -74,6 +77,19 @@ def test_a_run_of_some_layers_moves_the_others_once(tmp_path: Path) -> None:
     train(config(tmp_path / "all"))
     assert max(moved) < min(m["weights/bytes_moved"] for m in lines(tmp_path / "all"))
     assert not (tmp_path / "run/adapters").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [{"lora": LORA}, {"train_layers": "1"}], ids=["adapters", "layers"])
+def test_a_checkpoint_of_what_is_trained_gives_the_numbers_that_the_run_found(
+    tmp_path: Path, model: dict[str, Any]
+) -> None:
+    evaluation = {"path": "held.jsonl", "prompts": 6, "samples": 4}
+    given = config(tmp_path, **model).model_copy(update={"evaluation": EvaluationSection(**evaluation)})
+    train(given)
+    _, found = evaluate_checkpoint(given, "latest", Hosts(), Watch(Hosts()))
+    last = (tmp_path / "evaluation.jsonl").read_text().splitlines()[-1]
+    assert record_of(found) == json.loads(last)
 
 
 def test_what_the_model_lacks_is_refused_before_anything_is_built(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The run's directory: made, kept, or moved aside, and never lost."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,9 @@ from typing import Any
 import pytest
 
 from tpu_grpo.config import RunConfig, load_config, parse_config
-from tpu_grpo.errors import ConfigError
-from tpu_grpo.run_dir import prepare_run_dir
+from tpu_grpo.errors import ConfigError, DataError
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.run_dir import continue_data, prepare_run_dir
 
 
 def config_for(directory: Path | str, resume: str = "auto", **run: Any) -> RunConfig:
@@ -124,3 +126,18 @@ def test_files_that_are_no_runs_are_never_moved(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"files that are no run's \(no config.yaml among them\), got .*run,"):
         prepare_run_dir(config_for(tmp_path / "run", "never"))
     assert (tmp_path / "run" / "thesis.tex").read_text() == "mine"
+
+
+# --- the data of a run -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_the_data_it_began_with(tmp_path: Path) -> None:
+    continue_data(tmp_path, {"digest": "a" * 64, "sources": []}, 0, Hosts())
+    assert json.loads((tmp_path / "data.json").read_text())["digest"] == "a" * 64
+    continue_data(tmp_path, {"digest": "a" * 64}, 5, Hosts())
+    with pytest.raises(DataError, match=r"data\.json their digest was a{9}\.\.\., now it is b{9}.* after step 5"):
+        continue_data(tmp_path, {"digest": "b" * 64}, 5, Hosts())
+    (tmp_path / "data.json").unlink()
+    continue_data(tmp_path, {"digest": "b" * 64}, 5, Hosts())
+    continue_data(tmp_path, {"digest": "c" * 64}, 0, Hosts())  # a run that starts anew
+    assert json.loads((tmp_path / "data.json").read_text())["digest"] == "c" * 64

@@ -1,6 +1,6 @@
 """From a config to the parts of a run, each built once: the only place that knows every stage's constructor."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from flax import nnx
 from transformers import PreTrainedTokenizerFast
 
-from tpu_grpo.config import BUILTIN, RunConfig
+from tpu_grpo.config import BUILTIN, RewardSpec, RunConfig
 from tpu_grpo.errors import ConfigError
+from tpu_grpo.evaluation import GREEDY, Answered, Evaluation, Plan, evaluate
 from tpu_grpo.fingerprints import model_fingerprints
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import Learner
+from tpu_grpo.metrics.values import reward_names
 from tpu_grpo.models import Checkpoint, builtin, load_model, read_checkpoint
 from tpu_grpo.models.adapters import load_adapters
 from tpu_grpo.models.described import is_described
@@ -22,8 +24,8 @@ from tpu_grpo.models.tokenizers import load_tokenizer, stop_token_ids
 from tpu_grpo.placement import Meshes, build_meshes
 from tpu_grpo.policy import Policy
 from tpu_grpo.probe import Probe
-from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts
-from tpu_grpo.rewards import SharedRewards, open_rewards
+from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts, prompts_digest
+from tpu_grpo.rewards import RewardSet, SharedRewards, open_rewards, repeats_itself
 from tpu_grpo.rollout.engine import EngineOptions
 from tpu_grpo.rollout.replicas import Replicas
 from tpu_grpo.rollout.sampler import Sampler
@@ -36,8 +38,24 @@ class Task:
 
     prompts: PromptStream
     rewards: SharedRewards
-    evaluation_prompts: tuple[Prompt, ...] | None
-    evaluation_rewards: SharedRewards | None
+    held_out: "HeldOut | None"
+
+    def close(self) -> None:
+        """Let the rewards close and end their processes."""
+        self.rewards.close()
+        if self.held_out is not None:
+            self.held_out.rewards.close()
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Prompts that are kept for evaluation, with the rewards that judge their answers."""
+
+    prompts: tuple[Prompt, ...]
+    rewards: SharedRewards
+    plan: Plan
+    best: str
+    """mode/reward that the best step is the highest of."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +75,10 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
     Raises:
         LockstepError: if hosts hold different parameters.
     """
-    checkpoint, tokenizer = open_model(config)
-    if hosts.count > 1 and config.model.path.startswith(BUILTIN):  # taught just now, perhaps on every host
-        hosts.agree_all(model_fingerprints(checkpoint.directory))
+    checkpoint, tokenizer = open_model(config, hosts)
     meshes = build_meshes(config, checkpoint)
     task = open_task(config, tokenizer, hosts)
-    options = engine_options(config, meshes, stop_token_ids(tokenizer, checkpoint.directory))
-    replicas = Replicas.build(checkpoint.directory, meshes.sampler_devices, meshes.tensor, options, hosts)
-    if config.hosts.check == "step":
-        replicas.check_every_step()
-    policy = Policy(replicas, checkpoint.weight_rules, tokenizer, config, hosts)
+    policy = open_engines(config, hosts, checkpoint, tokenizer, meshes)
     base = load_model(checkpoint, meshes.trainer, dtype=jnp.dtype(config.model.dtype), remat=config.model.remat)
     learner = Learner(
         config,
@@ -79,10 +91,28 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
         engine=policy,
     )
     policy.install(learner.params())
-    replicas.compile_all()
+    policy.replicas.compile_all()
     probe = Probe(config, policy, learner, probe_prompts(task.prompts, meshes))
     probe.after_sync(0)
-    return Parts(task, Sampler(replicas, tokenizer, config), policy, learner, probe)
+    return Parts(task, Sampler(policy.replicas, tokenizer, config), policy, learner, probe)
+
+
+def open_engines(
+    config: RunConfig, hosts: Hosts, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast, meshes: Meshes
+) -> Policy:
+    """Engines on the sampler's devices, with the checkpoint's weights until others are installed."""
+    options = engine_options(config, meshes, stop_token_ids(tokenizer, checkpoint.directory))
+    _agree_on_engines(options, hosts)
+    replicas = Replicas.build(checkpoint.directory, meshes.sampler_devices, meshes.tensor, options, hosts)
+    if config.hosts.check == "step":
+        replicas.check_every_step()
+    return Policy(replicas, checkpoint.weight_rules, tokenizer, config, hosts)
+
+
+def _agree_on_engines(options: EngineOptions, hosts: Hosts) -> None:
+    """What follows from the settings and decides the programs: hosts that compile different ones could only abort."""
+    sizes = {"cache tokens": options.cache_tokens, "shapes": options.shapes}
+    hosts.agree_all({f"{name} of an engine": str(value) for name, value in sizes.items()})
 
 
 def with_adapters(base: nnx.Module, checkpoint: Checkpoint, config: RunConfig) -> nnx.Module:
@@ -107,10 +137,12 @@ def engine_options(config: RunConfig, meshes: Meshes, stop_ids: Sequence[int]) -
     return EngineOptions.from_config(config, stop_ids, replicas=meshes.replicas, platform=meshes.platform)
 
 
-def open_model(config: RunConfig) -> tuple[Checkpoint, PreTrainedTokenizerFast]:
-    """The checkpoint (taught now, if it is built in and new) and its tokenizer."""
+def open_model(config: RunConfig, hosts: Hosts) -> tuple[Checkpoint, PreTrainedTokenizerFast]:
+    """The checkpoint (taught now, perhaps on every host, if it is built in and new) and its tokenizer."""
     if config.model.path.startswith(BUILTIN):
         directory = builtin.builtin_checkpoint(builtin_name(config), config.run.seed, progress=True)
+        if hosts.count > 1:
+            hosts.agree_all(model_fingerprints(directory))
     else:
         directory = Path(config.model.path).expanduser()
     checkpoint = read_checkpoint(directory)
@@ -147,12 +179,50 @@ def builtin_name(config: RunConfig) -> str:
 def open_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts) -> Task:
     """Prompts and rewards, checked against each other's columns; rewards are shared out over the hosts."""
     prompts = open_prompts(config.data, config.run.seed, tokenizer)
-    held_out = open_evaluation_prompts(config.evaluation, config.data, tokenizer)
+    _agree_on_prompts({part.name: part.rendered.prompts for part in prompts.parts}, hosts)
     rewards = open_rewards(config.rewards, prompts.columns)
-    held_out_rewards = rewards.for_columns(tuple(held_out[0].columns)) if held_out else None
-    compared = [spec.shown for spec in config.rewards if spec.deterministic]
-    shared = None if held_out_rewards is None else SharedRewards(held_out_rewards, hosts, compared)
-    return Task(prompts, SharedRewards(rewards, hosts, compared), held_out, shared)
+    held_out = open_held_out(config, tokenizer, hosts, rewards)
+    return Task(prompts, SharedRewards(rewards, hosts, _compared(config.rewards)), held_out)
+
+
+def open_held_out(
+    config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts, rewards: RewardSet | None = None
+) -> HeldOut | None:
+    """Held-out prompts and their rewards, in the processes of ``rewards`` if these are the run's; None without any."""
+    section = config.evaluation
+    plan = Plan.of(section, config.rollout.temperature)
+    prompts = open_evaluation_prompts(section, config.data, tokenizer)
+    if prompts is None:
+        return None
+    _agree_on_prompts({"the evaluation": prompts}, hosts)
+    specs, columns = config.rewards if section.rewards is None else section.rewards, tuple(prompts[0].columns)
+    if section.rewards is None and rewards is not None:
+        judges = rewards.for_columns(columns)
+    else:
+        judges = open_rewards(specs, columns)
+    best = section.best or f"{GREEDY}/{specs[0].shown}"
+    return HeldOut(prompts, SharedRewards(judges, hosts, _compared(specs)), plan, best)
+
+
+def evaluate_policy(
+    sampler: Sampler, held_out: HeldOut, step: int
+) -> tuple[Evaluation, tuple[Answered, Answered], dict[str, str]]:
+    """Evaluate what the sampler's engines hold; also the samples, and the rewards' names as they are shown."""
+    names = reward_names(held_out.rewards.names)
+    score = held_out.rewards.score
+    found = evaluate(sampler.answer, score, held_out.prompts, held_out.plan, step=step, display_names=names)
+    return *found, names
+
+
+def _compared(specs: Sequence[RewardSpec]) -> list[str]:
+    """Rewards that hosts compare, because they give the same value whenever they are asked."""
+    return [spec.shown for spec in specs if repeats_itself(spec)]
+
+
+def _agree_on_prompts(prompts: Mapping[str, Sequence[Prompt]], hosts: Hosts) -> None:
+    """See that hosts read, made or downloaded the same data, whatever kind it is."""
+    if hosts.count > 1:
+        hosts.agree_all({f"prompts of {name}": prompts_digest(found) for name, found in prompts.items()})
 
 
 def token_id(value: Any) -> int:

@@ -27,14 +27,16 @@ def check(config: RunConfig, devices: Sequence[Any] | None = None) -> list[str]:
         outline = Outline(config, checkpoint, meshes, [token_id(tokenizer.eos_token_id)])
         task, options = open_task(config, tokenizer, Hosts()), outline.options
         origin = ", built in, taught on first use" if config.model.path.startswith(BUILTIN) else ""
-        held_out = "none" if task.evaluation_prompts is None else f"{len(task.evaluation_prompts)} prompts"
+        held_out = "none" if task.held_out is None else f"{len(task.held_out.prompts)} prompts"
         moved, *kinds = outline.sync.describe()
         return [
             f"model      {config.model.path}: {checkpoint.family.model_type}, {checkpoint.parameter_count:,} "
             f"parameters{origin}",
             f"meshes     trainer {dict(meshes.trainer.shape)}, sampler {meshes.replicas} x tensor {meshes.tensor}",
-            f"data       {config.data.path}: {task.prompts.len_epoch} prompts, {task.prompts.dropped} dropped as too "
-            "long",
+            *(
+                f"data       {p.name}: {len(p.rendered.prompts)} prompts, {p.rendered.dropped} dropped as too long"
+                for p in task.prompts.parts
+            ),
             f"rewards    {', '.join(task.rewards.names)}",
             f"evaluation {held_out}",
             f"rollout    {options.attention} attention, {options.cache_tokens} cache tokens, shapes {options.shapes}",
@@ -46,4 +48,4 @@ def check(config: RunConfig, devices: Sequence[Any] | None = None) -> list[str]:
 
 def _tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
     """The model's, which is read whole to find what is missing or broken in it; a built-in one is not taught for it."""
-    return build_byte_tokenizer() if config.model.path.startswith(BUILTIN) else open_model(config)[1]
+    return build_byte_tokenizer() if config.model.path.startswith(BUILTIN) else open_model(config, Hosts())[1]

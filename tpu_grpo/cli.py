@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from tpu_grpo.config import RunConfig, load_config, settings
+from tpu_grpo.config import HUB, RunConfig, load_config, settings
 from tpu_grpo.errors import ConfigError, Interrupted, TpuGrpoError
 from tpu_grpo.hosts import Hosts, Watch, choose_platform, start
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> int:
         print(help_text())
         return 0
     try:
-        config = load_config(*_split(options.words))
+        config = load_config(*split_words(options.words))
         if options.print_config:
             print(config.to_yaml(), end="")
             return 0
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
         print("interrupted; the newest checkpoint stays where it is", file=sys.stderr)
         return 1
     except TpuGrpoError as error:
-        _say(error)
+        say(error)
         return error.exit_code
 
 
@@ -73,24 +73,26 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _split(words: Sequence[str]) -> tuple[Path, list[str]]:
+def split_words(words: Sequence[str]) -> tuple[Path, list[str]]:
     """The config file, if the first word is one, and the overrides."""
     if words and "=" not in words[0]:
         return Path(words[0]), list(words[1:])
     return DEFAULT_CONFIG, list(words)
 
 
-def _prepare() -> None:
+def prepare(config: RunConfig) -> None:
+    """Choose jax's platform, and silence libraries, before they are imported."""
     choose_platform()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors of the compiler only
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every file a run reads is named in its config
+    if not any(path.startswith(HUB) for path in config.data_paths.values()):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every file a run reads is named in its config
     logging.getLogger("absl").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 
 def _dry_run(config: RunConfig) -> int:
-    _prepare()
-    with _meet(config) as (hosts, _):
+    prepare(config)
+    with meet(config) as (hosts, _):
         from tpu_grpo.checks import check
 
         found = check(config)
@@ -102,10 +104,11 @@ def _dry_run(config: RunConfig) -> int:
 def _dry_run_on(config: RunConfig, slice_name: str) -> int:
     """As on a slice that is not here, and whether it fits."""
     from tpu_grpo.planning.cli import plan_and_print
-    from tpu_grpo.planning.slices import open_slice, prepare
+    from tpu_grpo.planning.slices import open_slice
+    from tpu_grpo.planning.slices import prepare as prepare_slice
 
-    prepare(slice_name)
-    _prepare()
+    prepare_slice(slice_name)
+    prepare(config)
     target = open_slice(slice_name)
     from tpu_grpo.checks import check
 
@@ -121,8 +124,8 @@ def _dry_run_on(config: RunConfig, slice_name: str) -> int:
 
 
 def _train(config: RunConfig) -> int:
-    _prepare()
-    with _meet(config) as (hosts, watch):
+    prepare(config)
+    with meet(config) as (hosts, watch):
         asked: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))  # after the start: jax takes it there
         if hosts.is_first:
@@ -136,7 +139,7 @@ def _train(config: RunConfig) -> int:
 
 
 @contextmanager
-def _meet(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
+def meet(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
     """The hosts of the run, watched, once they agree on everything they were started with."""
     ours = config.hosts
     hosts = start(ours.coordinator, ours.count, ours.index, timeout_seconds=ours.start_timeout_seconds)
@@ -155,11 +158,11 @@ def _said_at_once() -> Iterator[None]:
     try:
         yield
     except TpuGrpoError as error:
-        _say(error)
+        say(error)
         raise
 
 
-def _say(error: TpuGrpoError) -> None:
+def say(error: TpuGrpoError) -> None:
     """Print an error, once."""
     if not error.said:
         error.said = True
@@ -179,5 +182,7 @@ def closing_lines(config: RunConfig, summary: dict) -> str:
             modes = [mode for mode in before if name in before[mode] and name in after[mode]]
             shown = ", ".join(f"{mode} {before[mode][name]:.3f} -> {after[mode][name]:.3f}" for mode in modes)
             lines += [f"held out, {name}: {shown}"] if shown else []
+    if best := summary.get("evaluation/best"):
+        lines.append(f"best: step {best['step']}, {best['of']} {best['value']:.3f}")
     lines.append(f"look at {config.run_dir}/report.html")
     return "\n".join(lines)

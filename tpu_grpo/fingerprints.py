@@ -7,16 +7,16 @@ Every setting is a value of its own, so that a disagreement names the setting; f
 """
 
 import hashlib
-import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.config import BUILTIN, RunConfig
+from tpu_grpo.config import BUILTIN, GYM, HUB, RunConfig
 from tpu_grpo.metrics.summary import versions
 from tpu_grpo.models.adapters import CONFIG_FILE, TENSORS_FILE
+from tpu_grpo.plugins import source_file
 
 OWN_SETTINGS = {"hosts.index", "run.dir"}
 """Settings that may differ: which host this is, and where it keeps its files."""
@@ -65,27 +65,28 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:
     if (adapters := config.model.lora.path) is not None:
         for name in (CONFIG_FILE, TENSORS_FILE):
             yield f"adapter file {name}", adapters.expanduser() / name
-    for setting, given in (("data.path", config.data.path), ("evaluation.path", config.evaluation.path)):
-        if given and not given.startswith(BUILTIN):
-            yield f"data file of {setting}", Path(given).expanduser()
-    for reward in config.rewards:
-        if (source := _source_of(reward.name)) is not None:
+    for setting, given in config.data_paths.items():
+        yield from _data_files(setting, given)
+    for reward in (*config.rewards, *(config.evaluation.rewards or ())):
+        if (source := source_file(reward.name)) is not None:
             yield f"source of reward {reward.name}", source
+
+
+def _data_files(setting: str, given: str) -> Iterator[tuple[str, Path]]:
+    """Files whose contents, or code, the prompts come from; what is made or fetched is compared once it is there."""
+    path = Path(given).expanduser()
+    if path.is_dir():
+        for file in sorted(file for file in path.rglob("*") if file.is_file()):
+            yield f"data file {file.relative_to(path)} of {setting}", file
+    elif ":" not in given or path.exists():
+        yield f"data file of {setting}", path
+    elif (source := source_file(given)) is not None and not given.startswith((BUILTIN, GYM, HUB)):
+        yield f"source of {setting}", source
 
 
 def _model_files(directory: Path) -> Iterator[tuple[str, Path]]:
     for path in sorted(path for path in directory.iterdir() if path.is_file()):
         yield f"model file {path.name}", path
-
-
-def _source_of(name: str) -> Path | None:
-    where, colon, _ = name.rpartition(":")
-    if not colon:
-        return None  # shipped with this package, whose version is compared
-    if where.endswith(".py"):
-        return Path(where)
-    spec = importlib.util.find_spec(where)
-    return Path(spec.origin) if spec is not None and spec.origin else None
 
 
 def _sha256(path: Path) -> str:

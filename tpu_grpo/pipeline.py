@@ -10,10 +10,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from tpu_grpo.assembly import Parts, build_parts
+from tpu_grpo.assembly import Parts, build_parts, evaluate_policy
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import Interrupted
-from tpu_grpo.evaluation import Evaluation, EvaluationLog, evaluate
+from tpu_grpo.evaluation import EvaluationLog, describe, write_samples
 from tpu_grpo.hosts import Hosts, Watch, host_log
 from tpu_grpo.metrics.compilations import CompilationCounter
 from tpu_grpo.metrics.jsonl import read_records
@@ -21,9 +21,9 @@ from tpu_grpo.metrics.report import write_report
 from tpu_grpo.metrics.run_log import RunLog, open_run_log
 from tpu_grpo.metrics.sinks import METRICS_FILE
 from tpu_grpo.metrics.summary import build_summary, versions, write_summary
-from tpu_grpo.metrics.values import reward_names, rollout_metrics, sync_metrics, tokens_digest, update_metrics
+from tpu_grpo.metrics.values import rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.models.adapters import write_adapters
-from tpu_grpo.run_dir import ADAPTERS, LOGS, prepare_run_dir
+from tpu_grpo.run_dir import ADAPTERS, LOGS, continue_data, prepare_run_dir
 from tpu_grpo.types import ScoredRollout
 
 ALONE = Hosts()
@@ -58,11 +58,15 @@ def train(
     with host_log(config.run_dir / LOGS, hosts.index), CompilationCounter() as compilations:
         parts = build_parts(config, hosts)
         start = parts.learner.restored_step
-        with open_run_log(config, start) if hosts.is_first else RunLog([]) as log, closing(parts.task.rewards):
-            evaluations = EvaluationLog(config.run_dir, start, writes=hosts.is_first)
+        continue_data(config.run_dir, parts.task.prompts.describe(), start, hosts)
+        with open_run_log(config, start) if hosts.is_first else RunLog([]) as log, closing(parts.task):
+            best = "" if parts.task.held_out is None else parts.task.held_out.best
+            evaluations = EvaluationLog(config.run_dir, start, best, hosts)
             run = Run(config, hosts, watch or Watch(hosts), parts, log, evaluations, compilations)
             if moved is not None:
                 log.note(f"an earlier run's files were moved to {moved}")
+            if dropped := parts.task.prompts.dropped:
+                log.note(f"{dropped} prompts were dropped: longer than data.max_prompt_tokens")
             run.train(start, stop_requested)
     return run.finish()
 
@@ -88,7 +92,7 @@ class Run:
         for step in range(start + 1, self.config.run.max_steps + 1):
             self._step(step)
             stopping = self._any_host(stop_requested()) and step < self.config.run.max_steps
-            if stopping or self._due(step, self.config.checkpoint.every):
+            if stopping or self._is_best(step) or self._due(step, self.config.checkpoint.every):
                 with self.watch.stage(f"saving step {step}"):
                     self._save(step)
             if stopping:
@@ -128,7 +132,7 @@ class Run:
 
     def _save(self, step: int) -> None:
         """A checkpoint; and adapters also on their own, as others read them."""
-        self.parts.learner.save(step)
+        self.parts.learner.save(step, best=self.evaluations.best_step if self.config.checkpoint.keep_best else None)
         if adapters := self.parts.learner.adapters():
             if self.hosts.is_first:
                 directory = self.config.run_dir / ADAPTERS / str(step)
@@ -140,22 +144,22 @@ class Run:
         return b"1" in self.hosts.gather("stop", b"1" if asked else b"0")
 
     def _evaluate_if_due(self, step: int) -> dict[str, float]:
-        task = self.parts.task
+        held_out = self.parts.task.held_out
         due = step == 0 or self._due(step, self.config.evaluation.every)
-        if task.evaluation_prompts is None or task.evaluation_rewards is None or not due:
+        if held_out is None or not due:
             return {}
         with self.watch.stage(f"evaluation after step {step}"):
-            evaluation = evaluate(
-                self.parts.sampler.answer,
-                task.evaluation_rewards.score,
-                task.evaluation_prompts,
-                step=step,
-                temperature=self.config.rollout.temperature,
-                display_names=reward_names(task.evaluation_rewards.names),
-            )
+            evaluation, answered, names = evaluate_policy(self.parts.sampler, held_out, step)
+            self.hosts.agree(f"tokens of the evaluation after step {step}", evaluation.digest)
         self.evaluations.add(evaluation)
-        self.log.note(describe(evaluation, len(task.evaluation_prompts)))
+        if self.hosts.is_first:
+            write_samples(self.config.run_dir, str(step), answered, names)
+        self.log.note(describe(evaluation, len(held_out.prompts)))
         return evaluation.metrics()
+
+    def _is_best(self, step: int) -> bool:
+        """Whether this step was evaluated and is the best so far."""
+        return self.config.checkpoint.keep_best and self.evaluations.best_step == step
 
     def _due(self, step: int, every: int) -> bool:
         """After every ``every`` steps, and after the last."""
@@ -176,15 +180,6 @@ class Run:
         write_summary(self.config.run_dir, summary)
         write_report(self.config.run_dir)
         return summary
-
-
-def describe(evaluation: Evaluation, prompts: int) -> str:
-    """One line: ``held out (512 prompts) after step 0: greedy exact_answer 0.291; sampled exact_answer 0.442``."""
-    shown = [
-        f"{mode} " + ", ".join(f"{name} {mean:.3f}" for name, mean in means.items())
-        for mode, means in evaluation.means.items()
-    ]
-    return f"held out ({prompts} prompts) after step {evaluation.step}: " + "; ".join(shown)
 
 
 def _every(step: int, every: int) -> bool:

@@ -13,6 +13,7 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts import by_host, devices_per_host
 from tpu_grpo.models import Checkpoint, check_mesh, check_sampler_mesh, sampler_sizes
+from tpu_grpo.models.experts import check_expert_tokens
 from tpu_grpo.rollout.replicas import cut
 from tpu_grpo.rollout.vocabulary import splits_vocabulary
 
@@ -66,6 +67,8 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
     cut(sampler_devices, tensor)
     check_mesh(checkpoint, fsdp, tp)
     check_sampler_mesh(checkpoint, tensor)
+    if trainer_devices[0].platform == "tpu":
+        check_expert_tokens(checkpoint, fsdp, config.context_tokens)
     splits_vocabulary(config.meshes.sampler.shard_vocab, checkpoint.hf_config["vocab_size"], tensor)
     trainer = Mesh(np.asarray(trainer_devices).reshape(fsdp, tp), ("fsdp", "tp"))
     return Meshes(trainer, tuple(sampler_devices), tensor)

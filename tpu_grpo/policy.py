@@ -13,7 +13,7 @@ from tpu_grpo.families import WeightRule
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import SampledTexts, frozen_leaves
 from tpu_grpo.rollout.replicas import Replicas
-from tpu_grpo.rollout.sampler import EVALUATION_SAMPLE, sampling_params
+from tpu_grpo.rollout.sampler import TEXTS_SAMPLE, sampling_params
 from tpu_grpo.types import Request, SampleKey, SyncResult
 from tpu_grpo.weights.copies import CopyCheck
 from tpu_grpo.weights.plan import named_leaves
@@ -108,9 +108,7 @@ class Policy:
         del config  # the run's settings hold
         encoded = [tuple(self._tokenizer.encode(prompt, add_special_tokens=False)) for prompt in prompts]
         sampling, seed = sampling_params(self._config), self._config.run.seed
-        requests = [
-            Request(ids, sampling, SampleKey(seed, 0, row, EVALUATION_SAMPLE + 1)) for row, ids in enumerate(encoded)
-        ]
+        requests = [Request(ids, sampling, SampleKey(seed, 0, row, TEXTS_SAMPLE)) for row, ids in enumerate(encoded)]
         completions = tuple(self.replicas.generate(requests))
         texts = tuple(self._tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions)
         return SampledTexts(tuple(encoded), completions, texts)

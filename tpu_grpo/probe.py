@@ -18,7 +18,7 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import WeightsError
 from tpu_grpo.learner import Learner
 from tpu_grpo.policy import Policy
-from tpu_grpo.rollout.sampler import EVALUATION_SAMPLE
+from tpu_grpo.rollout.sampler import PROBE_SAMPLE
 from tpu_grpo.types import Prompt, Request, SampleKey, SamplingParams
 
 PROBE_TOKENS = 16
@@ -71,7 +71,7 @@ class Probe:
         rollout, seed = self.config.rollout, self.config.run.seed
         sampling = SamplingParams(min(rollout.max_new_tokens, PROBE_TOKENS), rollout.temperature, ignore_stop=False)
         requests = [
-            Request(prompt.token_ids, sampling, SampleKey(seed, 0, row, EVALUATION_SAMPLE + 2))
+            Request(prompt.token_ids, sampling, SampleKey(seed, 0, row, PROBE_SAMPLE))
             for row, prompt in enumerate(self.prompts)
         ]
         completions = self.policy.replicas.generate(requests)

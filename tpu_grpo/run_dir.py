@@ -1,11 +1,18 @@
 """The directory a run leaves its files in: kept, continued, or moved aside, never overwritten."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.errors import ConfigError, DataError
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.metrics.jsonl import replace_text
 
 CONFIG_FILE = "config.yaml"
+DATA_FILE = "data.json"
+"""What the data was: its digest, prompts by source, how many were dropped."""
 LOGS = "logs"
 """Where every host keeps a log of its own."""
 ADAPTERS = "adapters"
@@ -31,6 +38,28 @@ def prepare_run_dir(config: RunConfig) -> Path | None:
     except OSError as error:
         raise ConfigError(f"run.dir must be a directory this process can write, got {directory}: {error}") from error
     return moved
+
+
+def continue_data(directory: Path, described: Mapping[str, Any], start: int, hosts: Hosts) -> None:
+    """Remember what the data is, or see that a run that continues has the data it began with.
+
+    The position in the data is the step, which means the same place only in the same prompts in the same order.
+    ``described`` holds their ``digest``; every host calls this, and host 0 reads and writes.
+
+    Raises:
+        DataError: for other data than before, on every host.
+    """
+    path = directory / DATA_FILE
+    before = path.read_bytes() if hosts.is_first and start and path.exists() else b""
+    before = hosts.broadcast("the data of the run", before)
+    if before and (was := json.loads(before)["digest"]) != described["digest"]:
+        raise DataError(
+            f"a run must go on with the prompts it began with, in order; by {path} their digest was {was[:9]}..., "
+            f"now it is {described['digest'][:9]}...: restore the data, data.*, run.seed and the tokenizer, or start "
+            f"over with checkpoint.resume=never, or remove {path} to read on in other data after step {start}"
+        )
+    if hosts.is_first and not before:
+        replace_text(path, json.dumps(described, indent=2, ensure_ascii=False) + "\n")
 
 
 def _used(directory: Path) -> bool:

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from tpu_grpo.errors import CheckpointError
-from tpu_grpo.learner.checkpoints import Checkpoints
+from tpu_grpo.learner.checkpoints import Checkpoints, read_policy
 from tpu_grpo.learner.digest import checksums, params_digest
 from tpu_grpo.learner.repairs import WholeArrayCheckpointManager
 
@@ -194,3 +194,44 @@ def test_digest_sees_values_names_and_shapes() -> None:
     ]
     assert len({one, *others}) == 5
     assert len(one) == 64
+
+
+# --- the best one ----------------------------------------------------------------------------------------------------
+
+
+def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    model, optimizer = make_pair()
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.restore(model, optimizer, resume="auto")
+    left = []
+    for step, best in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 5), (6, 5), (7, None)):
+        checkpoints.save(step, model, optimizer, best=best)
+        checkpoints._manager._checkpoint_manager.wait_until_finished()  # type: ignore[union-attr]
+        left.append(sorted(int(path.name) for path in tmp_path.iterdir()))
+    checkpoints.close()
+    assert left == [[1], [1, 2], [1, 2, 3], [1, 3, 4], [4, 5], [5, 6], [6, 7]]
+
+
+def test_a_policy_is_read_without_its_optimizer_and_nothing_is_touched(tmp_path: Path) -> None:
+    saved_run(tmp_path, 1, 2)
+    at_one, _ = make_pair()
+    take_step(at_one, _)
+    unfinished = tmp_path / "3.orbax-checkpoint-tmp-1"
+    unfinished.mkdir()
+    model, _ = make_pair(seed=1)
+    read_policy(tmp_path, 1, model)
+    assert checksums(nnx.state(model)) == checksums(nnx.state(at_one))
+    assert unfinished.exists()
+
+
+def test_a_policy_that_is_not_there_or_not_whole(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="found none; there are steps none"):
+        read_policy(tmp_path / "nosuch", 1, make_pair()[0])
+    saved_run(tmp_path, 1, 2)
+    with pytest.raises(CheckpointError, match=r"a checkpoint must be in .*/9, found none; there are steps \[1, 2\]"):
+        read_policy(tmp_path, 9, make_pair()[0])
+    with pytest.raises(CheckpointError, match="must hold this model, whole"):
+        read_policy(tmp_path, 1, make_pair(width=32)[0])
+    flip_bits("model_params/**/d/*")(tmp_path / "2")
+    with pytest.raises(CheckpointError, match="must hold"):
+        read_policy(tmp_path, 2, make_pair()[0])

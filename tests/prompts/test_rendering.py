@@ -1,5 +1,6 @@
 """Prompt texts and ids written out by hand, and every way a template or a record can be wrong."""
 
+import re
 from typing import Any
 
 import pytest
@@ -130,3 +131,67 @@ def test_the_limit_counts_prompts_that_fit(tokenizer: PreTrainedTokenizerFast):
     result = rendered(tokenizer, limit=2, max_prompt_tokens=4, too_long="drop")
     assert [p.text for p in result.prompts] == ["xxx", "xxxx"]
     assert [p.text for p in rendered(tokenizer, limit=9).prompts] == [r["question"] for r in LENGTHS]
+
+
+# --- conversations ---------------------------------------------------------------------------------------------------
+
+EXAMPLES = ({"question": "1+1=", "answer": 2}, {"question": "2+2=", "answer": 4})
+
+
+def test_examples_come_between_the_system_message_and_the_question(tokenizer: PreTrainedTokenizerFast):
+    prompt = render(tokenizer, system_prompt="Add.", examples=EXAMPLES, example_template="#### {answer}")
+    assert prompt.text == (
+        "<s>system:Add.</s><s>user:1+1=</s><s>assistant:#### 2</s><s>user:2+2=</s><s>assistant:#### 4</s>"
+        "<s>user:2+3=</s><s>assistant:"
+    )
+
+
+def test_examples_without_a_chat_template_are_blocks_of_text(tokenizer: PreTrainedTokenizerFast):
+    texts: dict[str, Any] = {"prompt_template": "Q: {question}\nA:", "example_template": " {answer}"}
+    prompt = render(tokenizer, chat_template=False, examples=EXAMPLES, **texts)
+    assert prompt.text == "Q: 1+1=\nA: 2\n\nQ: 2+2=\nA: 4\n\nQ: 2+3=\nA:"
+
+
+def test_an_example_that_lacks_a_column(tokenizer: PreTrainedTokenizerFast):
+    with pytest.raises(ConfigError, match="example_template uses the column 'answer', which data.examples.0 lacks"):
+        render(tokenizer, examples=({"question": "1+1="},))
+
+
+def test_messages_of_a_column_are_the_conversation(tokenizer: PreTrainedTokenizerFast):
+    turns = [("user", "Hi"), ("assistant", "Hello"), ("user", "2+3?")]
+    record = {"chat": [{"role": role, "content": text, "extra": 1} for role, text in turns]}
+    prompt = render(tokenizer, record, messages="chat", system_prompt="Add.")
+    assert prompt.text == "<s>system:Add.</s><s>user:Hi</s><s>assistant:Hello</s><s>user:2+3?</s><s>assistant:"
+
+
+@pytest.mark.parametrize(
+    ("messages", "error", "said"),
+    [
+        (None, ConfigError, "data.messages=chat must be a column, record 0 has question; correct it"),
+        ("Hi", DataError, "must hold messages {role, content}"),
+        ([], DataError, "must hold messages"),
+        ([{"role": "user", "content": 3}], DataError, "must hold messages"),
+        ([{"role": "tool", "content": "x"}], DataError, "with roles of system, user, assistant"),
+        ([{"role": "assistant", "content": "x"}], DataError, "the last the user's"),
+        ([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], DataError, "one system message"),
+    ],
+)
+def test_messages_that_do_not_fit(tokenizer: PreTrainedTokenizerFast, messages: Any, error: type[Exception], said: str):
+    record: dict[str, Any] = {"question": "x"} if messages is None else {"question": "x", "chat": messages}
+    with pytest.raises(error, match=re.escape(said)):
+        render(tokenizer, record, messages="chat", system_prompt="Add.")
+
+
+@pytest.mark.parametrize("name", ["enable_thinking", "thinking"])
+def test_the_thinking_switch(tokenizer: PreTrainedTokenizerFast, name: str):
+    tokenizer.chat_template = (
+        "{{ messages[0]['content'] }}{% if not " + name + " | default(true) %}<think></think>{% endif %}"
+    )
+    texts = [render(tokenizer, thinking=thinking).text for thinking in (None, True, False)]
+    assert texts == ["2+3=", "2+3=", "2+3=<think></think>"]
+
+
+def test_a_template_without_a_thinking_switch(tokenizer: PreTrainedTokenizerFast):
+    tokenizer.chat_template = "{{ messages[0]['content'] }} thinking {{ '<thinking>' }}"
+    with pytest.raises(ConfigError, match="data.thinking=false needs a chat template with a switch for it"):
+        render(tokenizer, thinking=False)

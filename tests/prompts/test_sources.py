@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from tpu_grpo.errors import DataError
-from tpu_grpo.prompts import read_records
+from tpu_grpo.prompts import Source, read_records
 from tpu_grpo.tasks import addition
 
 
 def test_one_record_per_line(tmp_path: Path):
     path = tmp_path / "data.jsonl"
     path.write_bytes('\ufeff{"q": "a\u2028b", "n": 1}\r\n{"n": null, "q": "é"}\n\n'.encode())
-    assert read_records(str(path)) == [{"q": "a\u2028b", "n": 1}, {"n": None, "q": "é"}]
+    assert read_records(Source(str(path))) == [{"q": "a\u2028b", "n": 1}, {"n": None, "q": "é"}]
 
 
 @pytest.mark.parametrize(
@@ -35,33 +35,35 @@ def test_a_line_that_does_not_fit_is_named(tmp_path: Path, text: str, message: s
     path = tmp_path / "data.jsonl"
     path.write_text(text)
     with pytest.raises(DataError, match=message):
-        read_records(str(path))
+        read_records(Source(str(path)))
 
 
 def test_files_that_cannot_be_read(tmp_path: Path):
     with pytest.raises(DataError, match=r"data file not found: .*missing\.jsonl .*correct it"):
-        read_records(str(tmp_path / "missing.jsonl"))
-    with pytest.raises(DataError, match=r"must be a \.jsonl file .*or builtin:addition, got .*data\.parquet"):
-        read_records(str(tmp_path / "data.parquet"))
+        read_records(Source(str(tmp_path / "missing.jsonl")))
+    with pytest.raises(
+        DataError, match=r"must be a \.jsonl, \.parquet, \.csv file, .*or builtin:addition, got .*data\.txt"
+    ):
+        read_records(Source(str(tmp_path / "data.txt")))
     (tmp_path / "latin.jsonl").write_bytes(b'{"q": "\xe9"}\n')
     with pytest.raises(DataError, match=r"latin\.jsonl must be readable UTF-8, got UnicodeDecodeError"):
-        read_records(str(tmp_path / "latin.jsonl"))
+        read_records(Source(str(tmp_path / "latin.jsonl")))
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(DataError, match=r"folder\.jsonl must be readable UTF-8, got IsADirectoryError"):
-        read_records(str(tmp_path / "folder.jsonl"))
+        read_records(Source(str(tmp_path / "folder.jsonl")))
     with pytest.raises(DataError, match="the only built-in data is builtin:addition, got 'builtin:sums'"):
-        read_records("builtin:sums")
+        read_records(Source("builtin:sums"))
 
 
 def test_builtin_training_problems_come_as_the_task_has_them():
-    records = read_records("builtin:addition")
+    records = read_records(Source("builtin:addition"))
     assert records == addition.problems("train")
     assert records[0].keys() == {"question", "answer"}
 
 
 def test_builtin_heldout_problems_are_mixed_so_that_the_first_few_are_like_the_rest():
-    records = read_records("builtin:addition", "heldout")
-    assert records == read_records("builtin:addition", "heldout")
+    records = read_records(Source("builtin:addition", use="heldout"))
+    assert records == read_records(Source("builtin:addition", use="heldout"))
     assert sorted(map(str, records)) == sorted(map(str, addition.problems("heldout")))
     pairs = [tuple(map(int, r["question"].rstrip("=").split("+"))) for r in records]
     carries = [addition.needs_carry(a, b) for a, b in pairs]

@@ -2,22 +2,25 @@
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.prompts.conftest import WriteJsonl
-from tpu_grpo.config import DataSection, EvaluationSection
+from tpu_grpo.config import DataSection, EvaluationSection, SourceSpec
 from tpu_grpo.errors import DataError
-from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts
+from tpu_grpo.prompts import Part, PromptStream, open_evaluation_prompts, open_prompts
 from tpu_grpo.prompts.rendering import RenderedPrompts
 from tpu_grpo.types import Prompt
 
 
 def stream(count: int, per_step: int, seed: int = 0, shuffle: bool = True) -> PromptStream:
     prompts = tuple(Prompt(text=str(i), token_ids=(i + 1,), columns={"n": i}) for i in range(count))
-    return PromptStream(RenderedPrompts(prompts, dropped=0), prompts_per_step=per_step, seed=seed, shuffle=shuffle)
+    return PromptStream(
+        [Part("data", RenderedPrompts(prompts, dropped=0))], prompts_per_step=per_step, seed=seed, shuffle=shuffle
+    )
 
 
 def evaluation(**settings: Any) -> EvaluationSection:
@@ -129,3 +132,134 @@ def test_evaluation_of_the_builtin_task_holds_nothing_it_trains_on(tokenizer: Pr
 def test_importing_prompts_does_not_import_jax():
     code = "import sys, tpu_grpo.prompts; assert not {'jax', 'grain', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- sorted, and mixed -----------------------------------------------------------------------------------------------
+
+
+def sorted_stream(levels: Sequence[Any], seed: int = 0, shuffle: bool = True, per_step: int = 1) -> PromptStream:
+    prompts = tuple(Prompt(str(i), (i + 1,), {"n": i, "level": level}) for i, level in enumerate(levels))
+    parts = [Part("data", RenderedPrompts(prompts, dropped=0))]
+    return PromptStream(parts, prompts_per_step=per_step, seed=seed, shuffle=shuffle, curriculum="level")
+
+
+def test_a_curriculum_goes_from_the_smallest_to_the_largest_in_every_epoch():
+    levels = [3, 1, 2, 1, 3, 2, 1, 2, 3] * 20
+    of = sorted_stream(levels, per_step=7)
+    flat = numbers(of, range(1 + 3 * len(levels) // 7))
+    epochs = [tuple(flat[start : start + len(levels)]) for start in (0, len(levels), 2 * len(levels))]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(len(levels)))
+        assert [levels[n] for n in epoch] == sorted(levels)
+    assert len(set(epochs)) == 3  # equal values in an order of each epoch's own
+    assert numbers(sorted_stream(levels, seed=1), range(180)) != numbers(sorted_stream(levels), range(180))
+
+
+def test_a_curriculum_without_shuffling_keeps_the_order_of_equal_values():
+    assert numbers(sorted_stream([2, 1, 2, 1], shuffle=False), range(8)) == [1, 3, 0, 2, 1, 3, 0, 2]
+
+
+def test_texts_that_are_numbers_are_sorted_as_numbers_and_others_as_texts():
+    assert numbers(sorted_stream(["10", "9", "9.5"]), range(3)) == [1, 2, 0]
+    assert numbers(sorted_stream(["10", "9", "b"]), range(3)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("levels", "said"),
+    [([1, None], "a value in every record, prompt 1 "), ([1, "b"], "'<' not supported"), ([[1], [2]], "unhashable")],
+)
+def test_a_curriculum_that_cannot_be_sorted(levels: list[Any], said: str):
+    with pytest.raises(DataError, match=said):
+        sorted_stream(levels)
+
+
+def mixed(weights: Sequence[float], sizes: Sequence[int], per_step: int = 1, **settings: Any) -> PromptStream:
+    parts = []
+    for name, (weight, size) in zip("xyz", zip(weights, sizes, strict=True), strict=False):
+        prompts = tuple(Prompt(f"{name}{i}", (i + 1,), {"source": name, "n": i, "level": -i}) for i in range(size))
+        parts.append(Part(name, RenderedPrompts(prompts, dropped=1), weight))
+    return PromptStream(parts, prompts_per_step=per_step, **{"seed": 0, "shuffle": True, **settings})
+
+
+def test_a_mixture_gives_every_source_its_share_at_any_time():
+    of = mixed([0.5, 0.3, 0.2], [500, 700, 300], per_step=10)
+    taken = [p.columns["source"] for step in range(1, 101) for p in of.batch(step).prompts]
+    for n in (1, 7, 10, 99, 100, 500, 1000):
+        for name, share in (("x", 0.5), ("y", 0.3), ("z", 0.2)):
+            assert abs(taken[:n].count(name) - share * n) < 1
+    assert (of.len_epoch, of.dropped) == (1500, 3)
+
+
+def test_sources_of_a_mixture_go_through_epochs_of_their_own():
+    of = mixed([2, 1], [300, 100], per_step=9)
+    taken = [p for step in range(1, 201) for p in of.batch(step).prompts]
+    for name, size in (("x", 300), ("y", 100)):
+        own = [p.columns["n"] for p in taken if p.columns["source"] == name]
+        for start in range(0, len(own) - size + 1, size):
+            assert sorted(own[start : start + size]) == list(range(size))
+    orders = [[p.columns["n"] for p in taken if p.columns["source"] == name][:100] for name in "xy"]
+    assert orders[0] != orders[1]
+
+
+def test_a_mixture_of_equal_sources_shuffles_them_differently():
+    taken = [p.columns["n"] for step in range(1, 201) for p in mixed([1, 1], [100, 100]).batch(step).prompts]
+    assert taken[0::2] != taken[1::2]
+
+
+@pytest.mark.parametrize("curriculum", [None, "level"])
+def test_a_mixture_can_be_asked_for_any_step(curriculum: str | None):
+    one, other = (mixed([2, 1], [70, 30], per_step=4, curriculum=curriculum) for _ in range(2))
+    in_order = [one.batch(step) for step in range(1, 80)]
+    assert [other.batch(step) for step in reversed(range(1, 80))][::-1] == in_order
+    assert len(one.batch(10**9).prompts) == 4
+    if curriculum:
+        first = [p.columns["n"] for b in in_order for p in b.prompts if p.columns["source"] == "y"][:30]
+        assert first == list(range(29, -1, -1))  # level is -n
+
+
+def test_the_digest_is_of_everything_that_decides_the_order():
+    settings = [
+        {}, {"seed": 1}, {"shuffle": False}, {"per_step": 2}, {"curriculum": "level"},
+        {"weights": [1, 2]}, {"sizes": [70, 31]},
+    ]  # fmt: skip
+    digests = [mixed(**{"weights": [2, 1], "sizes": [70, 30], **changed}).digest for changed in settings]
+    assert len(set(digests)) == len(digests)
+    assert mixed([2, 1], [70, 30]).digest == digests[0]
+
+
+def test_opening_a_mixture(tokenizer: PreTrainedTokenizerFast, write_jsonl: WriteJsonl):
+    first = write_jsonl([{"question": "a" * n, "answer": str(n)} for n in (1, 2, 40)])
+    second = write_jsonl([{"problem": "b", "test": "t"}])
+    sources = (
+        SourceSpec(path=first, weight=3, name="plain"),
+        SourceSpec(path=second, columns={"question": "problem"}, prompt_template="[{question}]"),
+    )
+    data = DataSection(
+        sources=sources, chat_template=False, max_prompt_tokens=9, too_long="drop", prompts_per_step=4, shuffle=False
+    )
+    opened = open_prompts(data, seed=5, tokenizer=tokenizer)
+    assert opened.columns == ("question", "answer", "test", "source")
+    assert opened.describe()["sources"] == [
+        {"name": "plain", "weight": 3.0, "prompts": 2, "dropped": 1},
+        {"name": "source1", "weight": 1.0, "prompts": 1, "dropped": 0},
+    ]
+    prompts = {p.text: dict(p.columns) for p in opened.batch(1).prompts}
+    assert prompts == {
+        "a": {"question": "a", "answer": "1", "test": None, "source": "plain"},
+        "aa": {"question": "aa", "answer": "2", "test": None, "source": "plain"},
+        "[b]": {"question": "b", "answer": None, "test": "t", "source": "source1"},
+    }
+
+
+def test_a_mixture_names_its_sources_itself(tokenizer: PreTrainedTokenizerFast, write_jsonl: WriteJsonl):
+    path = write_jsonl([{"question": "a", "source": "web"}])
+    with pytest.raises(DataError, match=r"one has such a column already; rename it, e\.g\. columns: {origin: source}"):
+        open_prompts(DataSection(sources=(SourceSpec(path=path),)), 0, tokenizer)
+
+
+def test_an_evaluation_may_have_a_template_of_its_own(tokenizer: PreTrainedTokenizerFast, write_jsonl: WriteJsonl):
+    path = write_jsonl([{"problem": "x"}])
+    section = evaluation(path=path, prompt_template="({question})", columns={"question": "problem"})
+    prompts = open_evaluation_prompts(section, DataSection(path="train.jsonl", chat_template=False), tokenizer)
+    assert prompts is not None
+    assert [(p.text, p.columns) for p in prompts] == [("(x)", {"question": "x"})]

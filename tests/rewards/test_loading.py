@@ -11,7 +11,7 @@ import pytest
 from tests.rewards.conftest import MakeFile
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.errors import RewardError
-from tpu_grpo.rewards import SHIPPED, LoadedReward, finding, load_reward, open_rewards
+from tpu_grpo.rewards import SHIPPED, LoadedReward, finding, load_reward, open_rewards, repeats_itself
 from tpu_grpo.rewards.answers import Batch
 from tpu_grpo.rewards.calling import Caller
 
@@ -286,3 +286,18 @@ def test_two_rewards_cannot_share_a_name(reward_file: MakeFile):
 def test_importing_rewards_does_not_import_jax():
     code = "import sys, tpu_grpo.rewards; assert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "deterministic", "repeats"),
+    [
+        ("gsm8k", None, True),
+        ("judge", None, False),
+        ("judge", True, True),
+        ("gsm8k", False, False),
+        ("my_rewards.py:short", None, True),
+        ("my_rewards.py:asks_a_model", False, False),
+    ],
+)
+def test_which_rewards_hosts_compare(name: str, deterministic: bool | None, repeats: bool) -> None:
+    assert repeats_itself(RewardSpec(name=name, deterministic=deterministic)) is repeats

@@ -82,7 +82,8 @@ def test_trainer_and_sampler_on_devices_of_their_own(
 def test_in_step_when_the_cache_is_so_small_that_prefixes_are_evicted_and_requests_put_back(
     files: Path, tmp_path: Path, one_process: tuple[list[str], str], tensor: int
 ) -> None:
-    rollout = {"kv_tokens": 44, "max_new_tokens": 6, "prefill_tokens": 16, "batch_paddings": [16]}
+    cache = {4: 44, 2: 28}[tensor]  # two replicas have half as many requests each
+    rollout = {"kv_tokens": cache, "max_new_tokens": 6, "prefill_tokens": 16, "batch_paddings": [16]}
     tree = settings(tmp_path, meshes=mesh(4, 1, tensor), rollout=rollout)
     ended = run_hosts(2, 2, files, tree, "hosts.check=step", fault="pressure")
     assert ended.code == 0, ended.errors

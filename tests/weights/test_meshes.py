@@ -7,11 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.families.layouts import WeightRule, flatten, flatten_kv, same, transpose
+from tpu_grpo.hosts import by_host
 from tpu_grpo.weights.plan import group_moves
 from tpu_grpo.weights.sync import WeightSync
 
@@ -88,10 +90,12 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "fsdp", "tp", "tensor", "kv_heads"), PAIRS)
-def test_a_round_trip_is_bit_equal(layout: str, fsdp: int, tp: int, tensor: int, kv_heads: int) -> None:
-    devices = jax.devices()
-    own, theirs = (devices, devices) if layout == "shared" else (devices[:2], devices[2:])
+def check_round_trip(layout: str, fsdp: int, tp: int, tensor: int, kv_heads: int) -> None:
+    """On the devices of all processes; in layout split, each process has both of the trainer's and of the sampler's."""
+    devices = by_host(jax.devices())
+    here = len(jax.local_devices())
+    halves = [[d for n, d in enumerate(devices) if (n % here < here // 2) == first] for first in (True, False)]
+    own, theirs = (devices, devices) if layout == "shared" else halves
     source = trainer_leaves(own, fsdp, tp, kv_heads)
     target = sampler_specs(theirs, tensor, kv_heads)
     weights, result = WeightSync(RULES, source, target)(source)
@@ -99,10 +103,20 @@ def test_a_round_trip_is_bit_equal(layout: str, fsdp: int, tp: int, tensor: int,
     for name, array in weights.items():
         assert (array.shape, array.sharding) == (target[name].shape, target[name].sharding)
         assert array.sharding.device_set == set(theirs)
-        np.testing.assert_array_equal(back(name, np.asarray(array), kv_heads), np.asarray(source[name]))
+        np.testing.assert_array_equal(back(name, whole(array), kv_heads), whole(source[name]))
     shared = {name for name in source if layout == "shared" and name.endswith("norm")}
     shared |= {"embed"} if (layout, tp, tensor, fsdp) == ("shared", 4, 4, 1) else set()
     assert result.bytes_moved == sum(spec.size * 4 for name, spec in target.items() if name not in shared)
+
+
+def whole(array: jax.Array) -> np.ndarray:
+    """Of the shards of all processes."""
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+@pytest.mark.parametrize(("layout", "fsdp", "tp", "tensor", "kv_heads"), PAIRS)
+def test_a_round_trip_is_bit_equal(layout: str, fsdp: int, tp: int, tensor: int, kv_heads: int) -> None:
+    check_round_trip(layout, fsdp, tp, tensor, kv_heads)
 
 
 @pytest.mark.parametrize("layout", ["shared", "split"])

@@ -4,6 +4,7 @@
 
     sections.py   the settings themselves: read this
     places.py     those of devices and processes; rewards.py: those of a reward
+    data.py       those of data and of evaluation
     training.py   those of what is trained; layers.py: ranges of layers
     rules.py      what must hold between settings of different sections
     loading.py    YAML and overrides -> RunConfig, with errors people can act on
@@ -13,6 +14,16 @@
 Imports nothing heavy, so that ``--help`` and a typing error cost nothing.
 """
 
+from tpu_grpo.config.data import (
+    BUILTIN,
+    BUILTIN_TASK,
+    GYM,
+    HUB,
+    DataSection,
+    EvaluationSection,
+    ReadingSection,
+    SourceSpec,
+)
 from tpu_grpo.config.layers import parse_layers
 from tpu_grpo.config.listing import settings
 from tpu_grpo.config.loading import load_config, parse_config
@@ -21,11 +32,8 @@ from tpu_grpo.config.rewards import RewardSpec, check_rewards
 from tpu_grpo.config.rules import CACHE_MARGIN_TOKENS
 from tpu_grpo.config.section import Section
 from tpu_grpo.config.sections import (
-    BUILTIN,
     AlgorithmSection,
     CheckpointSection,
-    DataSection,
-    EvaluationSection,
     LoggingSection,
     ModelSection,
     OptimizerSection,
@@ -37,7 +45,10 @@ from tpu_grpo.config.training import LoraSection
 
 __all__ = [
     "BUILTIN",
+    "BUILTIN_TASK",
     "CACHE_MARGIN_TOKENS",
+    "GYM",
+    "HUB",
     "AlgorithmSection",
     "CheckpointSection",
     "DataSection",
@@ -48,11 +59,13 @@ __all__ = [
     "MeshesSection",
     "ModelSection",
     "OptimizerSection",
+    "ReadingSection",
     "RewardSpec",
     "RolloutSection",
     "RunConfig",
     "RunSection",
     "Section",
+    "SourceSpec",
     "check_rewards",
     "load_config",
     "parse_config",

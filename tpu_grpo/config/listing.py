@@ -22,12 +22,22 @@ def _settings_of(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, s
         kind = info.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
             yield from _settings_of(kind, f"{prefix}{name}.")
-        elif name == "rewards":
-            yield "rewards", "list", str([r.name for r in info.default]), info.description or ""
-            yield from _settings_of(RewardSpec, "rewards[i].")
+        elif entry := _entry_of(kind):
+            default = "unset" if info.default is None else str([e.name for e in info.default])
+            yield prefix + name, "list", default, info.description or ""
+            if entry is not RewardSpec or not prefix:  # described once
+                yield from _settings_of(entry, f"{prefix}{name}[i].")
         else:
             default = "required" if info.is_required() else _yaml_scalar(info.get_default())
             yield prefix + name, _type_name(kind), default, " ".join((info.description or "").split())
+
+
+def _entry_of(kind: Any) -> type[Section] | None:
+    """The section that a list holds: of tuple[RewardSpec, ...], or that or unset, RewardSpec."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return next(filter(None, map(_entry_of, get_args(kind))), None)
+    inside = get_args(kind)[0] if get_origin(kind) is tuple else None
+    return inside if isinstance(inside, type) and issubclass(inside, Section) else None
 
 
 def _type_name(kind: Any) -> str:

@@ -39,8 +39,9 @@ class RewardSpec(Section):
     """Calls after which a worker process is replaced by a fresh one."""
     memory_gb: float = Field(default=8.0, gt=0.0)
     """Memory a worker process may allocate."""
-    deterministic: bool = True
-    """The same text always gets the same value: hosts compare it on one group a step. false for a judge, say."""
+    deterministic: bool | None = None
+    """The same text always gets the same value: hosts compare it on one group a step. When unset true, but false for
+    the shipped judge; set it to false for a reward of your own that asks a model, or draws."""
 
     @field_validator("weight")
     @classmethod

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from tpu_grpo.config.data import BUILTIN_TASK, ReadingSection
 from tpu_grpo.config.rewards import check_rewards
 
 if TYPE_CHECKING:
@@ -94,6 +95,46 @@ def _trained_once(config: "RunConfig") -> None:
             raise ValueError(f"model.lora.{name}={value} needs model.lora.rank, got none; set it, e.g. to 16")
 
 
+def _one_kind_of_source(config: "RunConfig") -> None:
+    data = config.data
+    if not data.sources:
+        return
+    if data.path != BUILTIN_TASK:
+        raise ValueError(
+            f"data.path={data.path} and data.sources exclude each other; make it one of the sources, {{path: ...}}"
+        )
+    for name in ReadingSection.model_fields:
+        if value := getattr(data, name):
+            raise ValueError(
+                f"data.{name} must be set for each of data.sources, got {value} beside them; move it there"
+            )
+    names = [source.name for source in data.sources if source.name is not None]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"data.sources must have names of their own, got {twice} twice; rename one")
+
+
+def _evaluation_tells_something(config: "RunConfig") -> None:
+    section = config.evaluation
+    if section.k is not None and (above := [k for k in section.k if k > section.samples]):
+        raise ValueError(
+            f"evaluation.k must be at most evaluation.samples={section.samples}, got {above}; take more samples, or "
+            "drop them"
+        )
+    if section.rewards is not None:
+        if not section.rewards:
+            raise ValueError("evaluation.rewards must name at least one reward, got none; leave it unset for the run's")
+        check_rewards(section.rewards)
+    rewards = [spec.shown for spec in (config.rewards if section.rewards is None else section.rewards)]
+    modes = ["greedy", "sampled", *(f"{name}@{k}" for k in section.every_k for name in ("pass", "maj"))]
+    if section.best is not None:
+        mode, _, reward = section.best.partition("/")
+        if mode not in modes or reward not in rewards:
+            raise ValueError(
+                f"evaluation.best must be MODE/REWARD with a mode of {modes} and a reward of {rewards}, got "
+                f"{section.best!r}"
+            )
+
+
 RULES = (
     _micro_batches_divide,
     _rewards_fit_together,
@@ -104,4 +145,6 @@ RULES = (
     _groups_vary,
     _hosts_described,
     _trained_once,
+    _one_kind_of_source,
+    _evaluation_tells_something,
 )

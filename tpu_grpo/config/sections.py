@@ -7,13 +7,12 @@ import yaml
 from pydantic import Field, field_validator, model_validator
 
 from tpu_grpo.config import rules
+from tpu_grpo.config.data import DataSection, EvaluationSection
 from tpu_grpo.config.dialect import Dumper
 from tpu_grpo.config.places import HostsSection, MeshesSection
 from tpu_grpo.config.rewards import RewardSpec
 from tpu_grpo.config.section import PositiveInt, Section
 from tpu_grpo.config.training import LayerRanges, LoraSection
-
-BUILTIN = "builtin:"
 
 
 class RunSection(Section):
@@ -44,27 +43,6 @@ class ModelSection(Section):
     """Layers that are trained, e.g. 20-31; embeddings, the last norm and the head are not trained then. All parameters
     are when unset."""
     lora: LoraSection = LoraSection()
-
-
-class DataSection(Section):
-    """Where prompts come from and how they are written."""
-
-    path: str = "builtin:addition"
-    """A .jsonl file, or builtin:addition (two-digit sums, endless)."""
-    prompt_template: str = "{question}"
-    """Python format string over the record's columns that gives the user's message."""
-    system_prompt: str = ""
-    """A system message before it; none when empty."""
-    chat_template: bool = True
-    """Render the messages through the tokenizer's chat template; otherwise the user's message alone is the prompt."""
-    prompts_per_step: PositiveInt = 8
-    """P: prompts of one step; each is sampled algorithm.group_size times."""
-    max_prompt_tokens: PositiveInt = 512
-    """Longest prompt in tokens; the trainer pads prompts to it."""
-    too_long: Literal["error", "drop"] = "error"
-    """What to do with a longer prompt; dropped ones are counted and reported."""
-    shuffle: bool = True
-    """Shuffle every epoch, by run.seed."""
 
 
 class RolloutSection(Section):
@@ -170,20 +148,11 @@ class CheckpointSection(Section):
     """Save after every this many steps, and at the end; 0 saves at the end only."""
     keep: PositiveInt = 2
     """Newest checkpoints kept."""
+    keep_best: bool = True
+    """Also save after an evaluation that is the best so far (evaluation.best), and keep that checkpoint."""
     resume: Literal["auto", "never", "require"] = "auto"
     """auto: continue from the newest checkpoint in run.dir if there is one; never: start anew (files of an earlier run
     are moved aside, not deleted); require: fail without a checkpoint."""
-
-
-class EvaluationSection(Section):
-    """Accuracy on prompts that are not trained on."""
-
-    path: str | None = None
-    """A .jsonl file like data.path; the built-in task brings its own held-out problems; none when unset."""
-    every: int = Field(default=0, ge=0)
-    """Evaluate after every this many steps; 0 only before the first and after the last."""
-    prompts: PositiveInt = 256
-    """Prompts per evaluation, each answered once greedily and once sampled at rollout.temperature."""
 
 
 class LoggingSection(Section):
@@ -234,6 +203,13 @@ class RunConfig(Section):
     def context_tokens(self) -> int:
         """Longest sequence: prompt and completion."""
         return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def data_paths(self) -> dict[str, str]:
+        """Every source that prompts are read from, by its setting: data.path, data.sources.0.path, evaluation.path."""
+        sources = {f"data.sources.{index}.path": source.path for index, source in enumerate(self.data.sources)}
+        held_out = {} if self.evaluation.path is None else {"evaluation.path": self.evaluation.path}
+        return (sources or {"data.path": self.data.path}) | held_out
 
     def to_yaml(self) -> str:
         """The resolved config, every setting written out."""

@@ -1,6 +1,7 @@
 """Advantages and policy updates: Tunix's GRPO learner behind `Learner`. The only room that imports ``tunix.rl``."""
 
 from tpu_grpo.learner.adapter import SampledTexts, SamplingEngine
+from tpu_grpo.learner.checkpoints import read_policy
 from tpu_grpo.learner.learner import Learner
 from tpu_grpo.learner.programs import LearnerPrograms
 from tpu_grpo.learner.trained import freeze_untrained, frozen_leaves, parameters
@@ -13,4 +14,5 @@ __all__ = [
     "freeze_untrained",
     "frozen_leaves",
     "parameters",
+    "read_policy",
 ]

@@ -12,11 +12,14 @@ Orbax stores no checksum of its own: a file with bytes changed in place may be r
 checkpoint without its optimizer is restored by Tunix as if that were meant. Both are found here.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import orbax.checkpoint as ocp
 from flax import nnx
+from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from tpu_grpo.errors import CheckpointError
 from tpu_grpo.learner.digest import checksums
@@ -25,6 +28,19 @@ from tpu_grpo.learner.trained import has_adapters
 
 Resume = Literal["auto", "never", "require"]
 _ITEMS = ("model_params", "optimizer_state")
+
+
+@dataclass
+class NewestAndBest(PreservationPolicy):
+    """Which checkpoints Orbax leaves: the ``count`` newest, and one that is the best."""
+
+    count: int
+    best: int | None = None
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """One answer per checkpoint, which come by step."""
+        newest = {checkpoint.step for checkpoint in checkpoints[-self.count :]}
+        return [checkpoint.step in newest or checkpoint.step == self.best for checkpoint in checkpoints]
 
 
 class Checkpoints:
@@ -38,7 +54,8 @@ class Checkpoints:
 
     def __init__(self, directory: Path, *, keep: int):
         self._directory = directory.absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
+        self._kept = NewestAndBest(keep)
+        options = ocp.CheckpointManagerOptions(preservation_policy=self._kept, cleanup_tmp_directories=True)
         self._manager = WholeArrayCheckpointManager(str(self._directory), options)
 
     def restore(self, model: nnx.Module, optimizer: nnx.Optimizer, *, resume: Resume) -> int:
@@ -64,8 +81,12 @@ class Checkpoints:
         self._read(step, model, optimizer)
         return step
 
-    def save(self, step: int, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
-        """Start saving; returns when the values are copied and may change. A step that is saved is left alone."""
+    def save(self, step: int, model: nnx.Module, optimizer: nnx.Optimizer, *, best: int | None = None) -> None:
+        """Start saving; returns when the values are copied and may change. A step that is saved is left alone.
+
+        Of the others the newest stay, and the step ``best``.
+        """
+        self._kept.best = best
         if step != self._manager.latest_step():
             metadata = {"global_step": step, "checksums": _checksums(model, optimizer)}
             self._manager.save(step, model, optimizer, has_adapters(model), force=True, custom_metadata=metadata)
@@ -95,6 +116,36 @@ class Checkpoints:
         )
 
 
-def _checksums(model: nnx.Module, optimizer: nnx.Optimizer) -> dict[str, Any]:
-    parts = {"model": nnx.state(model), "optimizer": nnx.state(optimizer, nnx.optimizer.OptState)}
+def read_policy(directory: Path, step: int, model: nnx.Module) -> None:
+    """Load the policy of one checkpoint into a model, without its optimizer; the run that saves there may go on.
+
+    Raises:
+        CheckpointError: for one that is not there, is damaged, or is of another model.
+    """
+    path = directory.absolute() / str(step)
+    if not (path / _ITEMS[0]).is_dir():
+        found = sorted(int(p.name) for p in directory.glob("*") if p.name.isdigit()) if directory.is_dir() else []
+        raise CheckpointError(f"a checkpoint must be in {path}, found none; there are steps {found or 'none'}")
+    manager = WholeArrayCheckpointManager(str(directory.absolute()), ocp.CheckpointManagerOptions(read_only=True))
+    try:
+        _, metadata = manager.maybe_restore(model, None, step, has_adapters(model))
+    except Exception as error:  # Orbax raises many types, and for a truncated array the bare Exception
+        raise CheckpointError(
+            f"checkpoint {path} must hold this model, whole, but could not be read ({type(error).__name__}: "
+            f"{str(error).strip()[:300]}); use the config of the run that saved it"
+        ) from error
+    finally:
+        manager.close()
+    saved: dict[str, int] = metadata.get("checksums") or {}
+    if wrong := [name for name, value in _checksums(model).items() if saved.get(name) != value]:
+        raise CheckpointError(
+            f"checkpoint {path} must hold what was saved, but {len(wrong)} arrays do not, the first {wrong[0]}; take "
+            "another step, or the config of the run that saved it"
+        )
+
+
+def _checksums(model: nnx.Module, optimizer: nnx.Optimizer | None = None) -> dict[str, Any]:
+    parts = {"model": nnx.state(model)}
+    if optimizer is not None:
+        parts["optimizer"] = nnx.state(optimizer, nnx.optimizer.OptState)
     return {f"{part}.{name}": value for part, state in parts.items() for name, value in checksums(state).items()}

@@ -130,9 +130,9 @@ class Learner:
         """sha256 of all parameters; see `digest.params_digest`."""
         return params_digest(self.params())
 
-    def save(self, step: int) -> None:
-        """Save policy and optimizer as step ``step``, in the background."""
-        self._checkpoints.save(step, self._trainer.model, self._trainer.optimizer)
+    def save(self, step: int, *, best: int | None = None) -> None:
+        """Save policy and optimizer as step ``step``, in the background; ``best`` is a step that is kept."""
+        self._checkpoints.save(step, self._trainer.model, self._trainer.optimizer, best=best)
 
     def close(self) -> None:
         """Wait until every checkpoint is complete."""

@@ -5,15 +5,17 @@ programs.lower_update().compile().memory_analysis()
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.learner.adapter import RolloutAdapter
+from tpu_grpo.learner.adapter import RolloutAdapter, SampledTexts
 from tpu_grpo.learner.building import build_grpo, micro_rows
 from tpu_grpo.learner.grpo import TrainExample
 from tpu_grpo.learner.repairs import Cluster, replaced
@@ -41,6 +43,16 @@ class _DescribedCluster(Cluster):
         return model_or_path
 
 
+class _NoEngine:
+    """Stands where a run has its engine: lowering a program samples nothing and installs nothing."""
+
+    def generate_texts(self, prompts: Sequence[str], config: RolloutConfig) -> SampledTexts:
+        raise NotImplementedError("a learner without values samples nothing")
+
+    def install(self, params: nnx.State) -> object:
+        raise NotImplementedError("a learner without values has none to install")
+
+
 class LearnerPrograms:
     """What `Learner` would run, for the same arguments but an engine."""
 
@@ -57,7 +69,7 @@ class LearnerPrograms:
     ):
         self._config = config
         self._mesh = mesh
-        adapter = functools.partial(RolloutAdapter, engine=None, pad_id=pad_id, eos_id=eos_id)
+        adapter = functools.partial(RolloutAdapter, engine=_NoEngine(), pad_id=pad_id, eos_id=eos_id)
         self._grpo = build_grpo(
             config,
             _DescribedCluster,

@@ -71,9 +71,14 @@ def keep_records(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a UTF-8 file as a whole or not at all: a reader sees the old one or the new one."""
+    replace_bytes(path, text.encode("utf-8", errors="backslashreplace"))
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    """Write a file as a whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
-        file.write(text.encode("utf-8", errors="backslashreplace"))
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -21,6 +21,8 @@ COLOURS = ("#3b82c4", "#e07b39", "#2fa37a", "#b05fb8", "#c9a227", "#d1495b", "#6
 INK = "#010203"
 """Stands for the page's text colour while matplotlib draws."""
 FIGURE_INCHES = (6.4, 3.3)
+EVALUATION_LENGTHS = ("evaluation/tokens/", "evaluation/truncated/")
+"""Of evaluations, but not between 0 and 1 as rewards mostly are, or not better when higher."""
 MARKED_STEPS = 20
 """Up to this many steps, points are marked: a line through two of them says little."""
 
@@ -157,7 +159,7 @@ def _is_reward_part(name: str) -> bool:
 
 
 def _is_evaluation(name: str) -> bool:
-    return name.startswith("evaluation/")
+    return name.startswith("evaluation/") and not name.startswith(EVALUATION_LENGTHS)
 
 
 _SPECS = (

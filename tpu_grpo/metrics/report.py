@@ -126,7 +126,7 @@ def _evaluation_figures(evaluations: Lines) -> list[tuple[str, str, str]]:
     if not evaluations:
         return []
     first, last = evaluations[0], evaluations[-1]
-    names = [name for name in last if name != "step" and name in first]
+    names = [name for name in last if name.startswith("evaluation/") and name in first]
     return [
         (name.removeprefix("evaluation/").replace("/", " ").replace("_", " "), f"{first[name]:.3f} → {last[name]:.3f}",
          "held out")

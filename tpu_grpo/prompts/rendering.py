@@ -7,19 +7,20 @@ without it the user's message is the text and the tokenizer adds its own (a BOS,
 """
 
 import re
-import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.config import DataSection
 from tpu_grpo.errors import ConfigError, DataError
+from tpu_grpo.prompts.messages import Conversation, Message, Record
 from tpu_grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-Record = Mapping[str, Any]
+THINKING = ("enable_thinking", "thinking")
+"""What chat templates call their thinking switch: Qwen3's and most; DeepSeek's and Granite's."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class RenderedPrompts:
 
 
 class PromptRenderer:
-    """Renders records by data.prompt_template, data.system_prompt and data.chat_template.
+    """Renders records by the data section: templates, system prompt, examples, chat template.
 
     Raises:
         ConfigError: for a template that is malformed, or settings this tokenizer cannot follow.
@@ -40,17 +41,19 @@ class PromptRenderer:
     def __init__(self, data: DataSection, tokenizer: "PreTrainedTokenizerFast"):
         self._data = data
         self._tokenizer = tokenizer
-        self._fields = _template_fields(data.prompt_template)
+        self._conversation = Conversation(data)
         if data.chat_template and not tokenizer.chat_template:
             raise ConfigError(
                 "data.chat_template=true needs a tokenizer with a chat template, this one has none; set "
                 "data.chat_template=false, or use the instruction-tuned model's tokenizer"
             )
-        if data.system_prompt and not data.chat_template:
-            raise ConfigError(
-                f"data.system_prompt needs data.chat_template=true, got {data.system_prompt!r} with false; write it "
-                "into data.prompt_template"
-            )
+        for name in ("system_prompt", "messages"):
+            if (value := getattr(data, name)) and not data.chat_template:
+                raise ConfigError(
+                    f"data.{name} needs data.chat_template=true, got {value!r} with false; write it into "
+                    "data.prompt_template"
+                )
+        self._switches = _switches(data, tokenizer)
 
     def render(self, record: Record, where: str) -> Prompt:
         """The record's prompt; ``where`` names the record in errors.
@@ -59,11 +62,11 @@ class PromptRenderer:
             ConfigError: for a template field that is not a column, or a format that does not suit its value.
             DataError: for a null field, an empty prompt, or one that holds the tokenizer's pad token.
         """
-        message = self._message(record, where)
-        text = self._chat(message) if self._data.chat_template else message
+        messages = self._conversation.about(record, where)
+        text = self._chat(messages) if self._data.chat_template else plain(messages)
         token_ids = self._tokenizer.encode(text, add_special_tokens=not self._data.chat_template)
-        if not message.strip() or not token_ids:
-            raise DataError(f"a prompt must not be empty, got {message!r} from {where}; remove or fill the record")
+        if not (asked := messages[-1]["content"]).strip() or not token_ids:
+            raise DataError(f"a prompt must not be empty, got {asked!r} from {where}; remove or fill the record")
         pad = self._tokenizer.pad_token_id
         if pad is not None and pad in token_ids:
             raise DataError(
@@ -73,31 +76,13 @@ class PromptRenderer:
             )
         return Prompt(text=text, token_ids=tuple(token_ids), columns=record)
 
-    def _message(self, record: Record, where: str) -> str:
-        for name in self._fields:
-            if name not in record:
-                raise ConfigError(
-                    f"data.prompt_template uses the column {name!r}, which {where} lacks; available: "
-                    f"{', '.join(record)}"
-                )
-            if record[name] is None:
-                raise DataError(f"the column {name!r} of data.prompt_template must have a value, got null in {where}")
-        try:
-            return self._data.prompt_template.format_map(record)
-        except (LookupError, AttributeError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"data.prompt_template {self._data.prompt_template!r} must suit the columns, on {where} it fails with "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
-    def _chat(self, message: str) -> str:
+    def _chat(self, messages: list[Message]) -> str:
         from jinja2 import TemplateError  # what chat templates are written in; transformers imports it lazily too
 
-        messages = [{"role": "user", "content": message}]
-        if self._data.system_prompt:
-            messages.insert(0, {"role": "system", "content": self._data.system_prompt})
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self._tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self._switches
+            )
         except TemplateError as error:
             raise ConfigError(
                 f"the tokenizer's chat template must accept the roles {[m['role'] for m in messages]}, it says: "
@@ -105,6 +90,29 @@ class PromptRenderer:
             ) from error
         assert isinstance(text, str)  # tokenize=False
         return text
+
+
+def plain(messages: Sequence[Message]) -> str:
+    """A conversation for a model without a chat template: each answer right after its question, a blank line between.
+
+    For examples "Q: 1+1\\nA:" and " 2" and the question "Q: 2+3\\nA:":  Q: 1+1 / A: 2 / (blank) / Q: 2+3 / A:
+    """
+    return "".join(m["content"] + ("\n\n" if m["role"] == "assistant" else "") for m in messages)
+
+
+def _switches(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
+    """What the chat template is told beside the messages."""
+    if data.thinking is None:
+        return {}
+    template = str(tokenizer.chat_template) if data.chat_template else ""
+    code = " ".join(re.findall(r"\{[{%](.*?)[%}]\}", template, re.DOTALL))
+    known = [name for name in THINKING if re.search(rf"(?<![\w.'\"<]){name}(?![\w'\">])", code)]
+    if not known:
+        raise ConfigError(
+            f"data.thinking={str(data.thinking).lower()} needs a chat template with a switch for it "
+            f"({' or '.join(THINKING)}), this tokenizer's has none; leave it unset"
+        )
+    return {known[0]: data.thinking}
 
 
 def render_records(
@@ -140,21 +148,3 @@ def _too_long(too_long: Mapping[int, int], fitting: int, data: DataSection, sour
         f"record {first} of {source} (from 0; {len(too_long)} of {len(too_long) + fitting} are too long, the longest "
         f"{longest}); {remedy}"
     )
-
-
-def _template_fields(template: str) -> tuple[str, ...]:
-    """The columns a template uses: ``"{a} {b.c} {d[0]}"`` -> a, b, d."""
-    try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
-    except ValueError as error:
-        raise ConfigError(
-            f"data.prompt_template must be a Python format string, got {template!r} ({error}); write literal braces "
-            "as {{ and }}"
-        ) from error
-    names = [re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields]
-    if any(not name or name.isdigit() for name in names):
-        raise ConfigError(
-            f"data.prompt_template must name its columns, got {template!r} with a field that does not; write e.g. "
-            "{question}, and literal braces as {{ and }}"
-        )
-    return tuple(dict.fromkeys(names))

@@ -1,82 +1,126 @@
-"""Reading records: a .jsonl file, or the built-in task."""
+"""From what the config says about a source to its records, whatever kind of source it is.
 
-import json
+builtin:addition                  the built-in task
+reasoning_gym:TASK                problems that reasoning-gym makes
+hf:NAME, or a directory           a Hugging Face dataset, of the hub or on disk
+path.py:function, module:function what a function of the user's own returns
+anything else                     a file: .jsonl, .parquet, .csv
+
+All end as a list of mappings with the same keys, the columns; ``columns`` of the config then renames them.
+"""
+
 import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tpu_grpo.config import BUILTIN
-from tpu_grpo.errors import DataError
+from tpu_grpo.config import BUILTIN, BUILTIN_TASK, GYM, HUB, ReadingSection
+from tpu_grpo.errors import ConfigError, DataError
+from tpu_grpo.prompts.files import READERS, read_file
+from tpu_grpo.prompts.functions import call_function, make_puzzles
+from tpu_grpo.prompts.hub import read_dataset
 from tpu_grpo.tasks import addition
 
-ADDITION = f"{BUILTIN}addition"
+PLAIN = ReadingSection()
+"""Nothing to say about how a source is read."""
 
 
-def read_records(
-    path: str, split: Literal["train", "heldout"] = "train", *, setting: str = "data.path"
-) -> list[dict[str, Any]]:
-    """All records of a .jsonl file (one JSON object per line, all with the same keys) or of ``builtin:addition``.
+@dataclass(frozen=True)
+class Source:
+    """One source of records, and which setting names it."""
 
-    ``split`` chooses between the built-in task's problems; a file has no splits. ``setting`` is where the path was
-    given, for errors.
+    path: str
+    reading: ReadingSection = PLAIN
+    use: Literal["train", "heldout"] = "train"
+    setting: str = "data.path"
+
+    @property
+    def section(self) -> str:
+        """The section of the config around ``path``: data, evaluation, data.sources.0."""
+        return self.setting.rpartition(".")[0]
+
+
+def read_records(source: Source) -> list[dict[str, Any]]:
+    """All records of a source, all with the same columns, under the names that the config gives them.
 
     Raises:
-        DataError: for a file that is missing, empty or not UTF-8, or a line that does not fit; names file and line.
+        DataError: for data that is missing, empty or malformed; names file and line where there is one.
+        ConfigError: for a setting that this kind of source does not have, or a column that is not there.
     """
-    if path == ADDITION:
-        return _addition(split)
+    _check_settings(source)
+    records = _read(source)
+    return renamed(records, source.reading.columns, source) if source.reading.columns else records
+
+
+def _read(source: Source) -> list[dict[str, Any]]:
+    path, reading, setting = source.path, source.reading, source.setting
     if path.startswith(BUILTIN):
-        raise DataError(f"{setting}: the only built-in data is {ADDITION}, got {path!r}")
-    return _read_jsonl(Path(path).expanduser(), setting)
+        if path != BUILTIN_TASK:
+            raise DataError(f"{setting}: the only built-in data is {BUILTIN_TASK}, got {path!r}")
+        return _addition(source.use)
+    if path.startswith(GYM):
+        return make_puzzles(path.removeprefix(GYM), reading.options, setting, heldout=source.use == "heldout")
+    file = Path(path).expanduser()
+    if path.startswith(HUB) or (file.is_dir() and file.suffix not in READERS):
+        split = reading.split or ("train" if source.use == "train" else "test")
+        return read_dataset(path, split, reading, setting)
+    if ":" in path and not file.exists():
+        return call_function(path, reading.options, setting)
+    return read_file(file, setting)
 
 
-def _addition(split: Literal["train", "heldout"]) -> list[dict[str, Any]]:
+def _check_settings(source: Source) -> None:
+    """Refuse settings that would be ignored."""
+    hub = source.path.startswith(HUB) or Path(source.path).expanduser().is_dir()
+    function = ":" in source.path and not source.path.startswith((HUB, BUILTIN))
+    for name, used in (("split", hub), ("subset", hub), ("options", hub or function)):
+        if (value := getattr(source.reading, name)) and not used:
+            raise ConfigError(
+                f"{source.section}.{name} is for Hugging Face datasets{' and functions' * (name == 'options')}, got "
+                f"{value!r} with {source.setting}={source.path}; leave it out"
+            )
+
+
+def renamed(records: Sequence[Mapping[str, Any]], columns: Mapping[str, str], source: Source) -> list[dict[str, Any]]:
+    """Records with columns under other names, first; those that are not mentioned keep theirs.
+
+    With {answer: solution} the records {solution: 4, level: 1} become {answer: 4, level: 1}. A column that had the name
+    before makes way. A dot reaches into a column, unless there is one of the whole name.
+
+    Raises:
+        ConfigError: for a column that is not there.
+    """
+    out = []
+    for index, record in enumerate(records):
+        new = {
+            name: _value(record, column, f"record {index} of {source.path}", source) for name, column in columns.items()
+        }
+        out.append(new | {k: v for k, v in record.items() if k not in new and k not in columns.values()})
+    return out
+
+
+def _value(record: Mapping[str, Any], column: str, where: str, source: Source) -> Any:
+    if column in record:
+        return record[column]
+    value: Any = record
+    for part in column.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise ConfigError(
+                f"{source.section}.columns names the column {column!r}, which {where} (from 0) lacks; available: "
+                f"{', '.join(record)}"
+            )
+        value = value[part]
+    return value
+
+
+def _addition(use: Literal["train", "heldout"]) -> list[dict[str, Any]]:
     """The task's problems; held-out ones in a fixed shuffled order.
 
     They come sorted by their first number, and small numbers carry less often: of the first half in that order 60 %
     need a carry, of all 73 %. An evaluation that takes the first few would measure an easier task.
     """
-    records: list[dict[str, Any]] = [dict(problem) for problem in addition.problems(split)]
-    if split == "heldout":
+    records: list[dict[str, Any]] = [dict(problem) for problem in addition.problems(use)]
+    if use == "heldout":
         random.Random(0).shuffle(records)  # 0: the same for every run
     return records
-
-
-def _read_jsonl(path: Path, setting: str) -> list[dict[str, Any]]:
-    if path.suffix != ".jsonl":
-        raise DataError(f"{setting} must be a .jsonl file (one JSON object per line) or {ADDITION}, got {path}")
-    try:
-        with path.open(encoding="utf-8-sig") as file:  # with or without a byte-order mark
-            lines = list(file)
-    except FileNotFoundError:
-        raise DataError(f"{setting}: data file not found: {path} (relative to {Path.cwd()}); correct it") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{setting}: {path} must be readable UTF-8, got {type(error).__name__}: {error}") from error
-    while lines and not lines[-1].strip():
-        lines.pop()
-    if not lines:
-        raise DataError(f"{setting}: {path} must hold at least one record, got none; write one JSON object a line")
-    records = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
-    for number, record in enumerate(records, start=1):
-        _check_keys(record, records[0], f"{path}:{number}")
-    return records
-
-
-def _parse(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        what = "an empty line" if not line.strip() else f"{error.msg} at column {error.colno}"
-        raise DataError(f"{where} must be a JSON object, got {what}") from None
-    if not isinstance(record, dict) or not record:
-        got = "an empty one" if record == {} else f"a {type(record).__name__}"
-        raise DataError(f"{where} must be a JSON object with a key per column, got {got}")
-    return record
-
-
-def _check_keys(record: dict[str, Any], first: dict[str, Any], where: str) -> None:
-    if record.keys() == first.keys():
-        return
-    lacking, extra = sorted(first.keys() - record.keys()), sorted(record.keys() - first.keys())
-    found = " and ".join(part for part in (f"lacks {lacking}" * bool(lacking), f"adds {extra}" * bool(extra)) if part)
-    raise DataError(f"{where} must have the keys of line 1, {list(first)}, but {found}; write null where there is none")

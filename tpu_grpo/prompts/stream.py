@@ -6,55 +6,104 @@ Three prompts a, b, c, two per step (P = 2): the stream goes through one shuffle
     epoch 0: c a b   epoch 1: a b c   ...
     step 1: c a      step 2: b a      step 3: b c
 
-``batch(step)`` depends on the data, the seed and the step only: every host gets the same prompts, and a checkpoint
-continues from the step alone.
+A mixture takes its sources in turn, so that of any first n positions each has its share, to less than one prompt;
+each source goes through epochs of its own. With weights 2 and 1 for the sources x and y:  x y x x y x x y x ...
+
+``batch(step)`` depends on the data, the settings, the seed and the step only: every host gets the same prompts, and a
+checkpoint continues from the step alone, as long as ``digest`` is the same.
 """
 
-from typing import TYPE_CHECKING
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from tpu_grpo.config import DataSection, EvaluationSection
+import numpy as np
+
 from tpu_grpo.errors import DataError
-from tpu_grpo.prompts.rendering import PromptRenderer, RenderedPrompts, render_records
-from tpu_grpo.prompts.sources import ADDITION, read_records
+from tpu_grpo.prompts.order import shuffled, sorted_by
+from tpu_grpo.prompts.rendering import RenderedPrompts
 from tpu_grpo.types import Prompt, PromptBatch
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+
+@dataclass(frozen=True)
+class Part:
+    """The prompts of one source, and its share beside the others."""
+
+    name: str
+    rendered: RenderedPrompts
+    weight: float = 1.0
 
 
 class PromptStream:
-    """Batches of P prompts, for any step, from rendered prompts.
+    """Batches of P prompts, for any step, from rendered prompts of one source or of several.
+
+    Args:
+        parts: the sources.
+        prompts_per_step: P.
+        seed: decides the shuffles.
+        shuffle: whether an epoch is shuffled.
+        curriculum: a column that every epoch of every source is sorted by.
 
     Raises:
-        DataError: without a prompt.
+        DataError: for a source without a prompt, or a curriculum's values that cannot be sorted.
     """
 
-    def __init__(self, rendered: RenderedPrompts, *, prompts_per_step: int, seed: int, shuffle: bool):
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        *,
+        prompts_per_step: int,
+        seed: int,
+        shuffle: bool,
+        curriculum: str | None = None,
+    ):
         import grain  # imports jax, which checking and showing a config do without
 
-        if not rendered.prompts:
-            raise DataError("a stream needs at least one prompt, got none; add records to data.path")
-        self._prompts = rendered.prompts
+        for part in parts:
+            if not part.rendered.prompts:
+                raise DataError(f"a stream needs at least one prompt, got none from {part.name}; add records to it")
+        self.parts = tuple(parts)
         self._prompts_per_step = prompts_per_step
-        self._dropped = rendered.dropped
-        order = grain.MapDataset.source(range(len(rendered.prompts)))
-        # grain hashes the seed before it adds the epoch: runs with neighbouring seeds share no epoch.
-        self._order = (order.seed(seed).shuffle() if shuffle else order).repeat()
+        self._settings = [prompts_per_step, seed, shuffle, curriculum]
+        orders = [
+            _order(part.rendered.prompts, own_seed, shuffle, curriculum).map(lambda index, part=part: (part, index))
+            for part, own_seed in zip(parts, _seeds(seed, len(parts)), strict=True)
+        ]
+        self._order = orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, [part.weight for part in parts])
 
     @property
     def len_epoch(self) -> int:
-        """Prompts in an epoch."""
-        return len(self._prompts)
+        """Prompts of all sources, each counted once."""
+        return sum(len(part.rendered.prompts) for part in self.parts)
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns of the records, which the rewards get."""
-        return tuple(self._prompts[0].columns)
+        return tuple(self.parts[0].rendered.prompts[0].columns)
 
     @property
     def dropped(self) -> int:
         """Records left out because their prompt is longer than data.max_prompt_tokens."""
-        return self._dropped
+        return sum(part.rendered.dropped for part in self.parts)
+
+    @property
+    def digest(self) -> str:
+        """sha256, in hex, of everything that decides which prompts come at which step, the prompts themselves too."""
+        digest = hashlib.sha256(json.dumps(self._settings).encode())
+        for part in self.parts:
+            digest.update(f"{part.name} {part.weight!r} {len(part.rendered.prompts)}\n".encode())
+            digest.update(prompts_digest(part.rendered.prompts).encode())
+        return digest.hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """The digest, and for every source its prompts, weight and how many were dropped as too long."""
+        sources = [
+            {"name": p.name, "weight": p.weight, "prompts": len(p.rendered.prompts), "dropped": p.rendered.dropped}
+            for p in self.parts
+        ]
+        return {"digest": self.digest, "sources": sources}
 
     def batch(self, step: int) -> PromptBatch:
         """The P prompts of a step, counted from 1.
@@ -69,38 +118,30 @@ class PromptStream:
         return PromptBatch(step=step, prompts=tuple(self._at(position) for position in positions))
 
     def _at(self, position: int) -> Prompt:
-        index = self._order[position]
-        assert index is not None  # only grain's filters leave holes
-        return self._prompts[index]
+        found = self._order[position]
+        assert found is not None  # only grain's filters leave holes
+        part, index = found
+        return part.rendered.prompts[index]
 
 
-def open_prompts(data: DataSection, seed: int, tokenizer: "PreTrainedTokenizerFast") -> PromptStream:
-    """Read, render and check every prompt of data.path; ``seed`` (run.seed) decides the shuffles.
+def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    """sha256, in hex, of the tokens and columns of prompts in their order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(
+            json.dumps([prompt.token_ids, dict(prompt.columns)], default=str).encode("utf-8", "backslashreplace")
+        )
+    return digest.hexdigest()
 
-    Raises:
-        ConfigError: for templates that do not fit the data or the tokenizer.
-        DataError: for data that is missing or malformed, or prompts that are empty or too long.
-    """
-    rendered = render_records(PromptRenderer(data, tokenizer), read_records(data.path), data, data.path)
-    return PromptStream(rendered, prompts_per_step=data.prompts_per_step, seed=seed, shuffle=data.shuffle)
+
+def _order(prompts: Sequence[Prompt], seed: int, shuffle: bool, curriculum: str | None):
+    if curriculum is None:
+        return shuffled(len(prompts), seed, shuffle)
+    return sorted_by(prompts, curriculum, seed, shuffle)
 
 
-def open_evaluation_prompts(
-    evaluation: EvaluationSection, data: DataSection, tokenizer: "PreTrainedTokenizerFast"
-) -> tuple[Prompt, ...] | None:
-    """The first evaluation.prompts prompts of the held-out data that fit, or all if there are fewer.
-
-    Held-out data is evaluation.path, or the built-in task's held-out problems when it is trained on and no path is
-    set; None when there is neither. They are rendered as the training prompts are.
-
-    Raises:
-        ConfigError: for templates that do not fit the data.
-        DataError: for data that is missing or malformed, or prompts that are empty or too long.
-    """
-    path = evaluation.path
-    if path is None:
-        if data.path != ADDITION:
-            return None
-        path = ADDITION
-    records = read_records(path, "heldout", setting="evaluation.path")
-    return render_records(PromptRenderer(data, tokenizer), records, data, path, limit=evaluation.prompts).prompts
+def _seeds(seed: int, count: int) -> list[int]:
+    """The run's seed for one source; of several, each has its own."""
+    if count == 1:
+        return [seed]
+    return [int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) for index in range(count)]

@@ -8,7 +8,7 @@ scoring.py    a rollout -> Scores;  tables.py, asking.py: its steps
 shipped/      the rewards that ship
 """
 
-from tpu_grpo.rewards.loading import LoadedReward, load_reward
+from tpu_grpo.rewards.loading import LoadedReward, load_reward, repeats_itself
 from tpu_grpo.rewards.protocol import Reward, per_sample
 from tpu_grpo.rewards.scoring import OpenReward, RewardSet, open_rewards
 from tpu_grpo.rewards.sharing import SharedRewards
@@ -24,4 +24,5 @@ __all__ = [
     "load_reward",
     "open_rewards",
     "per_sample",
+    "repeats_itself",
 ]

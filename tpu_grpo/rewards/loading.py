@@ -91,6 +91,13 @@ def workers_of(spec: RewardSpec) -> int:
     return SHIPPED[spec.name].workers if spec.name in SHIPPED else 1
 
 
+def repeats_itself(spec: RewardSpec) -> bool:
+    """Whether a reward gives the same text the same value every time: what the config says, or what is known of it."""
+    if spec.deterministic is not None:
+        return spec.deterministic
+    return SHIPPED[spec.name].deterministic if spec.name in SHIPPED else True
+
+
 def _try_options(spec: RewardSpec, loaded: LoadedReward) -> None:
     """Shipped rewards judge their options when they are built, on zero rows, or on a row without anything."""
     try:

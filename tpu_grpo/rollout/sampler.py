@@ -11,7 +11,10 @@ from tpu_grpo.errors import NonFiniteError
 from tpu_grpo.types import Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, SamplingParams
 
 EVALUATION_SAMPLE = 2**31
-"""Sample number of evaluation requests; training counts its samples from 0 and never gets there."""
+"""Sample number of the first answer of an evaluation; training counts its samples from 0 and never gets there."""
+PROBE_SAMPLE = EVALUATION_SAMPLE - 1
+TEXTS_SAMPLE = EVALUATION_SAMPLE - 2
+"""Sample numbers of requests that are neither."""
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:
@@ -62,17 +65,23 @@ class Sampler:
         seconds = time.perf_counter() - start
         return Rollout(batch, self._group_size, completions, self._texts(completions), seconds)
 
-    def answer(self, prompts: Sequence[Prompt], *, temperature: float) -> Rollout:
-        """One completion per prompt for an evaluation: greedy at 0, else with keys that are the same every time."""
+    def answer(self, prompts: Sequence[Prompt], *, temperature: float, samples: int = 1) -> Rollout:
+        """Completions of prompts for an evaluation: greedy at 0, else with keys that are the same every time.
+
+        What is in the cache is dropped before, so that the same weights give the same answers whatever was sampled
+        before: in the run, in a run that continues, or from a checkpoint.
+        """
         start = time.perf_counter()
+        self._engine.forget_prefixes()
         sampling = SamplingParams(self._sampling.max_new_tokens, temperature)
         requests = [
-            Request(prompt.token_ids, sampling, SampleKey(self._seed, 0, index, EVALUATION_SAMPLE))
+            Request(prompt.token_ids, sampling, SampleKey(self._seed, 0, index, EVALUATION_SAMPLE + sample))
             for index, prompt in enumerate(prompts)
+            for sample in range(samples)
         ]
         completions = self._generate(requests, "an evaluation")
         seconds = time.perf_counter() - start
-        return Rollout(PromptBatch(0, tuple(prompts)), 1, completions, self._texts(completions), seconds)
+        return Rollout(PromptBatch(0, tuple(prompts)), samples, completions, self._texts(completions), seconds)
 
     def _generate(self, requests: Sequence[Request], what: str) -> tuple[Completion, ...]:
         completions = tuple(self._engine.generate(requests))

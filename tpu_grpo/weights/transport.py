@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from tpu_grpo.weights.plan import LeafMove, Spec
+from tpu_grpo.weights.waypoints import waypoint
 
 Program = Callable[[Sequence[Array]], tuple[Array, ...]]
 """Trainer leaves of a group (those of its moves, one after the other) -> the sampler's, in the order of its moves."""
@@ -46,8 +47,11 @@ class SameDevices:
     def compile(self, group: Sequence[LeafMove]) -> tuple[Program, int]:
         """See Transport."""
 
+        waypoints = [_waypoint(move) for move in group]
+
         def transform(leaves: tuple[Array, ...]) -> tuple[Array, ...]:
-            return _results(group, leaves)
+            results = zip(_results(group, leaves), waypoints, strict=True)
+            return tuple(jax.lax.with_sharding_constraint(leaf, way) if way else leaf for leaf, way in results)
 
         shardings = tuple(move.spec.sharding for move in group)
         compiled = jax.jit(transform, out_shardings=shardings).lower(_sources(group)).compile()
@@ -95,6 +99,7 @@ class DisjointDevices:
         def run(leaves: Sequence[Array]) -> tuple[Array, ...]:
             parts = zip(arguments, expand(tuple(leaves)), dummies(), strict=True)
             moved = across(tuple(_joined(spec, halves) for spec, *halves in parts))
+            jax.block_until_ready(moved)  # on the trainer's devices, too: nobody waits for what lies there later
             return tuple(self._sampler_part(array, move.spec) for array, move in zip(moved, group, strict=True))
 
         beside = sum(_bytes_per_device(argument) for argument in arguments)  # the arguments are temporary, too
@@ -124,6 +129,11 @@ def _sources(group: Sequence[LeafMove]) -> tuple[Spec, ...]:
 def _results(group: Sequence[LeafMove], leaves: Sequence[Array]) -> tuple[Array, ...]:
     rest = iter(leaves)
     return tuple(move.result([next(rest) for _ in move.sources]) for move in group)
+
+
+def _waypoint(move: LeafMove) -> NamedSharding | None:
+    source, *_ = move.source_specs
+    return waypoint(move.transform, source.shape, _named(source), move.spec.shape, _named(move.spec))
 
 
 def _temporary_bytes(compiled: Any) -> int:

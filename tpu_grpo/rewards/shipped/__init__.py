@@ -17,6 +17,8 @@ class Shipped:
     """module:function, in this package."""
     workers: int = 0
     """Processes unless the config says otherwise: none for what is quick and always ends."""
+    deterministic: bool = True
+    """Whether the same text always gets the same value, unless the config says otherwise."""
 
 
 SHIPPED: Mapping[str, Shipped] = MappingProxyType(
@@ -41,6 +43,6 @@ SHIPPED: Mapping[str, Shipped] = MappingProxyType(
         "countdown": Shipped("structured:countdown"),
         "reasoning_gym": Shipped("structured:reasoning_gym", workers=1),
         "python_tests": Shipped("programs:python_tests", workers=2),
-        "judge": Shipped("judge:Judge", workers=1),
+        "judge": Shipped("judge:Judge", workers=1, deterministic=False),
     }
 )

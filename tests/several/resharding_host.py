@@ -1,0 +1,16 @@
+"""One of several processes that sync weights between all meshes: python -m tests.several.resharding_host ..."""
+
+import sys
+
+from tpu_grpo.hosts import start
+
+if __name__ == "__main__":
+    told = dict(word.split("=", 1) for word in sys.argv[1:])
+    hosts = start(told["hosts.coordinator"], int(told["hosts.count"]), int(told["hosts.index"]))
+    from tests.weights.test_meshes import PAIRS, check_round_trip
+
+    for pair in PAIRS:
+        print(pair, flush=True)
+        check_round_trip(*pair)
+    hosts.barrier("the end")
+    print(f"{len(PAIRS)} pairs of meshes on {hosts.count} processes", flush=True)

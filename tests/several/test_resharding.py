@@ -1,0 +1,46 @@
+"""The weight sync between meshes that span processes: leaves bit for bit, and the tokens that follow."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.several.runs import REPOSITORY, outcome, run_hosts, settings, write_files
+from tests.weights.test_meshes import PAIRS
+
+pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
+
+
+def test_every_round_trip_is_bit_equal_on_two_processes() -> None:
+    """Two devices each: the trainer's and the sampler's shards lie on both."""
+    script = REPOSITORY / "scripts" / "local_hosts.py"
+    command = [sys.executable, str(script), "--hosts", "2", "--devices-per-host", "2"]
+    command += ["--command", f"{sys.executable} -m tests.several.resharding_host", "--"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stderr
+    for host in (0, 1):
+        assert f"[{host}] {len(PAIRS)} pairs of meshes on 2 processes" in done.stdout
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def few_heads(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """Files of a model with fewer key-value heads than a replica can have devices, and the tokens of one process."""
+    directory = write_files(tmp_path_factory.mktemp("heads") / "files", kv_heads=request.param)
+    run_dir = tmp_path_factory.mktemp("one") / "run"
+    ended = run_hosts(1, 4, directory, settings(run_dir), "run.max_steps=1")
+    assert ended.code == 0, ended.errors
+    return directory, outcome(run_dir)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "tensor"), [("shared", 2), ("shared", 4), ("split", 1), ("split", 2)])
+def test_tokens_do_not_depend_on_meshes_that_repeat_heads(
+    few_heads: tuple[Path, list[str]], tmp_path: Path, layout: str, tensor: int
+) -> None:
+    """With 4 heads in a model of 4 the other tests do the same."""
+    files, tokens = few_heads
+    meshes = {"layout": layout, "sampler": {"tensor": tensor}}
+    ended = run_hosts(2, 2, files, settings(tmp_path, meshes=meshes), "run.max_steps=1", "hosts.check=step")
+    assert ended.code == 0, ended.errors
+    assert outcome(tmp_path)[0] == tokens

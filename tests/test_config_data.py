@@ -1,0 +1,81 @@
+"""Sources, mixtures and evaluations: what follows from settings, and what cannot go together."""
+
+import pytest
+
+from tpu_grpo.config import load_config
+from tpu_grpo.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("overrides", "paths"),
+    [
+        ([], {"data.path": "builtin:addition"}),
+        (["data.path=a.csv", "evaluation.path=b.csv"], {"data.path": "a.csv", "evaluation.path": "b.csv"}),
+        (
+            ["data.sources=[{path: a.csv}, {path: 'hf:b'}]", "evaluation.path=c.csv"],
+            {"data.sources.0.path": "a.csv", "data.sources.1.path": "hf:b", "evaluation.path": "c.csv"},
+        ),
+    ],
+)
+def test_the_sources_of_a_run(overrides: list[str], paths: dict[str, str]) -> None:
+    assert load_config(None, overrides).data_paths == paths
+
+
+@pytest.mark.parametrize(
+    ("samples", "k", "every_k"),
+    [(1, None, ()), (2, None, (2,)), (6, None, (2, 4)), (8, None, (2, 4, 8)), (6, "[1, 6]", (1, 6)), (6, "[]", ())],
+)
+def test_which_k_are_told(samples: int, k: str | None, every_k: tuple[int, ...]) -> None:
+    overrides = [f"evaluation.samples={samples}", *([f"evaluation.k={k}"] if k else [])]
+    assert load_config(None, overrides).evaluation.every_k == every_k
+
+
+@pytest.mark.parametrize("best", ["greedy/exact_answer", "sampled/exact_answer", "pass@4/exact_answer"])
+def test_what_the_best_may_be_of(best: str) -> None:
+    assert load_config(None, ["evaluation.samples=4", f"evaluation.best={best}"]).evaluation.best == best
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["data.path=a.csv", "data.sources=[{path: b.csv}]"], "data.path=a.csv and data.sources exclude each other"),
+        (
+            ["data.sources=[{path: b.csv}]", "data.split=test"],
+            "data.split must be set for each of data.sources, got test beside them; move it there",
+        ),
+        (
+            ["data.sources=[{path: b.csv, name: x}, {path: c.csv, name: x}]"],
+            "data.sources must have names of their own, got ['x'] twice; rename one",
+        ),
+        (["data.sources=[{path: b.csv, weight: 0}]"], "data.sources.0.weight: input should be greater than 0, got 0"),
+        (["data.sources=[{path: b.csv, wieght: 2}]"], "did you mean data.sources[i].weight?"),
+        (["data.columns={question: ''}"], "must map names to columns, got an empty one for 'question'"),
+        (
+            ["evaluation.k=[2, 4]", "evaluation.samples=3"],
+            "evaluation.k must be at most evaluation.samples=3, got [4]; take more samples, or drop them",
+        ),
+        (["evaluation.k=[2, 2]", "evaluation.samples=3"], "must name every k once, got [2, 2]"),
+        (["evaluation.temperature=0"], "evaluation.temperature: input should be greater than 0"),
+        (["evaluation.rewards=[]"], "evaluation.rewards must name at least one reward, got none"),
+        (
+            ["evaluation.rewards=[{name: gsm8k}, {name: gsm8k}]"],
+            "rewards must have names of their own in the metrics, got ['gsm8k'] twice",
+        ),
+        (
+            ["evaluation.best=pass@4/exact_answer", "evaluation.samples=2"],
+            "evaluation.best must be MODE/REWARD with a mode of ['greedy', 'sampled', 'pass@2', 'maj@2'] and a reward "
+            "of ['exact_answer'], got 'pass@4/exact_answer'",
+        ),
+        (["evaluation.best=greedy/gsm8k"], "a reward of ['exact_answer'], got 'greedy/gsm8k'"),
+    ],
+)
+def test_what_cannot_be(overrides: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, overrides)
+    assert said in str(caught.value)
+
+
+def test_a_mixture_survives_being_written_out(tmp_path) -> None:
+    config = load_config(None, ["data.sources=[{path: a.csv}]", "evaluation.rewards=[{name: gsm8k}]"])
+    (tmp_path / "again.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "again.yaml") == config

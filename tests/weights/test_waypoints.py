@@ -1,0 +1,72 @@
+"""The layout on the way to copies, by hand, and what it saves."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from tests.weights.test_meshes import RULES, sampler_specs, trainer_leaves
+from tpu_grpo.families.layouts import Transform, flatten, flatten_kv, same, transpose
+from tpu_grpo.weights.sync import WeightSync
+from tpu_grpo.weights.waypoints import result_dimension, waypoint
+
+
+def sharding(names: tuple[str, ...], sizes: tuple[int, ...], spec: P) -> NamedSharding:
+    return NamedSharding(Mesh(np.asarray(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), names), spec)
+
+
+@pytest.mark.parametrize(
+    ("transform", "source_shape", "split", "shape", "to", "expected"),
+    [
+        (same, (8, 8), P("fsdp", None), (8, 8), P(None, "tensor"), P("data", "tensor")),
+        (same, (8, 8), P(None, "fsdp"), (8, 8), P("tensor", None), P("tensor", "data")),
+        (same, (8, 8), P("fsdp", None), (8, 8), P("tensor", None), P(("tensor", "data"), None)),
+        (transpose, (8, 6), P("fsdp", None), (6, 8), P("tensor", None), P("tensor", "data")),
+        (flatten, (8, 2, 6), P("fsdp", None, None), (8, 12), P(None, "tensor"), P("data", "tensor")),
+        (flatten, (2, 6, 8), P(None, None, "fsdp"), (12, 8), P("tensor", None), P("tensor", "data")),
+        (flatten_kv, (8, 1, 6), P("fsdp", None, None), (8, 12), P(None, "tensor"), P("data", "tensor")),
+        (same, (3, 8), P(None, None), (3, 8), P(None, "tensor"), P(None, ("tensor", "data"))),  # 3 rows: no halves
+        (same, (8,), P(None), (8,), P(), P("data")),
+        (same, (3,), P(None), (3,), P(), None),  # nothing divides
+    ],
+)
+def test_no_two_devices_hold_the_same_on_the_way(
+    transform: Transform, source_shape: tuple[int, ...], split: P, shape: tuple[int, ...], to: P, expected: P | None
+) -> None:
+    source = sharding(("fsdp", "tp"), (4, 1), split)
+    if expected == P("data"):
+        target = sharding(("data", "tensor"), (4, 1), to)
+    else:
+        target = sharding(("data", "tensor"), (2, 2), to)
+    way = waypoint(transform, source_shape, source, shape, target)
+    assert (way and way.spec) == expected
+
+
+def test_a_layout_without_copies_needs_none() -> None:
+    source = sharding(("fsdp", "tp"), (4, 1), P("fsdp", None))
+    target = sharding(("data", "tensor"), (1, 4), P(None, "tensor"))
+    assert waypoint(same, (8, 8), source, (8, 8), target) is None
+
+
+@pytest.mark.parametrize(
+    ("transform", "source", "result", "places"),
+    [
+        (flatten, (8, 2, 6), (8, 12), [0, 1, 1]),
+        (flatten, (2, 6, 8), (12, 8), [0, 0, 1]),
+        (transpose, (8, 6), (6, 8), [1, 0]),
+        (same, (8, 6), (8, 6), [0, 1]),
+        (same, (5,), (5,), [0]),
+    ],
+)
+def test_where_dimensions_go(
+    transform: Transform, source: tuple[int, ...], result: tuple[int, ...], places: list[int]
+) -> None:
+    assert [result_dimension(transform, source, result, n) for n in range(len(source))] == places
+
+
+def test_no_device_assembles_a_leaf_of_which_it_keeps_a_part() -> None:
+    """By the compiler's account: from quarters by rows to two copies of halves by columns, a half is enough."""
+    source, target = trainer_leaves(jax.devices(), 4, 1, 4), sampler_specs(jax.devices(), 2, 4)
+    sync = WeightSync(RULES, {"layers.0.q": source["layers.0.q"]}, {"layers.0.q": target["layers.0.q"]})
+    assert 0 < sync.temporary_bytes < source["layers.0.q"].nbytes * 3 / 4

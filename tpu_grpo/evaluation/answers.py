@@ -1,0 +1,38 @@
+"""The answer that a completion ends with, as a text that can be counted in a vote."""
+
+import re
+from decimal import Decimal
+
+from tpu_grpo.rewards.shipped.gsm8k import final_number
+from tpu_grpo.rewards.shipped.texts import boxed, inside
+
+_NUMBER = re.compile(r"[$€£¥]?\s*([+-]?[0-9]+(?:\.[0-9]+)?)%?")
+_GROUPED = re.compile(r"(?<=[0-9]),(?=[0-9]{3}\b)")
+
+
+def final_answer(text: str, pattern: re.Pattern[str] | None = None) -> str | None:
+    r"""The last answer of a completion, None if it has none.
+
+    With a pattern, its last match: the first group, if it has one. Without, the last \boxed{...}, or <answer> tag, or
+    the number after ####, or the last number, or the whole text. White space and a full stop at the end do not count,
+    and numbers are equal by value: 1,000, $1000 and 1000.0 are one answer.
+    """
+    if pattern is not None:
+        matches = list(pattern.finditer(text))
+        return _canonical(matches[-1][1 if pattern.groups else 0] or "") if matches else None
+    for part in (boxed(text)[-1:] or [None])[0], inside(text, "answer"):
+        if part is not None:
+            return _canonical(part)
+    number = final_number(text, flexible=True)
+    return _canonical(text) if number is None else _written(number)
+
+
+def _canonical(part: str) -> str | None:
+    part = " ".join(part.split()).removesuffix(".").rstrip()
+    if found := _NUMBER.fullmatch(_GROUPED.sub("", part)):
+        return _written(Decimal(found[1]))
+    return part or None
+
+
+def _written(number: Decimal) -> str:
+    return format(number.normalize() + 0, "f")  # + 0: minus zero is zero

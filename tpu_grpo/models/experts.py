@@ -1,0 +1,33 @@
+"""What Tunix's kernel for experts wants of a batch: on a TPU it computes their products in tiles of 128 rows."""
+
+from math import gcd
+
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.families.qwen3_moe import MoeConfig
+from tpu_grpo.models.checkpoint import Checkpoint
+
+TILE_ROWS = 128
+
+
+def check_expert_tokens(checkpoint: Checkpoint, fsdp: int, context_tokens: int) -> None:
+    """Refuse rows (a prompt and a completion, padded) that the kernel does not take; a model without experts has none.
+
+    A device hands it, for every token of its rows, ``num_experts_per_tok`` rows; with the experts split over ``fsdp``
+    devices, room for what all of them could send: ``min(num_experts_per_tok, experts of a device) x fsdp`` per token.
+
+    Raises:
+        ConfigError: for a row that does not give whole tiles, with the lengths that do.
+    """
+    config = checkpoint.config
+    if not isinstance(config, MoeConfig):
+        return
+    chosen = config.num_experts_per_tok
+    per_token = min(chosen, config.num_experts // fsdp) * fsdp if fsdp > 1 else chosen
+    if context_tokens * per_token % TILE_ROWS:
+        step = TILE_ROWS // gcd(TILE_ROWS, per_token)
+        below = context_tokens // step * step
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_new_tokens must be a multiple of {step} for this model's experts on "
+            f"a TPU ({per_token} rows per token in tiles of {TILE_ROWS}), got {context_tokens}; make it "
+            + (f"{below} or {below + step}" if below else f"{step}")
+        )

@@ -1,0 +1,84 @@
+"""Hugging Face datasets: of the hub, saved to disk, or a directory of data files. The only file that imports them."""
+
+import os
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tpu_grpo.config import HUB, ReadingSection
+from tpu_grpo.errors import ConfigError, DataError
+
+OLDEST = 4
+"""Older releases of the library do not import beside the pyarrow that is pinned."""
+
+
+def read_dataset(path: str, split: str, reading: ReadingSection, setting: str) -> list[dict[str, Any]]:
+    """All records of one split.
+
+    ``path`` is hf:NAME, a directory that ``save_to_disk`` wrote (of a dataset, which has no splits, or of several by
+    split), or a directory of data files as ``load_dataset`` takes it. A dataset of the hub is downloaded
+    on first use; with HF_HUB_OFFLINE=1 in the environment it comes from the local cache only.
+
+    Raises:
+        DataError: for a dataset, subset or split that is not there.
+        ConfigError: for settings that this kind of directory does not have.
+    """
+    datasets = _library()
+    directory = None if path.startswith(HUB) else Path(path).expanduser()
+    saved = directory is not None and _saved(directory)
+    if saved:
+        _check_settings(reading, setting.rpartition(".")[0])
+    datasets.disable_progress_bars()
+    try:
+        if saved:
+            found = _load_saved(datasets, directory, split, reading)
+        else:
+            name = path.removeprefix(HUB) if directory is None else str(directory)
+            found = datasets.load_dataset(name, reading.subset, split=split, **reading.options)
+    except (OSError, ValueError, TypeError, datasets.exceptions.DatasetsError) as error:
+        raise DataError(
+            f"{setting}={path} must be a Hugging Face dataset with the split {split!r}{_subset(reading)}, got "
+            f"{type(error).__name__}: {error}{_offline(directory)}"
+        ) from error
+    if not (records := found.to_list()):
+        raise DataError(f"{setting}={path}: the split {split!r} must hold at least one record, got none")
+    return records
+
+
+def _library() -> Any:
+    if int((found := metadata.version("datasets")).split(".")[0]) < OLDEST:
+        raise ConfigError(f"datasets must be {OLDEST}.0 or later, got {found}; install what pyproject.toml pins")
+    import datasets  # two seconds to import
+
+    return datasets
+
+
+def _saved(directory: Path) -> bool:
+    return any((directory / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def _check_settings(reading: ReadingSection, section: str) -> None:
+    for name in ("subset", "options"):
+        if value := getattr(reading, name):
+            raise ConfigError(f"{section}.{name} means nothing for a directory of save_to_disk, got {value!r}; drop it")
+
+
+def _load_saved(datasets: Any, directory: Path | None, split: str, reading: ReadingSection) -> Any:
+    found = datasets.load_from_disk(str(directory))
+    if isinstance(found, datasets.Dataset):
+        if reading.split not in (None, str(found.split)):
+            raise ValueError(f"it was saved as the split {str(found.split)!r}; leave the split out")
+        return found
+    if split not in found:
+        raise ValueError(f"unknown split {split!r}; there are {list(found)}")
+    return found[split]
+
+
+def _subset(reading: ReadingSection) -> str:
+    return f" and the subset {reading.subset!r}" if reading.subset else ""
+
+
+def _offline(directory: Path | None) -> str:
+    if directory is None and os.environ.get("HF_HUB_OFFLINE") == "1":
+        return "; HF_HUB_OFFLINE=1 is set, so that the hub is not asked: unset it, or load the dataset once without it"
+    return ""

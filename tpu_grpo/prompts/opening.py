@@ -1,0 +1,97 @@
+"""From the config to a stream for training and to held-out prompts: read, rename, render, check."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tpu_grpo.config import BUILTIN_TASK, DataSection, EvaluationSection, SourceSpec
+from tpu_grpo.errors import DataError
+from tpu_grpo.prompts.rendering import PromptRenderer, RenderedPrompts, render_records
+from tpu_grpo.prompts.sources import Source, read_records
+from tpu_grpo.prompts.stream import Part, PromptStream
+from tpu_grpo.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SOURCE_COLUMN = "source"
+"""Added to the records of a mixture: the name of their source."""
+
+
+def open_prompts(data: DataSection, seed: int, tokenizer: "PreTrainedTokenizerFast") -> PromptStream:
+    """Read, render and check every prompt of the data; ``seed`` (run.seed) decides the shuffles.
+
+    Records of a mixture get the columns of all its sources, null where their own source has none, and the column
+    `source`.
+
+    Raises:
+        ConfigError: for templates that do not fit the data or the tokenizer.
+        DataError: for data that is missing or malformed, or prompts that are empty or too long.
+    """
+    parts = _mixture(data, tokenizer) if data.sources else [_one(data, tokenizer)]
+    return PromptStream(
+        parts, prompts_per_step=data.prompts_per_step, seed=seed, shuffle=data.shuffle, curriculum=data.curriculum
+    )
+
+
+def open_evaluation_prompts(
+    evaluation: EvaluationSection, data: DataSection, tokenizer: "PreTrainedTokenizerFast"
+) -> tuple[Prompt, ...] | None:
+    """The first evaluation.prompts prompts of the held-out data that fit, or all if there are fewer.
+
+    Held-out data is evaluation.path, or the built-in task's held-out problems when it is trained on and no path is
+    set; None when there is neither. They are rendered as the training prompts are, by a template of their own if
+    evaluation.prompt_template is set.
+
+    Raises:
+        ConfigError: for templates that do not fit the data.
+        DataError: for data that is missing or malformed, or prompts that are empty or too long.
+    """
+    path = evaluation.path
+    if path is None:
+        if data.sources or data.path != BUILTIN_TASK:
+            return None
+        path = BUILTIN_TASK
+    records = read_records(Source(path, evaluation, "heldout", "evaluation.path"))
+    style = _with_template(data, evaluation.prompt_template)
+    return render_records(PromptRenderer(style, tokenizer), records, data, path, limit=evaluation.prompts).prompts
+
+
+def _one(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> Part:
+    records = read_records(Source(data.path, data))
+    return Part(data.path, render_records(PromptRenderer(data, tokenizer), records, data, data.path))
+
+
+def _mixture(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> list[Part]:
+    read = [
+        read_records(Source(spec.path, spec, setting=f"data.sources.{index}.path"))
+        for index, spec in enumerate(data.sources)
+    ]
+    names = [spec.name or f"source{index}" for index, spec in enumerate(data.sources)]
+    columns = list(dict.fromkeys(column for records in read for column in records[0]))
+    if SOURCE_COLUMN in columns:
+        raise DataError(
+            f"data.sources: records of a mixture get a column {SOURCE_COLUMN!r} with their source's name, and one has "
+            f"such a column already; rename it, e.g. columns: {{origin: {SOURCE_COLUMN}}}"
+        )
+    return [
+        Part(name, _filled(records, columns, name, spec, data, tokenizer), spec.weight)
+        for name, records, spec in zip(names, read, data.sources, strict=True)
+    ]
+
+
+def _filled(
+    records: Sequence[dict[str, Any]],
+    columns: Sequence[str],
+    name: str,
+    spec: SourceSpec,
+    data: DataSection,
+    tokenizer: "PreTrainedTokenizerFast",
+) -> RenderedPrompts:
+    nothing = dict.fromkeys(columns)
+    whole = [{**nothing, **record, SOURCE_COLUMN: name} for record in records]
+    renderer = PromptRenderer(_with_template(data, spec.prompt_template), tokenizer)
+    return render_records(renderer, whole, data, spec.path)
+
+
+def _with_template(data: DataSection, template: str | None) -> DataSection:
+    return data if template is None else data.model_copy(update={"prompt_template": template, "messages": None})

@@ -1,0 +1,93 @@
+"""In which order a source's prompts come, for ever: the index of the prompt at any position, from the seed alone.
+
+Sorted by a column, for the values [2, 1, 1] and two epochs (equal values in an order of each epoch's own):
+
+    position  0 1 2   3 4 5
+    index     2 1 0   1 2 0
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tpu_grpo.errors import DataError
+from tpu_grpo.types import Prompt
+
+if TYPE_CHECKING:
+    import grain
+
+
+def shuffled(count: int, seed: int, shuffle: bool) -> "grain.MapDataset[int]":
+    """All indices below ``count`` once an epoch, each epoch shuffled differently, or in order."""
+    import grain  # imports jax, which checking and showing a config do without
+
+    order = grain.MapDataset.source(range(count))
+    # grain hashes the seed before it adds the epoch: runs with neighbouring seeds share no epoch.
+    return (order.seed(seed).shuffle() if shuffle else order).repeat()
+
+
+def sorted_by(prompts: Sequence[Prompt], column: str, seed: int, shuffle: bool) -> "grain.MapDataset[int]":
+    """All indices once an epoch, by a column's values, smallest first; equal values shuffled, or in order.
+
+    Raises:
+        DataError: for values that are missing or cannot be compared.
+    """
+    import grain
+
+    return grain.MapDataset.source(_Sorted(_ranks(prompts, column), seed, shuffle))
+
+
+class _Sorted:
+    """An endless sequence, as grain takes its sources."""
+
+    def __init__(self, ranks: np.ndarray, seed: int, shuffle: bool):
+        self._ranks = ranks
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch: tuple[int, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> int:
+        epoch, place = divmod(index, len(self._ranks))
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, self._order(epoch)
+        return int(self._epoch[1][place])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if not self._shuffle:
+            return np.argsort(self._ranks, kind="stable")
+        draw = np.random.default_rng([self._seed, epoch]).permutation(len(self._ranks))
+        return np.lexsort((draw, self._ranks))  # the last key counts most
+
+
+def _ranks(prompts: Sequence[Prompt], column: str) -> np.ndarray:
+    """For the values [0.5, 0.1, 0.5]: [1, 0, 1]. Texts that are all numbers, as from CSV, count as numbers."""
+    values: list[Any] = []
+    for index, prompt in enumerate(prompts):
+        if prompt.columns.get(column) is None:
+            raise DataError(
+                f"data.curriculum={column} must be a column with a value in every record, prompt {index} (from 0) has "
+                f"{dict(prompt.columns)!r:.200}; fill it, or name another column"
+            )
+        values.append(prompt.columns[column])
+    if all(isinstance(value, str) for value in values):
+        values = _numbers(values)
+    try:
+        order = {value: rank for rank, value in enumerate(sorted(set(values)))}
+    except TypeError as error:
+        raise DataError(
+            f"data.curriculum={column} must hold values that can be sorted, numbers or texts, got {error}; make them "
+            "of one kind"
+        ) from error
+    return np.array([order[value] for value in values])
+
+
+def _numbers(texts: list[str]) -> list[Any]:
+    try:
+        return [float(text) for text in texts]
+    except ValueError:
+        return list(texts)
