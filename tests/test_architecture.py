@@ -24,7 +24,7 @@ LEVELS = (
     {"probe"},
     {"assembly"},
     {"outline"},
-    {"pipeline", "checks", "checkpoint_evaluation"},
+    {"pipeline", "checks", "checkpoint_evaluation", "planning"},
     {"cli"},
     {"scripts"},
 )

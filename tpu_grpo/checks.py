@@ -1,5 +1,8 @@
 """What ``--dry-run`` checks and says: everything that can be found out without generating a token."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.assembly import open_model, open_task, token_id
@@ -10,15 +13,17 @@ from tpu_grpo.outline import Outline, described_model
 from tpu_grpo.placement import build_meshes
 
 
-def check(config: RunConfig) -> list[str]:
+def check(config: RunConfig, devices: Sequence[Any] | None = None) -> list[str]:
     """Check everything that can be checked without generating a token; returns what was found, a line each.
+
+    ``devices`` are those of the run: this machine's, or all hosts', when None.
 
     Raises:
         TpuGrpoError: for the first thing that cannot work.
     """
     tokenizer = _tokenizer(config)
     with described_model(config) as checkpoint:
-        meshes = build_meshes(config, checkpoint)
+        meshes = build_meshes(config, checkpoint, devices)
         outline = Outline(config, checkpoint, meshes, [token_id(tokenizer.eos_token_id)])
         task, options = open_task(config, tokenizer, Hosts()), outline.options
         origin = ", built in, taught on first use" if config.model.path.startswith(BUILTIN) else ""

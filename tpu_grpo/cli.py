@@ -15,16 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tpu_grpo.config import HUB, RunConfig, load_config, settings
-from tpu_grpo.errors import Interrupted, TpuGrpoError
+from tpu_grpo.errors import ConfigError, Interrupted, TpuGrpoError
 from tpu_grpo.hosts import Hosts, Watch, choose_platform, start
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "demo_cpu.yaml"
 ABOUT = """Trains a language model by GRPO with the rewards of the config.
 
 Without a config it runs configs/demo_cpu.yaml, which shows a small model learning on a CPU within minutes.
---print-config shows the resolved config; --dry-run checks everything that can be checked without generating a token."""
+--print-config shows the resolved config; --dry-run checks everything that can be checked without generating a token,
+with --slice also whether the run fits that TPU slice, which need not be there."""
 BUILDING = "building model and engine, then compiling; this takes a while"
-USAGE = "python scripts/run.py [CONFIG.yaml] [section.key=value ...] [--dry-run | --print-config]"
+USAGE = "python scripts/run.py [CONFIG.yaml] [section.key=value ...] [--dry-run [--slice v5e-16] | --print-config]"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,6 +39,12 @@ def main(arguments: Sequence[str]) -> int:
         if options.print_config:
             print(config.to_yaml(), end="")
             return 0
+        if options.slice and not options.dry_run:
+            raise ConfigError(
+                f"--slice needs --dry-run, got --slice {options.slice} alone; a run finds its own devices"
+            )
+        if options.slice:
+            return _dry_run_on(config, options.slice)
         return _dry_run(config) if options.dry_run else _train(config)
     except KeyboardInterrupt:
         print("interrupted; the newest checkpoint stays where it is", file=sys.stderr)
@@ -62,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     for flag in ("--help", "--print-config", "--dry-run"):
         parser.add_argument(flag, action="store_true")
     parser.add_argument("-h", dest="help", action="store_true")
+    parser.add_argument("--slice")
     return parser
 
 
@@ -91,6 +99,28 @@ def _dry_run(config: RunConfig) -> int:
         if hosts.is_first:
             print("\n".join([*found, "ok: nothing wrong found"]))
     return 0
+
+
+def _dry_run_on(config: RunConfig, slice_name: str) -> int:
+    """As on a slice that is not here, and whether it fits."""
+    from tpu_grpo.planning.cli import plan_and_print
+    from tpu_grpo.planning.slices import open_slice
+    from tpu_grpo.planning.slices import prepare as prepare_slice
+
+    prepare_slice(slice_name)
+    prepare(config)
+    target = open_slice(slice_name)
+    from tpu_grpo.checks import check
+
+    with target.pretended():
+        print("\n".join([*check(config, target.devices), ""]))
+    code = plan_and_print(config, slice_name, fast=True, as_json=False, suggesting=False)
+    print(
+        f"no: it does not fit; `python scripts/plan.py CONFIG --slice {slice_name}` looks for changes that would"
+        if code
+        else "ok: nothing wrong found"
+    )
+    return code
 
 
 def _train(config: RunConfig) -> int:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,8 @@ class Outline:
     checkpoint: Checkpoint
     meshes: Meshes
     stop_token_ids: Sequence[int]
+    engine_devices: Sequence[Any] | None = None
+    """What the engine's programs are compiled for; the first replica's devices when None."""
 
     @cached_property
     def base(self) -> nnx.Module:
@@ -100,7 +103,8 @@ class Outline:
     @cached_property
     def engine(self) -> Engine:
         """The first of the run's engines, which are all alike; it gets no weights."""
-        return Engine.build(self.checkpoint.directory, engine_mesh(self.replicas[0].devices), self.options)
+        devices = self.engine_devices or self.replicas[0].devices
+        return Engine.build(self.checkpoint.directory, engine_mesh(devices), self.options)
 
     @cached_property
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -67,8 +67,9 @@ def test_secrets_reach_the_run_and_nothing_else(
         monkeypatch.setenv(name, value)
     code, out, err = launch(capsys, "run", *SMALL, "--secret", "MINE", str(config), "seconds=5")
     assert code == 0
-    environment = started(ready, 1)["environment"]
-    assert {name: environment[name] for name in secrets} == secrets
+    for worker in (0, 1):
+        environment = started(ready, worker)["environment"]
+        assert {name: environment[name] for name in secrets} == secrets
     assert "passing on WANDB_API_KEY, HF_TOKEN, MINE, by a file" in err
     command_lines = b"".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in ready.processes())
     assert b"program.py" in command_lines

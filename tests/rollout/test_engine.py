@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 
 from tests.models.random_checkpoint import write_random_qwen3
 from tests.rollout.building import (
@@ -281,3 +282,18 @@ def test_two_engines_of_one_checkpoint_do_not_share_its_config(checkpoint: Path,
         checkpoint, engine_mesh(jax.devices()[:1]), EngineOptions(CONTEXT, frozenset({1}))
     ).weight_specs
     assert specs["transformer.layers.0.self_attn.k_proj.weight"].shape == (64, 2 * 16)
+
+
+def test_programs_lowered_without_weights_are_those_that_run(checkpoint: Path, model: nnx.Module) -> None:
+    described = Engine.build(checkpoint, engine_mesh(jax.devices()[:1]), EngineOptions(CONTEXT, frozenset({1})))
+    built = build_engine(checkpoint, model, max_running_requests=64)
+    runner = built._scheduler.runner
+    inputs = runner.inputs.padding(ForwardMode.DECODE, 64)
+    with jax.set_mesh(runner.mesh):
+        cache = runner.token_to_kv_pool.kv_buffer
+        run = runner.step_program.lower(runner.weights, cache, inputs, mode=ForwardMode.DECODE)
+    lowered = described.lower("decode", 64)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), lowered.in_avals) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), run.in_avals
+    )
+    assert lowered.out_info == run.out_info

@@ -79,8 +79,10 @@ class Slice:
         return 1 if self.chips in self.family.chips_on_one_host else self.chips // CHIPS_PER_HOST
 
 
-def parse_slice(name: str) -> Slice:
+def parse_slice(name: str, flag: str = "--type") -> Slice:
     """The slice of an accelerator type, or of the same with the generation's common name (v5e-16, v5litepod-16).
+
+    ``flag`` is for messages.
 
     Raises:
         ConfigError: for a generation or a size that does not exist.
@@ -89,13 +91,13 @@ def parse_slice(name: str) -> Slice:
     family = next((f for f in FAMILIES if match and match[1] in (f.name, f.prefix)), None)
     if match is None or family is None:
         known = ", ".join(f"{f.name}-N" for f in FAMILIES)
-        raise ConfigError(f"--type must be one of {known}, got {name!r}; for example v5e-16")
+        raise ConfigError(f"{flag} must be one of {known}, got {name!r}; for example v5e-16")
     number = int(match[2])
     chips, rest = divmod(number, family.counted_per_chip)
     if family.sizes and chips not in family.sizes:
-        raise ConfigError(f"--type {family.name}-N must count chips, N one of {list(family.sizes)}, got {name}")
+        raise ConfigError(f"{flag} {family.name}-N must count chips, N one of {list(family.sizes)}, got {name}")
     if not family.sizes and (rest or chips < CHIPS_PER_HOST or chips % CHIPS_PER_HOST):
         raise ConfigError(
-            f"--type {family.name}-N must count TensorCores, eight a host: {family.name}-8, -16, -32, ...; got {name}"
+            f"{flag} {family.name}-N must count TensorCores, eight a host: {family.name}-8, -16, -32, ...; got {name}"
         )
     return Slice(family, chips)

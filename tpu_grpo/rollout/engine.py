@@ -22,6 +22,7 @@ from sgl_jax.srt.server_args import ServerArgs
 from tpu_grpo.config import CACHE_MARGIN_TOKENS, RunConfig
 from tpu_grpo.errors import ConfigError, RequestError
 from tpu_grpo.rollout import repairs
+from tpu_grpo.rollout.flash_attention import check_pages
 from tpu_grpo.rollout.generation import Generation
 from tpu_grpo.rollout.runner import Runner
 from tpu_grpo.rollout.scheduler import SteppedScheduler, StepSeconds
@@ -132,8 +133,12 @@ class Engine:
             options: fixed sizes and settings.
 
         Raises:
-            ConfigError: if ``options.shard_vocab`` asks for what the mesh's size does not divide.
+            ConfigError: if ``options.shard_vocab`` asks for what the mesh's size does not divide, or flash attention
+                cannot take the pages.
         """
+        if options.attention == "flash":
+            context = options.context_tokens + CONTEXT_MARGIN_TOKENS
+            check_pages(rows=options.max_running_requests, context_tokens=context, page_size=options.page_size)
         repairs.require_repaired_version()
         repairs.count_instead_of_clock()
         settings = {name: getattr(options, name) for name in ("attention", "shapes", "shard_vocab")}
@@ -150,6 +155,11 @@ class Engine:
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Name -> shape, dtype and sharding of every parameter."""
         return self._scheduler.runner.weight_specs
+
+    @property
+    def cache_specs(self) -> list[jax.ShapeDtypeStruct]:
+        """Shape, type and sharding of every layer's cache."""
+        return self._scheduler.runner.cache_specs
 
     @property
     def seconds(self) -> StepSeconds:

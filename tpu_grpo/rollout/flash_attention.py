@@ -13,12 +13,41 @@ from jaxtyping import Array, Float
 from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttention
 from sgl_jax.srt.layers.radix_attention import RadixAttention
 
+from tpu_grpo.errors import ConfigError
+
 KERNEL_WIDTH = 128
+PAGE_TABLE = 2**17
+"""Most pages of all rows: the library lets their table take half of the 1 MiB of scalar memory, and would otherwise run
+fewer rows at once without a word."""
+PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+"""Sizes of pages; the kernel's blocks have 512 tokens on v4, 1024 elsewhere."""
 
 
 def kernel_width(head_dim: int) -> int:
     """The narrowest the kernel takes: ``kernel_width(64) == 128``."""
     return -(-head_dim // KERNEL_WIDTH) * KERNEL_WIDTH
+
+
+def check_pages(*, rows: int, context_tokens: int, page_size: int) -> None:
+    """Refuse pages that the kernel cannot take, or more of them than its table holds.
+
+    Raises:
+        ConfigError: with sizes that it takes.
+    """
+    if page_size > PAGES[-1]:
+        raise ConfigError(
+            f"rollout.page_size must be at most {PAGES[-1]} with rollout.attention=flash, whose blocks hold a page, "
+            f"got {page_size}; use 64 or 128"
+        )
+    pages = -(-context_tokens // page_size)
+    if rows * pages > PAGE_TABLE:
+        fitting = next((size for size in PAGES if rows * -(-context_tokens // size) <= PAGE_TABLE), None)
+        larger = f"raise rollout.page_size to {fitting}, or " if fitting else ""
+        raise ConfigError(
+            f"rollout.max_running_requests x pages of a row must be at most {PAGE_TABLE} with rollout.attention=flash, "
+            f"which keeps their table in the chip's scalar memory, got {rows} x {pages} (pages of {page_size} for "
+            f"{context_tokens} tokens); {larger}lower rollout.max_running_requests to {PAGE_TABLE // pages}"
+        )
 
 
 class PaddedFlashAttention(FlashAttention):

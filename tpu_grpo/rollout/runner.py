@@ -40,6 +40,7 @@ class Runner(ModelRunner):
     shapes: Shapes
     shard_vocab: bool | None
     weights: list[Array] | None = None
+    cache_specs: list[jax.ShapeDtypeStruct]
 
     # --- what ModelRunner.initialize calls -------------------------------------------------------------------------
 
@@ -67,7 +68,7 @@ class Runner(ModelRunner):
         """Describe the cache; ``restore_cache`` makes it."""
         with repairs.cache_without_arrays():
             super().init_memory_pool(*args, **kwargs)
-        self._cache_specs = self.token_to_kv_pool.kv_buffer
+        self.cache_specs = self.token_to_kv_pool.kv_buffer
 
     def profile_max_num_token(self, total_device_memory: int) -> int:
         """The configured size: measuring free memory would differ between hosts and drop compiled programs."""
@@ -130,18 +131,18 @@ class Runner(ModelRunner):
         self.weights, pool = None, self.token_to_kv_pool
         for layer in pool.kv_buffer:
             layer.delete()
-        pool.kv_buffer = self._cache_specs
+        pool.kv_buffer = self.cache_specs
 
     def restore_cache(self) -> None:
         """Make the cache, empty, if there is none."""
         pool = self.token_to_kv_pool
-        if pool.kv_buffer is self._cache_specs:
+        if pool.kv_buffer is self.cache_specs:
             pool.kv_buffer = [self._empty_layer() for _ in pool.kv_buffer]
 
     @cached_property
     def _empty_layer(self) -> Any:
         """() -> one layer's cache; compiled at the first call."""
-        layer = self._cache_specs[0]
+        layer = self.cache_specs[0]
         return jax.jit(lambda: jnp.zeros(layer.shape, layer.dtype), out_shardings=layer.sharding)
 
     # --- a step ------------------------------------------------------------------------------------------------------
@@ -213,7 +214,7 @@ class Runner(ModelRunner):
             self.inputs.padding(mode, size),
         )
         with jax.set_mesh(self.mesh):
-            return self.step_program.lower(list(self.weight_specs.values()), self._cache_specs, inputs, mode=mode)
+            return self.step_program.lower(list(self.weight_specs.values()), self.cache_specs, inputs, mode=mode)
 
 
 def _whole_in_an_engine(spec: P | None) -> P:

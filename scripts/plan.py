@@ -1,0 +1,11 @@
+"""Plan: python scripts/plan.py CONFIG.yaml [section.key=value ...] --slice v5e-16
+
+Says whether the run fits the slice, and how long a step takes, by compiling its programs without a TPU.
+"""
+
+import sys
+
+from tpu_grpo.planning.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

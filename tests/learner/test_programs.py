@@ -1,0 +1,57 @@
+"""Programs lowered without values are, to the letter, those that a learner runs."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.learner.toy import EOS, PAD, Tokenizer, make_config, make_learner, make_mesh, make_model, make_scored
+from tpu_grpo.learner import LearnerPrograms
+
+
+def described(model: nnx.Module) -> nnx.Module:
+    definition, state = nnx.split(model)
+    return nnx.merge(definition, jax.tree.map(spec, state))
+
+
+def spec(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def held(tree: Any) -> list[tuple[Any, ...]]:
+    """Shape, type and, device by device, part of every leaf."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return [(str(path), x.shape, x.dtype, str(x.sharding.devices_indices_map(x.shape))) for path, x in leaves]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [{}, {"beta": 0.1, "micro_batch_prompts": 2}, {"old_policy": "trainer", "iterations": 2}],
+    ids=["plain", "reference and accumulation", "old policy"],
+)
+def test_a_described_learners_programs_are_the_learners(tmp_path: Path, algorithm: dict[str, Any]) -> None:
+    config, mesh = make_config(tmp_path, {"algorithm": {"group_size": 2, **algorithm}}), make_mesh()
+    model = make_model(mesh)
+    learner = make_learner(config, mesh, model=model)
+    programs = LearnerPrograms(
+        config,
+        model=described(make_model(mesh)),
+        reference=described(make_model(mesh)) if config.algorithm.beta else None,
+        mesh=mesh,
+        tokenizer=Tokenizer(),
+        pad_id=PAD,
+        eos_id=EOS,
+    )
+    scored = make_scored(model, config)
+    example = learner._examples(scored, np.zeros(config.batch_rows))[0]
+    assert held(programs.example) == held(example)
+    assert held(programs.optimizer_state) == held(nnx.state(learner._trainer.optimizer))
+    cluster: Any = learner._grpo.rl_cluster
+    with mesh:
+        update = learner._trainer.lower(example)
+        logprobs = cluster.rollout.lower_per_token_logps(example.prompt_ids, example.completion_ids)
+    assert programs.lower_update().as_text() == update.as_text()
+    assert programs.lower_logprobs().as_text() == logprobs.as_text()

@@ -1,0 +1,19 @@
+"""Made-up figures of programs and sizes, easy to add up."""
+
+from typing import Any
+
+from tpu_grpo.config import RunConfig, parse_config
+from tpu_grpo.planning.programs import Compiled, Stage
+from tpu_grpo.planning.sizes import Sizes
+
+HELD = Sizes(parameters=100, optimizer=200, reference=30, sampler=40, shared=5, cache=50, batch=7)
+
+
+def program(stage: Stage, **figures: Any) -> Compiled:
+    names = ("argument_bytes", "output_bytes", "temporary_bytes", "code_bytes", "flops", "accessed_bytes")
+    base: dict[str, Any] = dict.fromkeys(names, 0.0) | {"kernels": 0, "fits": True, "seconds": 1.0}
+    return Compiled(**{"name": stage, "stage": stage, **base, **figures})
+
+
+def run_of(**sections: Any) -> RunConfig:
+    return parse_config({"data": {"prompts_per_step": 8}, "algorithm": {"group_size": 2}, **sections})

@@ -1,0 +1,54 @@
+"""Stages add up what lies on a device while they run."""
+
+from tests.planning.figures import HELD, program, run_of
+from tpu_grpo.planning.budget import needs
+
+PROGRAMS = [
+    program("rollout", name="decode", argument_bytes=96, temporary_bytes=9, code_bytes=1),  # 95 known, 1 of inputs
+    program("rollout", name="prefill", argument_bytes=95, temporary_bytes=8, code_bytes=1),
+    program("logprobs", argument_bytes=100, output_bytes=2, temporary_bytes=11, code_bytes=1),
+    program("update", argument_bytes=303, output_bytes=100, temporary_bytes=17, code_bytes=1),
+]
+TRAINER, SAMPLER = 100 + 200 + 30, 40 + 50
+
+
+def totals(**sections: object) -> dict[str, float]:
+    return {need.stage: need.total for need in needs(run_of(**sections), HELD, PROGRAMS, sync_bytes=13)}
+
+
+def test_everything_is_there_in_every_stage() -> None:
+    found = needs(run_of(), HELD, PROGRAMS, sync_bytes=13)
+    assert [need.program for need in found] == ["decode", "logprobs", "update", "largest group"]
+    both = TRAINER + SAMPLER + 4  # four programs
+    assert totals() == {
+        "rollout": both + 1 + 9,
+        "logprobs": both + 2 + 11 + 7,
+        "update": both + 3 + 100 + 17 + 7,
+        "sync": both + 13,
+    }
+
+
+def test_what_is_released_is_not_there_during_the_update() -> None:
+    changed = totals(rollout={"release_during_update": True})
+    assert changed["rollout"] == totals()["rollout"]
+    assert changed["logprobs"] == totals()["logprobs"] - SAMPLER
+    assert changed["update"] == totals()["update"] - SAMPLER
+    assert changed["sync"] == totals()["sync"] - 50  # the cache comes after the weights
+
+
+def test_shared_leaves_stay_old_while_updates_follow_each_other() -> None:
+    assert totals(algorithm={"group_size": 2, "micro_batch_prompts": 4})["update"] == totals()["update"] + 5
+    assert totals(algorithm={"group_size": 2, "iterations": 2})["update"] == totals()["update"] + 5
+
+
+def test_split_meshes_have_a_side_each() -> None:
+    found = totals(meshes={"layout": "split"})
+    assert found["rollout"] == SAMPLER + 1 + 9 + 4
+    assert found["update"] == TRAINER + 3 + 100 + 17 + 7 + 4
+    assert found["sync"] == TRAINER + 13 + 4  # the fuller side
+
+
+def test_a_refused_program_counts_as_the_compiler_says() -> None:
+    refused = [*PROGRAMS[:3], program("update", temporary_bytes=1000, fits=False)]
+    update = needs(run_of(), HELD, refused, sync_bytes=13)[2]
+    assert update.total == 1000 + 30 + SAMPLER + 7 + 3  # with what its arguments are not, and three programs' code

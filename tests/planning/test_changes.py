@@ -1,0 +1,92 @@
+"""Suggestions: tried in order, kept if they help, confirmed by a plan."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.planning.figures import run_of
+from tpu_grpo.config import RunConfig
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.planning import changes
+
+
+@dataclass
+class FakePlan:
+    """Fits once its needs are within 100."""
+
+    config: RunConfig
+    needs: dict[str, float]
+    target: Any = field(default_factory=lambda: SimpleNamespace(devices=range(16)))
+    fast: bool = True
+    programs: tuple[Any, ...] = (SimpleNamespace(name="decode of 64 rows"),)
+
+    @property
+    def stages(self) -> list[Any]:
+        return [SimpleNamespace(stage=name, total=total) for name, total in self.needs.items()]
+
+    @property
+    def worst(self) -> Any:
+        return max(self.stages, key=lambda need: need.total)
+
+    @property
+    def fits(self) -> bool:
+        return self.worst.total <= 100
+
+
+def planner(needs: Any) -> Any:
+    def make_plan(config: RunConfig, target: Any, *, fast: bool, say: Any) -> FakePlan:
+        assert fast
+        return FakePlan(config, needs(config))
+
+    return make_plan
+
+
+def suggested(monkeypatch: pytest.MonkeyPatch, needs: Any) -> tuple[Any, list[str]]:
+    said: list[str] = []
+    monkeypatch.setattr(changes, "make_plan", planner(needs))
+    config = run_of()
+    plan: Any = FakePlan(config, needs(config))
+    return changes.suggest(plan, said.append), said
+
+
+def test_changes_add_up_until_everything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def needs(config: RunConfig) -> dict[str, float]:
+        update = 190 - 60 * (config.model.remat == "decoder") - 40 * (config.algorithm.micro_batch_prompts == 4)
+        return {"rollout": 50, "update": update}  # what is released changes nothing here
+
+    suggestion, said = suggested(monkeypatch, needs)
+    assert suggestion.overrides == ("model.remat=decoder", "algorithm.micro_batch_prompts=4")
+    assert suggestion.plan.fits
+    assert [line for line in said if line.startswith("trying")] == [
+        "trying rollout.release_during_update=true",
+        "trying model.remat=decoder",
+        "trying algorithm.micro_batch_prompts=4",
+    ]
+
+
+def test_a_rollout_gets_fewer_rows_or_more_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def needs(config: RunConfig) -> dict[str, float]:
+        return {"rollout": 120 - 30 * (config.meshes.sampler.tensor == 4), "update": 10}
+
+    suggestion, said = suggested(monkeypatch, needs)
+    assert suggestion.overrides == ("meshes.sampler.tensor=4",)
+    assert said[0] == "trying rollout.max_running_requests=32"
+
+
+def test_settings_that_do_not_go_together_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def needs(config: RunConfig) -> dict[str, float]:
+        if config.meshes.sampler.tensor == 2:
+            raise ConfigError("two do not divide it")
+        return {"rollout": 120 - 30 * (config.meshes.sampler.tensor == 4), "update": 10}
+
+    suggestion, said = suggested(monkeypatch, needs)
+    assert suggestion.overrides == ("meshes.sampler.tensor=4",)
+    assert "  two do not divide it" in said
+
+
+def test_nothing_is_suggested_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    suggestion, said = suggested(monkeypatch, lambda config: {"update": 500.0})
+    assert suggestion is None
+    assert len([line for line in said if line.startswith("trying")]) <= changes.MOST_TRIED

@@ -1,0 +1,58 @@
+"""A run's own programs, of two layers, compiled by libtpu for slices that are not here.
+
+The shapes are a shipped config's but for the vocabulary, whose sort in the sampler would take most of the time.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tpu_grpo.config import load_config
+from tpu_grpo.models.described import describe_checkpoint
+from tpu_grpo.outline import Outline
+from tpu_grpo.placement import build_meshes
+from tpu_grpo.planning.plan import PUBLISHED
+from tpu_grpo.planning.programs import QUICK, lowered, measured
+from tpu_grpo.planning.sizes import sizes
+from tpu_grpo.planning.slices import open_slice, replica_devices
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SHIPPED = REPOSITORY / "configs" / "qwen3_0p6b_v5e_8.yaml"
+LAYERS, WIDTH, VOCABULARY = 2, 1024, 2048
+
+
+pytestmark = pytest.mark.timeout(1800)  # a minute where nothing else runs
+
+
+@pytest.fixture(
+    scope="module", params=["v5e-8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("v6e-8", "v5p-8"))]
+)
+def outline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outline]:
+    target, config, directory = open_slice(request.param), load_config(SHIPPED, []), tmp_path_factory.mktemp("model")
+    published = json.loads((PUBLISHED / "Qwen3-0.6B" / "config.json").read_text())
+    smaller = published | {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
+    (directory / "config.json").write_text(json.dumps(smaller))
+    checkpoint = describe_checkpoint(directory)
+    with target.pretended():
+        meshes = build_meshes(config, checkpoint, target.devices)
+        yield Outline(config, checkpoint, meshes, (0,), replica_devices(target, meshes.tensor))
+
+
+def test_every_program_compiles_and_holds_what_it_is_given(outline: Outline) -> None:
+    found = {name.split()[0]: measured(lower(), QUICK) for name, _, lower in lowered(outline)}
+    held, devices = sizes(outline), outline.meshes.trainer.size
+    attention = WIDTH * 128 * (16 + 8 + 8 + 16) + 2 * 128
+    parameters = 2 * (LAYERS * (attention + 3 * WIDTH * 3072 + 2 * WIDTH) + VOCABULARY * WIDTH + WIDTH)
+    norms = 2 * (LAYERS * (2 * WIDTH + 2 * 128) + WIDTH)  # whole on every device
+    assert held.parameters == (parameters - norms) / devices + norms
+    assert held.sampler + held.shared == parameters
+    assert held.cache == (outline.options.cache_tokens + 64) * 2 * 8 * 128 * 2 * LAYERS
+    for name in ("decode", "prefill"):
+        assert found[name]["kernels"] == LAYERS  # flash attention, once a layer
+        assert found[name]["argument_bytes"] == pytest.approx(parameters + held.cache, rel=0.02)
+    assert found["update"]["argument_bytes"] == pytest.approx(held.parameters + held.optimizer, rel=0.05)
+    assert found["update"]["output_bytes"] >= held.parameters  # new ones beside the old
+    assert all(figures["fits"] for figures in found.values())
+    assert outline.sync.temporary_bytes <= outline.config.meshes.sync_temporary_mib * 2**20

@@ -1,0 +1,67 @@
+"""Rooflines, by hand."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tpu_grpo.models.described import describe_checkpoint
+from tpu_grpo.planning.chips import CHIPS, Chip
+from tpu_grpo.planning.estimate import COMPUTE, LINKS, MEMORY, Arithmetic, Work
+from tpu_grpo.planning.plan import PUBLISHED
+
+
+def arithmetic_of(name: str) -> Arithmetic:
+    outline: Any = SimpleNamespace(checkpoint=describe_checkpoint(PUBLISHED / name))
+    return Arithmetic.of(outline)
+
+
+def test_what_a_token_meets_in_a_dense_model() -> None:
+    found = arithmetic_of("Qwen3-0.6B")
+    layer = 2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072
+    assert found == Arithmetic(28 * layer, 151936 * 1024, 4 * 28 * 16 * 128)
+    assert found.forward(10, 6, 3) == 10 * (2 * 28 * layer + 6 * 4 * 28 * 16 * 128) + 3 * 2 * 151936 * 1024
+
+
+def test_what_a_token_meets_among_experts() -> None:
+    """About 3 of the 30 billion parameters, as the model's name says."""
+    found = arithmetic_of("Qwen3-30B-A3B")
+    layer = 2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048 + 8 * 3 * 2048 * 768
+    assert found.layers == 48 * layer
+    assert found.layers + found.head == pytest.approx(3.04e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("Qwen3-0.6B", 596_049_920),
+        ("Qwen3-1.7B", 1_720_574_976),
+        ("Qwen3-4B", 4_022_468_096),
+        ("Qwen3-8B", 8_190_735_360),
+        ("Qwen3-30B-A3B", 30_532_122_624),
+        ("Llama-3.1-8B-Instruct", 8_030_261_248),
+        ("Qwen2.5-7B-Instruct", 7_615_616_512),
+    ],
+)
+def test_published_models_have_as_many_parameters_as_published(name: str, parameters: int) -> None:
+    """The publishers' counts of the tensors in the checkpoints."""
+    assert describe_checkpoint(PUBLISHED / name).parameter_count == parameters
+
+
+def test_the_slowest_of_three_limits() -> None:
+    chip = Chip(
+        "made up",
+        1,
+        flops_per_second=100 / COMPUTE,
+        memory_bytes_per_second=10 / MEMORY,
+        link_bytes_per_second=1 / LINKS,
+    )
+    assert Work("a", 300.0, 20.0, 1.0, 0.5).seconds(chip) == pytest.approx(3.5)
+    assert Work("a", 300.0, 50.0, 1.0).parts(chip) == pytest.approx({"products": 3.0, "memory": 5.0, "links": 1.0})
+    assert Work("a", 300.0, 50.0, 7.0).seconds(chip) == pytest.approx(7.0)
+
+
+def test_chips_have_the_memory_that_the_compiler_allows() -> None:
+    assert {name: chip.memory_bytes / 2**30 for name, chip in CHIPS.items()} == pytest.approx(
+        {"v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
+    )

@@ -1,0 +1,36 @@
+"""Fast plans: a line through two models of few layers; and what the compiler's refusals mean."""
+
+import pytest
+
+from tests.planning.figures import program
+from tpu_grpo.planning.plan import FEW_LAYERS, extrapolated
+from tpu_grpo.planning.programs import refused_bytes
+
+
+def test_a_line_through_two_and_four_layers() -> None:
+    assert FEW_LAYERS == (2, 4)
+    few = program("update", argument_bytes=10.0, temporary_bytes=8.0, flops=6.0, kernels=2)
+    more = program("update", argument_bytes=14.0, temporary_bytes=7.0, flops=10.0, kernels=4)
+    whole = extrapolated(few, more, 36)
+    assert whole.argument_bytes == 10 + 2 * 34
+    assert whole.flops == 6 + 2 * 34
+    assert whole.temporary_bytes == 7  # never falls
+    assert whole.kernels == 36
+    assert extrapolated(few, more, 4) == extrapolated(few, more, 4)
+    assert extrapolated(few, more, 2).argument_bytes == 10
+
+
+@pytest.mark.parametrize(
+    ("message", "size"),
+    [
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 16.50G of 15.75G hbm.", 16.5 * 2**30),
+        (
+            "RESOURCE_EXHAUSTED: Allocation (size=400) would exceed memory (size=100) :: [space=hbm, size = 1]",
+            400,
+        ),
+        ("Ran out of memory in memory space smem. Used 1.01M of 1.00M smem.", None),
+        ("RESOURCE_EXHAUSTED: Allocation (size=400) would exceed memory (size=100) :: #1 [space=smem]", None),
+    ],
+)
+def test_only_refusals_for_the_main_memory_are_read(message: str, size: float | None) -> None:
+    assert refused_bytes(message) == size

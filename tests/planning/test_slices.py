@@ -1,0 +1,55 @@
+"""Slices by name are the devices that libtpu describes."""
+
+import pytest
+
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.hosts import hosts_of
+from tpu_grpo.planning.slices import open_slice, prepare, replica_devices
+
+
+@pytest.mark.parametrize(
+    ("name", "chips", "hosts", "kind"),
+    [
+        ("v5e-4", 4, 1, "TPU v5 lite"),
+        ("v5e-8", 8, 1, "TPU v5 lite"),
+        ("v5litepod-16", 16, 4, "TPU v5 lite"),
+        ("v6e-8", 8, 1, "TPU v6 lite"),
+        ("v6e-16", 16, 4, "TPU v6 lite"),
+        ("v5p-8", 4, 1, "TPU v5"),
+        ("v5p-32", 16, 4, "TPU v5"),
+    ],
+)
+def test_a_slice_has_the_chips_and_hosts_of_its_name(name: str, chips: int, hosts: int, kind: str) -> None:
+    target = open_slice(name)
+    assert len(target.devices) == target.slice.chips == chips
+    assert len(hosts_of(target.devices)) == target.slice.hosts == hosts
+    assert {device.device_kind for device in target.devices} == {kind}
+    assert target.name == name.replace("litepod", "e")
+
+
+@pytest.mark.parametrize(("tensor", "hosts"), [(1, 1), (2, 1), (4, 1), (8, 2), (16, 4)])
+def test_a_replicas_devices_lie_on_as_many_hosts_as_in_the_slice(tensor: int, hosts: int) -> None:
+    devices = replica_devices(open_slice("v5e-16"), tensor)
+    assert len(set(devices)) == tensor
+    assert len(hosts_of(devices)) == hosts
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("v5e", r"--slice must be one of v4-N, v5p-N, v5e-N, v6e-N, got 'v5e'; for example v5e-16"),
+        ("v5e-12", r"--slice v5e-N must count chips, N one of \[1, 4, 8, 16, 32, 64, 128, 256\], got v5e-12"),
+        ("v4-8", r"--slice must be of a generation that libtpu describes as jax runs it \(v5e, v5p, v6e\), got v4"),
+        ("v5p-24", r"--slice v5p-N must have N in \[8, 16, 32, 64, 128, 256, 512, 1024\], got v5p-24"),
+    ],
+)
+def test_what_is_no_slice_is_refused(name: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        open_slice(name)
+
+
+def test_the_environment_is_that_of_the_launch() -> None:
+    environment = {"JAX_PLATFORMS": "tpu"}
+    prepare("v6e-8", environment)
+    assert environment["JAX_PLATFORMS"] == "cpu"
+    assert "--xla_tpu_scoped_vmem_limit_kib=98304" in environment["LIBTPU_INIT_ARGS"].split()

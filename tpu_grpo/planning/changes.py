@@ -1,0 +1,99 @@
+"""What to change when a run does not fit: settings tried one after the other, each planned as the run was.
+
+A change that brings nothing for the stage that does not fit is taken back; the others add up until everything fits.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tpu_grpo.config import RunConfig, parse_config
+from tpu_grpo.errors import TpuGrpoError
+from tpu_grpo.planning.plan import Plan, make_plan
+
+MOST_TRIED = 8
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Overrides as the command line takes them, and the plan with them."""
+
+    overrides: tuple[str, ...]
+    plan: Plan
+
+
+def suggest(plan: Plan, say: Callable[[str], None]) -> Suggestion | None:
+    """Changes with which the plan fits, compiled; None where none was found."""
+    best, chosen, tried = plan, dict[str, object](), set[tuple[str, object]]()
+    while not best.fits and len(tried) < MOST_TRIED:
+        untried = (change for change in _changes(best) if change not in tried)
+        if (change := next(untried, None)) is None:
+            return None
+        tried.add(change)
+        name, value = change
+        say(f"trying {name}={_shown(value)}")
+        try:
+            changed = make_plan(_with(best.config, name, value), plan.target, fast=plan.fast, say=say)
+        except TpuGrpoError as error:  # the settings do not go together
+            say(f"  {error}")
+            continue
+        stage = best.worst.stage
+        if _need(changed, stage) < _need(best, stage):
+            best, chosen[name] = changed, value
+    return Suggestion(tuple(f"{name}={_shown(value)}" for name, value in chosen.items()), best) if best.fits else None
+
+
+def _need(plan: Plan, stage: str) -> float:
+    return next(need.total for need in plan.stages if need.stage == stage)
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, object]]:
+    """For the stage that needs most, what costs the least speed first."""
+    if plan.worst.stage in ("update", "logprobs"):
+        yield from _of_update(plan.config)
+    elif plan.worst.stage == "rollout":
+        yield from _of_rollout(plan)
+    if (plan.config.meshes.trainer.tp or 1) > 1:
+        yield "meshes.trainer.tp", 1
+    if plan.worst.stage == "sync":
+        yield from _of_update(plan.config)
+
+
+def _of_update(config: RunConfig) -> Iterator[tuple[str, object]]:
+    if config.meshes.layout == "shared" and not config.rollout.release_during_update:
+        yield "rollout.release_during_update", True
+    if config.model.remat != "decoder":
+        yield "model.remat", "decoder"
+    prompts = config.data.prompts_per_step
+    micro = config.algorithm.micro_batch_prompts or prompts
+    yield from (("algorithm.micro_batch_prompts", size) for size in range(micro - 1, 0, -1) if prompts % size == 0)
+
+
+def _of_rollout(plan: Plan) -> Iterator[tuple[str, object]]:
+    config = plan.config
+    if config.meshes.sampler.shard_vocab is False:
+        yield "meshes.sampler.shard_vocab", None
+    if config.rollout.kv_tokens is not None:
+        yield "rollout.kv_tokens", config.rollout.kv_tokens // 2
+    engine = next(program.name for program in plan.programs if program.name.startswith("decode"))
+    rows = int(engine.split()[2])
+    if rows > 8:
+        yield "rollout.max_running_requests", rows // 2
+    tensor = config.meshes.sampler.tensor
+    sizes = [2, 4, 8, 16, 32] if tensor is None else [tensor * 2]
+    yield from (("meshes.sampler.tensor", size) for size in sizes if size <= len(plan.target.devices))
+
+
+def _with(config: RunConfig, name: str, value: object) -> RunConfig:
+    tree = config.model_dump(mode="json")
+    *sections, setting = name.split(".")
+    section = tree
+    for part in sections:
+        section = section[part]
+    section[setting] = value
+    return parse_config(tree)
+
+
+def _shown(value: object) -> str:
+    """As YAML has it."""
+    return json.dumps(value).strip('"')
