@@ -115,6 +115,8 @@ def test_an_evaluation_that_was_interrupted_and_repeated_gives_the_same_numbers(
     assert (tmp_path / "evaluations/2.jsonl").read_bytes() == (whole / "evaluations/2.jsonl").read_bytes()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_best_step_is_saved_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = {0: 0.1, 1: 0.5, 2: 0.4, 3: 0.9, 4: 0.2, 5: 0.3, 6: 0.3}
 
