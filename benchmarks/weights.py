@@ -4,7 +4,7 @@ A tree of about 0.5 GB (Qwen3 leaves, 8 layers of width 1,024, float32) on four 
 to the sampler's; per pair of meshes, in turn, round after round in one process, medians and ratios per round. Each call
 gets new arrays, as after an update: jax keeps what it once copied to the host, and would not copy it again.
 
-    ours      WeightSync: compiled programs, groups within 256 MiB of temporary memory
+    ours      WeightSync: compiled programs, groups within 512 MiB of temporary memory
     copy      a plain copy of the bytes that ours writes, in the sampler's layout: one program, no communication
     tunix     transfer_state_with_mappings with its reshard, as shipped (it collects garbage every time)
     tunix -gc the same without the collection

@@ -33,7 +33,7 @@ class MeshesSection(Section):
     layout: Literal["shared", "split"] = "shared"
     """shared: trainer and sampler both use all devices, in turn; split: of every host's devices the first half is the
     trainer's and the second the sampler's."""
-    sync_temporary_mib: PositiveInt = 256
+    sync_temporary_mib: PositiveInt = 512
     """Memory in MiB that moving the weights may need per device, beside the weights themselves."""
     probe_every: int = Field(default=50, ge=0)
     """Compare engines and trainer, by a few tokens and leaf by leaf, after the first sync and every this many; 0 is

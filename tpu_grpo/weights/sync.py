@@ -24,7 +24,7 @@ from tpu_grpo.types import SyncResult
 from tpu_grpo.weights.plan import LeafMove, Leaves, Spec, describe_plan, group_moves, plan_sync
 from tpu_grpo.weights.transport import Program, choose_transport
 
-TEMPORARY_BYTES = 256 * 2**20
+TEMPORARY_BYTES = 512 * 2**20
 
 
 class WeightSync:
