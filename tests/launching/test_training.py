@@ -14,6 +14,8 @@ from tests.models.random_checkpoint import edit_config, write_random_qwen3
 from tpu_grpo.launching.cli import main
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 
+pytestmark = pytest.mark.several_hosts
+
 STEPS = 4
 REWARD = """
 def ascii_share(prompts, completions):
