@@ -131,6 +131,7 @@ def test_the_same_config_and_seed_repeat_exactly(files: Path, whole: Path, tmp_p
     assert again["params_digest"] == json.loads((whole / "summary.json").read_text())["params_digest"]
 
 
+@pytest.mark.slow
 def test_another_seed_does_not(files: Path, whole: Path, tmp_path: Path) -> None:
     train(config(files, tmp_path / "run", run={"dir": str(tmp_path / "run"), "max_steps": 1, "seed": 6}))
     assert digests(tmp_path / "run")[1] != digests(whole)[1]

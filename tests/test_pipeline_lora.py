@@ -44,6 +44,7 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_goes_on_and_is_a_start_for_others(tmp_path: Path) -> None:
     whole = train(config(tmp_path / "whole", lora=LORA))
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")

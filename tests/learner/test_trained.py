@@ -87,7 +87,7 @@ def test_the_reference_of_adapters_is_the_base_in_the_same_arrays(tmp_path: Path
     learner.close()
 
 
-@pytest.mark.parametrize("kind", ["lora", "layers"])
+@pytest.mark.parametrize("kind", ["lora", pytest.param("layers", marks=pytest.mark.slow)])
 def test_training_goes_on_bit_for_bit(tmp_path: Path, kind: str) -> None:
     whole, _, config = build(tmp_path / "whole", kind)
     base = make_model(make_mesh())

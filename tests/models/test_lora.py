@@ -84,7 +84,9 @@ def test_what_the_model_lacks_is_refused_with_what_it_has(tmp_path: Path) -> Non
 # --- what they are ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "qwen3_moe", "llama"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "llama"))]
+)
 def test_the_model_is_the_base_at_first_and_shares_its_arrays(tmp_path: Path, family: str) -> None:
     base, model = with_lora(write_random(family, tmp_path / "model", scale=0.3), LoraSection(rank=3))
     leaves = dict(nnx.to_flat_state(nnx.state(model)))
