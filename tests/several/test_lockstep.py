@@ -94,7 +94,6 @@ def test_in_step_when_the_cache_is_so_small_that_prefixes_are_evicted_and_reques
         assert min(map(int, counts)) > 0, ended.out
 
 
-@pytest.mark.slow
 def test_adapters_are_the_same_on_several_hosts(files: Path, tmp_path: Path) -> None:
     outcomes = []
     for hosts, devices in ((1, 4), (2, 2)):
