@@ -85,7 +85,10 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float) ->
     from jax._src import distributed
 
     if "cpu" in (jax.config.jax_platforms or ""):  # pyright: ignore[reportAttributeAccessIssue]
-        _connect_devices_by_gloo()
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        # A process with one device of a program would start the next one before that device is through with this one;
+        # gloo then takes what the peers send for the one as meant for the other: wrong numbers, or an abort.
+        jax.config.update("jax_cpu_enable_async_dispatch", False)
     state: Any = distributed.global_state
     state.coordinator_address, state.num_processes, state.process_id = coordinator, count, index
     state.service, state.client = _service_and_client(coordinator, count, index, max(1, math.ceil(timeout_seconds)))
@@ -108,12 +111,13 @@ def serve_alone() -> None:
 
     Does nothing when jax has one already, or uses its devices already: then it is too late to choose.
     """
+    import jax
     from jax._src import distributed, xla_bridge
 
     state: Any = distributed.global_state
     if state.client is not None or xla_bridge.backends_are_initialized():
         return
-    _connect_devices_by_gloo()
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         address = f"{LOOPBACK}:{probe.getsockname()[1]}"
@@ -121,18 +125,6 @@ def serve_alone() -> None:
     state.service, state.client = _service_and_client(address, 1, 0, SHUTDOWN_SECONDS)
     state.client.connect()
     atexit.register(state.shutdown)
-
-
-def _connect_devices_by_gloo() -> None:
-    """CPU devices exchange numbers through gloo, in one program after the other.
-
-    Otherwise jax may start a program on a device that is not through with the one before, when the process has no other
-    device in it; gloo then takes what the peers send for the one as meant for the other: wrong numbers, or an abort.
-    """
-    import jax
-
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def _leave_together(service: Service, state: Any, count: int, index: int) -> None:
