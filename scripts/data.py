@@ -16,7 +16,7 @@ from rich.text import Text
 
 from tpu_grpo.cli import prepare, split_words
 from tpu_grpo.config import RunConfig, load_config
-from tpu_grpo.errors import TpuGrpoError
+from tpu_grpo.errors import TpuGrpoError, say
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
         config = load_config(*split_words(options.words))
         show(config, Console(highlight=False), options)
     except TpuGrpoError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        say(error)
         return error.exit_code
     return 0
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from tpu_grpo.cli import meet, prepare, say, split_words
+from tpu_grpo.cli import meet, prepare, split_words
 from tpu_grpo.config import RunConfig, load_config
-from tpu_grpo.errors import TpuGrpoError
+from tpu_grpo.errors import TpuGrpoError, say
 
 
 def main(arguments: Sequence[str]) -> int:

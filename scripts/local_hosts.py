@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.errors import ConfigError, say
 from tpu_grpo.hosts.local import run_local_hosts
 
 RUN = Path(__file__).resolve().with_name("run.py")
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
             grace_seconds=options.grace,
         )
     except ConfigError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        say(error)
         return error.exit_code
 
 

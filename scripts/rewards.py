@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tpu_grpo.config import load_config
-from tpu_grpo.errors import TpuGrpoError
+from tpu_grpo.errors import TpuGrpoError, say
 from tpu_grpo.rewards.workbench import Trial, try_rewards
 
 
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str]) -> int:
         config = load_config(options.config, options.overrides)
         trial = try_rewards(config.rewards, options.completions, step=options.step, slowest=options.show)
     except TpuGrpoError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        say(error)
         return error.exit_code
     show(trial, Console(), options.show)
     return 0

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tpu_grpo.config import HUB, RunConfig, load_config, settings
-from tpu_grpo.errors import ConfigError, Interrupted, TpuGrpoError
+from tpu_grpo.errors import ConfigError, TpuGrpoError, say
 from tpu_grpo.hosts import Hosts, Watch, choose_platform, start
 
 DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "demo_cpu.yaml"
@@ -160,14 +160,6 @@ def _said_at_once() -> Iterator[None]:
     except TpuGrpoError as error:
         say(error)
         raise
-
-
-def say(error: TpuGrpoError) -> None:
-    """Print an error, once."""
-    if not error.said:
-        error.said = True
-        what = str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
-        print(what, file=sys.stderr, flush=True)
 
 
 def closing_lines(config: RunConfig, summary: dict) -> str:

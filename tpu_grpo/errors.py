@@ -4,6 +4,8 @@ A message gives the rule that was broken, the value found and the remedy; script
 exit with ``exit_code``.
 """
 
+import sys
+
 
 class TpuGrpoError(Exception):
     """Root of the package's errors."""
@@ -67,3 +69,11 @@ class Interrupted(TpuGrpoError):
     """The run was asked to stop, and saved a checkpoint first."""
 
     exit_code = 4
+
+
+def say(error: TpuGrpoError) -> None:
+    """Tell the user, once: on stderr, without a traceback."""
+    if not error.said:
+        error.said = True
+        what = str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
+        print(what, file=sys.stderr, flush=True)

@@ -1,5 +1,6 @@
 """Tunix's cluster and GRPO learner for a run, built alike by what trains and by what only compiles."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import ConfigError, RewardError
+from tpu_grpo.learner.adapter import RolloutAdapter, SamplingEngine
 from tpu_grpo.learner.grpo import Grpo, GrpoAlgorithmConfig
 from tpu_grpo.learner.optimizer import build_optimizer
 from tpu_grpo.learner.repairs import Cluster
@@ -28,12 +30,12 @@ def build_grpo(
     reference: nnx.Module | None,
     mesh: Mesh,
     tokenizer: Any,
-    adapter: Any,
+    pad_id: int,
+    eos_id: int,
+    engine: SamplingEngine,
 ) -> Grpo:
-    """The learner of a policy; see `Learner` for what the arguments are, and for what is raised.
-
-    ``adapter`` makes the rollout worker, as Tunix's ``rollout_engine``.
-    """
+    """The learner of a policy; see `Learner` for what the arguments are, and for what is raised."""
+    adapter = functools.partial(RolloutAdapter, engine=engine, pad_id=pad_id, eos_id=eos_id)
     _check_rows_divide(config, mesh)
     _check_reference(config, reference)
     freeze_untrained(model, config)

@@ -11,7 +11,6 @@
 Tunix's cluster, trainer and GRPO learner do the learning; its own loop, which samples on a second thread, is not used.
 """
 
-import functools
 import math
 import time
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from jaxtyping import Float
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import DataError, NonFiniteError, RewardError
-from tpu_grpo.learner.adapter import RolloutAdapter, SamplingEngine
+from tpu_grpo.learner.adapter import SamplingEngine
 from tpu_grpo.learner.building import build_grpo, micro_rows
 from tpu_grpo.learner.checkpoints import Checkpoints
 from tpu_grpo.learner.digest import params_digest, whole
@@ -80,7 +79,9 @@ class Learner:
             reference=reference,
             mesh=mesh,
             tokenizer=tokenizer,
-            adapter=functools.partial(RolloutAdapter, engine=engine, pad_id=pad_id, eos_id=eos_id),
+            pad_id=pad_id,
+            eos_id=eos_id,
+            engine=engine,
         )
         self._checkpoints = Checkpoints(config.run_dir / "checkpoints", keep=config.checkpoint.keep)
         self.restored_step = self._checkpoints.restore(

@@ -1,10 +1,9 @@
 """The learner's programs without a learner: lowered from a model without values, by the code that trains.
 
-programs = LearnerPrograms(config, model, reference, mesh, tokenizer, pad_id=0, eos_id=2)
+programs = LearnerPrograms(config, model=model, reference=None, mesh=mesh, tokenizer=tokenizer, pad_id=0, eos_id=2)
 programs.lower_update().compile().memory_analysis()
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from jax.sharding import Mesh
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.learner.adapter import RolloutAdapter, SampledTexts
+from tpu_grpo.learner.adapter import SampledTexts
 from tpu_grpo.learner.building import build_grpo, micro_rows
 from tpu_grpo.learner.grpo import TrainExample
 from tpu_grpo.learner.repairs import Cluster, replaced
@@ -69,7 +68,6 @@ class LearnerPrograms:
     ):
         self._config = config
         self._mesh = mesh
-        adapter = functools.partial(RolloutAdapter, engine=_NoEngine(), pad_id=pad_id, eos_id=eos_id)
         self._grpo = build_grpo(
             config,
             _DescribedCluster,
@@ -77,7 +75,9 @@ class LearnerPrograms:
             reference=reference,
             mesh=mesh,
             tokenizer=tokenizer,
-            adapter=adapter,
+            pad_id=pad_id,
+            eos_id=eos_id,
+            engine=_NoEngine(),
         )
 
     @property

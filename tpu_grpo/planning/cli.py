@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tpu_grpo.config import RunConfig, load_config
-from tpu_grpo.errors import TpuGrpoError
+from tpu_grpo.errors import TpuGrpoError, say
 from tpu_grpo.planning.slices import open_slice, prepare
 
 ABOUT = """Says whether a run fits a TPU slice, by compiling the run's own programs for it; no TPU is needed.
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> int:
             config, options.slice, fast=options.fast, as_json=options.json, suggesting=not options.no_suggestion
         )
     except TpuGrpoError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        say(error)
         return error.exit_code
 
 
@@ -56,12 +56,12 @@ def plan_and_print(config: RunConfig, slice_name: str, *, fast: bool, as_json: b
     _quiet()
     from tpu_grpo.planning import changes, plan, report
 
-    found = plan.make_plan(config, open_slice(slice_name), fast=fast, say=say)
+    found = plan.make_plan(config, open_slice(slice_name), fast=fast, say=report_progress)
     shown = report.as_json(found)
     if not as_json:
         print("\n".join(report.text(found)))
     if not found.fits and suggesting:
-        suggestion = changes.suggest(found, say)
+        suggestion = changes.suggest(found, report_progress)
         overrides = None if suggestion is None else list(suggestion.overrides)
         shown["suggestion"] = overrides
         if not as_json:
@@ -87,7 +87,7 @@ def _suggested(suggestion: object) -> str:
 _STARTED = time.perf_counter()
 
 
-def say(what: str) -> None:
+def report_progress(what: str) -> None:
     """Progress, on stderr."""
     print(f"[{time.perf_counter() - _STARTED:6.1f} s] {what}", file=sys.stderr, flush=True)
 
