@@ -6,6 +6,7 @@ gets new arrays, as after an update: jax keeps what it once copied to the host, 
 
     ours      WeightSync: compiled programs, groups within 512 MiB of temporary memory
     copy      a plain copy of the bytes that ours writes, in the sampler's layout: one program, no communication
+    put       jax.device_put into the sampler's layout of leaves that have its shapes already
     tunix     transfer_state_with_mappings with its reshard, as shipped (it collects garbage every time)
     tunix -gc the same without the collection
 
@@ -167,16 +168,19 @@ def measure(layout: str, fsdp: int, tp: int, tensor: int, rounds: int) -> tuple[
     weights, _ = sync(source)
     plain = {name: jnp.copy(weights[name]) for name in moved}
     copy = jax.jit(lambda leaves: {name: jnp.copy(leaf) for name, leaf in leaves.items()})
+    there = {name: target[name].sharding for name in moved}
+    shaped = jax.jit(lambda leaves: {m.target: m.result([leaves[m.source]]) for m in sync.moves if not m.shared})
     contenders: dict[str, Contender] = {
         "ours": sync,
         "copy": lambda _: jax.block_until_ready(copy(plain)),
+        "put": lambda leaves: jax.block_until_ready(jax.device_put(leaves, there)),
     }
     if layout == "shared":  # Tunix's reshard is device_put, which on several hosts refuses other devices
         contenders |= {"tunix": tunix_sync(target), "tunix -gc": without_gc(tunix_sync(target))}
     spent: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(rounds + 1):
         for name, run in contenders.items():
-            leaves = jax.block_until_ready(copy(source))
+            leaves = jax.block_until_ready((shaped if name == "put" else copy)(source))
             began = time.perf_counter()
             run(leaves)
             if number:
@@ -202,13 +206,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
-    columns = ("meshes", "ours, ms", "ours / copy", "tunix / ours", "tunix -gc / ours", "temporary MiB", "resident MiB")
+    ratios = [("ours", "copy"), ("ours", "put"), ("tunix", "ours"), ("tunix -gc", "ours")]
+    columns = ("meshes", "ours, ms", *map(" / ".join, ratios), "temporary MiB", "resident MiB")
     table = Table(*columns, title="weight sync, 0.5 GB, 4 devices")
     for pair in PAIRS:
         spent, temporary, rise = measure(*pair, rounds)
         layout, fsdp, tp, tensor = pair
         cells = [f"{layout} fsdp {fsdp} tp {tp} -> tensor {tensor}", f"{1e3 * median(spent['ours']):.0f}"]
-        cells += [ratio(spent, "ours", "copy"), ratio(spent, "tunix", "ours"), ratio(spent, "tunix -gc", "ours")]
+        cells += [ratio(spent, *pair) for pair in ratios]
         table.add_row(*cells, f"{temporary / 2**20:.0f}", f"{rise / 2**20:.0f}")
     Console(width=130).print(table)
 

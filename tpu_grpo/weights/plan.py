@@ -1,20 +1,21 @@
 """The plan of a weight sync: which leaf of the trainer becomes which of the sampler, and in which groups they move.
 
     moves = plan_sync(checkpoint.weight_rules, named_leaves(trainer_params), replicas.weight_specs)
-    groups = group_moves([move for move in moves if not move.shared], limit_bytes=256 * 2**20)
+    groups = group_moves([move for move in moves if not move.shared], limit_bytes=32 * 2**20)
 
 A leaf whose shape, type and layout are the same on both sides is shared, not copied; that is safe because the trainer
 never donates its parameters. A leaf with an adapter is merged with it on the way.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from tpu_grpo.errors import WeightsError
@@ -60,6 +61,12 @@ class LeafMove:
     def bytes(self) -> int:
         """Size of the sampler's leaf; 0 when it is shared."""
         return 0 if self.shared else int(np.prod(self.spec.shape)) * self.spec.dtype.itemsize
+
+    @property
+    def bytes_per_device(self) -> int:
+        """What of it lies on one of the sampler's devices."""
+        assert isinstance(self.spec.sharding, NamedSharding)
+        return int(np.prod(self.spec.sharding.shard_shape(self.spec.shape))) * self.spec.dtype.itemsize
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -108,34 +115,38 @@ def plan_sync(
 
 
 def group_moves(moves: Sequence[LeafMove], limit_bytes: int) -> list[tuple[LeafMove, ...]]:
-    """Moves that are carried out by one program each, of at most ``limit_bytes``; a larger leaf is alone.
+    """Moves that are carried out by one program each, of at most ``limit_bytes`` per device; a larger leaf is alone.
 
-    A layer's moves stay together where they fit, and as many whole layers as fit make a group, so that the groups of
-    equal layers are alike and share a program.
+    As many whole layers as fit make a group; of a layer that does not fit, as many leaves as do. So the groups of equal
+    layers are alike and share programs.
     """
     groups: list[list[LeafMove]] = [[]]
-    for unit in _units(moves, limit_bytes):
-        if groups[-1] and _bytes([*groups[-1], *unit]) > limit_bytes:
+    for layer in _layers(moves):
+        fits = _bytes_per_device(layer) <= limit_bytes
+        for unit in [layer] if fits else [[move] for move in layer]:
+            if groups[-1] and _bytes_per_device([*groups[-1], *unit]) > limit_bytes:
+                groups.append([])
+            groups[-1] += unit
+        if not fits:
             groups.append([])
-        groups[-1] += unit
     return [tuple(group) for group in groups if group]
 
 
-def _units(moves: Sequence[LeafMove], limit_bytes: int) -> Iterator[list[LeafMove]]:
-    """Layers, and leaves outside of them; layers that are too large leaf by leaf."""
-    units: dict[str, list[LeafMove]] = {}
+def _layers(moves: Iterable[LeafMove]) -> Iterable[list[LeafMove]]:
+    """The moves of every layer, and each that is outside of them."""
+    layers: dict[str, list[LeafMove]] = {}
     for move in moves:
         layer = re.search(r"\.\d+\.", move.target)
-        units.setdefault(layer[0] if layer else move.target, []).append(move)
-    for unit in units.values():
-        if _bytes(unit) <= limit_bytes:
-            yield unit
-        else:
-            yield from ([move] for move in unit)
+        layers.setdefault(layer[0] if layer else move.target, []).append(move)
+    return layers.values()
 
 
 def _bytes(moves: Iterable[LeafMove]) -> int:
     return sum(move.bytes for move in moves)
+
+
+def _bytes_per_device(moves: Iterable[LeafMove]) -> int:
+    return sum(move.bytes_per_device for move in moves)
 
 
 def _match(name: str, rules: Sequence[WeightRule]) -> tuple[WeightRule, str] | None:
