@@ -104,9 +104,12 @@ def _dry_run(config: RunConfig) -> int:
 def _dry_run_on(config: RunConfig, slice_name: str) -> int:
     """As on a slice that is not here, and whether it fits."""
     from tpu_grpo.planning.cli import plan_and_print
+    from tpu_grpo.planning.process import go_on_in_child
     from tpu_grpo.planning.slices import open_slice
     from tpu_grpo.planning.slices import prepare as prepare_slice
 
+    if (code := go_on_in_child()) is not None:
+        return code
     prepare_slice(slice_name)
     prepare(config)
     target = open_slice(slice_name)

@@ -65,6 +65,10 @@ class LaunchError(TpuGrpoError, RuntimeError):
     """A TPU, or a command on its workers, that could not be had or did not do what was asked."""
 
 
+class PlanningError(TpuGrpoError, RuntimeError):
+    """A compilation for a slice that did not come to an end."""
+
+
 class Interrupted(TpuGrpoError):
     """The run was asked to stop, and saved a checkpoint first."""
 

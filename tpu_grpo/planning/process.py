@@ -1,0 +1,63 @@
+"""Planning in a process of its own, which can end without a word: libtpu aborts where a check of its own fails, a whole
+compilation may need more memory than there is, and none can be interrupted.
+
+code = go_on_in_child()      # before jax is imported
+if code is not None:
+    return code              # the process that was started: the other has ended
+...                          # the other
+"""
+
+import os
+import signal
+import sys
+from typing import Any
+
+from tpu_grpo.errors import PlanningError, say
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+KILLED = (
+    "a plan must have the memory that compiling takes, 8 to 22 GiB for a whole one, but was killed in what is named "
+    "last above, most likely because memory ran out; use --fast, or a machine with more memory"
+)
+ABORTED = (
+    "libtpu must compile the programs of this config, but ended its process by {name} in what is named last above; its "
+    "own words say where; change what they point to (mesh, attention, micro-batch, kernel settings), and report it"
+)
+
+
+def go_on_in_child() -> int | None:
+    """None in a new process, which is to go on; in the one that called, the exit code of the new one once it has ended.
+
+    SIGINT, SIGTERM and SIGHUP end both at once: a plan has nothing to save.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    child = os.fork()
+    if child == 0:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+        return None
+    asked: list[int] = []
+
+    def end(number: int, frame: Any) -> None:
+        del frame
+        asked.append(number)
+        os.kill(child, signal.SIGKILL)
+
+    previous = {number: signal.signal(number, end) for number in ENDING}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    try:
+        _, status = os.waitpid(child, 0)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return code
+    if asked:
+        print("interrupted; what was compiled is kept", file=sys.stderr)
+    else:
+        name = signal.Signals(-code).name
+        say(PlanningError(KILLED if name == "SIGKILL" else ABORTED.format(name=name)))
+    return PlanningError.exit_code
