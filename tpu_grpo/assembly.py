@@ -14,7 +14,7 @@ from tpu_grpo.errors import ConfigError
 from tpu_grpo.evaluation import GREEDY, Answered, Evaluation, Plan, evaluate
 from tpu_grpo.fingerprints import model_fingerprints
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.learner import Learner
+from tpu_grpo.learner import Learner, LearnerInputs
 from tpu_grpo.metrics.values import reward_names
 from tpu_grpo.models import Checkpoint, builtin, load_model, read_checkpoint
 from tpu_grpo.models.adapters import load_adapters
@@ -86,16 +86,15 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
         remat=config.model.remat,
         flash_block=meshes.flash_block,
     )
-    learner = Learner(
-        config,
+    inputs = LearnerInputs(
         model=with_adapters(base, checkpoint, config),
         reference=base if config.algorithm.beta > 0.0 else None,
         mesh=meshes.trainer,
         tokenizer=tokenizer,
         pad_id=token_id(tokenizer.pad_token_id),
         eos_id=token_id(tokenizer.eos_token_id),
-        engine=policy,
     )
+    learner = Learner(config, inputs, policy)
     policy.install(learner.params())
     policy.replicas.compile_all()
     probe = Probe(config, policy, learner, probe_prompts(task.prompts, meshes))

@@ -21,7 +21,7 @@ from flax import nnx
 
 from tpu_grpo.assembly import builtin_name, check_model, engine_options, with_adapters
 from tpu_grpo.config import BUILTIN, RunConfig
-from tpu_grpo.learner import LearnerPrograms, freeze_untrained, parameters
+from tpu_grpo.learner import LearnerInputs, LearnerPrograms, freeze_untrained, parameters
 from tpu_grpo.models import Checkpoint
 from tpu_grpo.models.builtin import describe_builtin
 from tpu_grpo.models.described import describe_checkpoint, describe_model
@@ -86,8 +86,7 @@ class Outline:
     @cached_property
     def learner(self) -> LearnerPrograms:
         """What it trains with. Token ids and tokenizer decide no shape: others stand in where files are missing."""
-        return LearnerPrograms(
-            self.config,
+        inputs = LearnerInputs(
             model=self.policy,
             reference=self.base if self.config.algorithm.beta > 0.0 else None,
             mesh=self.meshes.trainer,
@@ -95,6 +94,7 @@ class Outline:
             pad_id=0,
             eos_id=self.stop_token_ids[0],
         )
+        return LearnerPrograms(self.config, inputs)
 
     @property
     def options(self) -> EngineOptions:

@@ -19,7 +19,7 @@ from tests.learner.toy import (
     make_model,
     make_scored,
 )
-from tpu_grpo.learner import LearnerPrograms
+from tpu_grpo.learner import LearnerInputs, LearnerPrograms
 
 
 def described(model: nnx.Module) -> nnx.Module:
@@ -53,8 +53,7 @@ def test_a_described_learners_programs_are_the_learners(
     config, mesh = make_config(tmp_path, {"algorithm": {"group_size": 2, **algorithm}}), make_mesh()
     model = make_model(mesh, flash_block=flash_block)
     learner = make_learner(config, mesh, model=model)
-    programs = LearnerPrograms(
-        config,
+    inputs = LearnerInputs(
         model=described(make_model(mesh, flash_block=flash_block)),
         reference=described(make_model(mesh)) if config.algorithm.beta else None,
         mesh=mesh,
@@ -62,6 +61,7 @@ def test_a_described_learners_programs_are_the_learners(
         pad_id=PAD,
         eos_id=EOS,
     )
+    programs = LearnerPrograms(config, inputs)
     scored = make_scored(make_model(mesh), config)
     example = learner._examples(scored, np.zeros(config.batch_rows))[0]
     assert held(programs.example) == held(example)

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from tunix.models.qwen3 import model as qwen3
 
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.learner import Learner, SampledTexts
+from tpu_grpo.learner import Learner, LearnerInputs, SampledTexts, SamplingEngine
 from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 
 PAD, EOS, VOCAB = 0, 2, 64
@@ -126,7 +126,14 @@ def make_config(directory: Path, tree: dict[str, Any] | None = None) -> RunConfi
     return parse_config(base)
 
 
-def make_learner(config: RunConfig, mesh: Mesh | None = None, seed: int = 0, **replaced: Any) -> Learner:
+def make_learner(
+    config: RunConfig,
+    mesh: Mesh | None = None,
+    seed: int = 0,
+    *,
+    engine: SamplingEngine | None = None,
+    **replaced: Any,
+) -> Learner:
     mesh = mesh or make_mesh()
     arguments: dict[str, Any] = {
         "model": make_model(mesh, seed),
@@ -135,9 +142,8 @@ def make_learner(config: RunConfig, mesh: Mesh | None = None, seed: int = 0, **r
         "tokenizer": Tokenizer(),
         "pad_id": PAD,
         "eos_id": EOS,
-        "engine": RecordingEngine(),
     }
-    return Learner(config, **{**arguments, **replaced})
+    return Learner(config, LearnerInputs(**{**arguments, **replaced}), engine or RecordingEngine())
 
 
 @nnx.jit

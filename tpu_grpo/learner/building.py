@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
@@ -24,28 +25,37 @@ DATA_AXIS = "fsdp"
 """The axis of the trainer's mesh that rows are split over."""
 
 
-def build_grpo(
-    config: RunConfig,
-    cluster_class: type[Cluster],
-    *,
-    model: nnx.Module,
-    reference: nnx.Module | None,
-    mesh: Mesh,
-    tokenizer: Any,
-    pad_id: int,
-    eos_id: int,
-    engine: SamplingEngine,
-) -> Grpo:
+@dataclass(frozen=True)
+class LearnerInputs:
+    """What a learner learns with, beside the settings of the run."""
+
+    model: nnx.Module
+    """The policy, on ``mesh``; updated in place. Where it has adapters, they alone are trained; otherwise the layers of
+    ``model.train_layers`` if that is set, or everything."""
+    reference: nnx.Module | None
+    """The initial policy, if ``algorithm.beta`` > 0. It may be ``model`` itself or share its arrays, which costs
+    nothing until they part: an update makes new arrays, and what is not trained stays shared."""
+    mesh: Mesh
+    """The trainer's, with the axes fsdp and tp."""
+    tokenizer: Any
+    """A Hugging Face tokenizer, or anything with encode, decode, bos_id, eos_id and pad_id."""
+    pad_id: int
+    """Fills rows."""
+    eos_id: int
+    """Ends completions."""
+
+
+def build_grpo(config: RunConfig, cluster_class: type[Cluster], inputs: LearnerInputs, engine: SamplingEngine) -> Grpo:
     """The learner of a policy; see `Learner` for what the arguments are, and for what is raised."""
-    adapter = functools.partial(RolloutAdapter, engine=engine, pad_id=pad_id, eos_id=eos_id)
-    _check_rows_divide(config, mesh)
-    _check_reference(config, reference)
-    freeze_untrained(model, config)
+    adapter = functools.partial(RolloutAdapter, engine=engine, pad_id=inputs.pad_id, eos_id=inputs.eos_id)
+    _check_rows_divide(config, inputs.mesh)
+    _check_reference(config, inputs.reference)
+    freeze_untrained(inputs.model, config)
     cluster = cluster_class(
-        actor=model,
-        reference=nnx.clone(reference) if config.algorithm.beta > 0.0 else None,  # own variables, same arrays
-        tokenizer=tokenizer,
-        cluster_config=_cluster_config(config, mesh, adapter, row_shape(config, model, pad_id)),
+        actor=inputs.model,
+        reference=nnx.clone(inputs.reference) if config.algorithm.beta > 0.0 else None,  # own variables, same arrays
+        tokenizer=inputs.tokenizer,
+        cluster_config=_cluster_config(config, inputs.mesh, adapter, row_shape(config, inputs.model, inputs.pad_id)),
     )
     return Grpo(cluster, GrpoAlgorithmConfig.from_section(config.algorithm), reward_fns=[_no_reward])
 

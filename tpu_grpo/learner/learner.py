@@ -1,7 +1,7 @@
 """The learner the pipeline drives: one call updates the policy from one scored rollout.
 
-    learner = Learner(config, model=model, reference=None, mesh=mesh, tokenizer=tokenizer, pad_id=0, eos_id=2,
-                      engine=engine)
+    inputs = LearnerInputs(model=model, reference=None, mesh=mesh, tokenizer=tokenizer, pad_id=0, eos_id=2)
+    learner = Learner(config, inputs, engine)
     for step in range(learner.restored_step + 1, config.run.max_steps + 1):
         result = learner.update(scored)         # raises before a non-finite number reaches the sampler
         ...                                     # move learner.params() to the sampler
@@ -19,13 +19,12 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 from jaxtyping import Float
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import DataError, NonFiniteError, RewardError
 from tpu_grpo.learner.adapter import SamplingEngine
-from tpu_grpo.learner.building import build_grpo, micro_rows, row_shape
+from tpu_grpo.learner.building import LearnerInputs, build_grpo, micro_rows, row_shape
 from tpu_grpo.learner.checkpoints import Checkpoints
 from tpu_grpo.learner.digest import params_digest, whole
 from tpu_grpo.learner.grpo import TrainExample
@@ -43,14 +42,7 @@ class Learner:
 
     Args:
         config: the run.
-        model: the policy, on ``mesh``; updated in place. Where it has adapters, they alone are trained; otherwise the
-            layers of ``model.train_layers`` if that is set, or everything.
-        reference: the initial policy, if ``algorithm.beta`` > 0. It may be ``model`` itself or share its arrays, which
-            costs nothing until they part: an update makes new arrays, and what is not trained stays shared.
-        mesh: the trainer's, with the axes fsdp and tp.
-        tokenizer: a Hugging Face tokenizer, or anything with encode, decode, bos_id, eos_id and pad_id.
-        pad_id: fills rows.
-        eos_id: ends completions.
+        inputs: models, mesh and tokenizer.
         engine: samples, if Tunix asks; the pipeline does not.
 
     Raises:
@@ -58,31 +50,10 @@ class Learner:
         CheckpointError: for a checkpoint that cannot be restored.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        model: nnx.Module,
-        reference: nnx.Module | None,
-        mesh: Mesh,
-        tokenizer: Any,
-        pad_id: int,
-        eos_id: int,
-        engine: SamplingEngine,
-    ):
+    def __init__(self, config: RunConfig, inputs: LearnerInputs, engine: SamplingEngine):
         self._config = config
-        self._shape = row_shape(config, model, pad_id)
-        self._grpo = build_grpo(
-            config,
-            Cluster,
-            model=model,
-            reference=reference,
-            mesh=mesh,
-            tokenizer=tokenizer,
-            pad_id=pad_id,
-            eos_id=eos_id,
-            engine=engine,
-        )
+        self._shape = row_shape(config, inputs.model, inputs.pad_id)
+        self._grpo = build_grpo(config, Cluster, inputs, engine)
         self._checkpoints = Checkpoints(config.run_dir / "checkpoints", keep=config.checkpoint.keep)
         self.restored_step = self._checkpoints.restore(
             self._trainer.model, self._trainer.optimizer, resume=config.checkpoint.resume

@@ -1,6 +1,7 @@
 """The learner's programs without a learner: lowered from a model without values, by the code that trains.
 
-programs = LearnerPrograms(config, model=model, reference=None, mesh=mesh, tokenizer=tokenizer, pad_id=0, eos_id=2)
+inputs = LearnerInputs(model=model, reference=None, mesh=mesh, tokenizer=tokenizer, pad_id=0, eos_id=2)
+programs = LearnerPrograms(config, inputs)
 programs.lower_update().compile().memory_analysis()
 """
 
@@ -15,7 +16,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner.adapter import SampledTexts
-from tpu_grpo.learner.building import build_grpo, micro_rows, row_shape
+from tpu_grpo.learner.building import LearnerInputs, build_grpo, micro_rows, row_shape
 from tpu_grpo.learner.grpo import TrainExample
 from tpu_grpo.learner.repairs import Cluster, replaced
 from tpu_grpo.learner.rows import TrainRows
@@ -55,31 +56,11 @@ class _NoEngine:
 class LearnerPrograms:
     """What `Learner` would run, for the same arguments but an engine."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        *,
-        model: nnx.Module,
-        reference: nnx.Module | None,
-        mesh: Mesh,
-        tokenizer: Any,
-        pad_id: int,
-        eos_id: int,
-    ):
+    def __init__(self, config: RunConfig, inputs: LearnerInputs):
         self._config = config
-        self._mesh = mesh
-        self._shape = row_shape(config, model, pad_id)
-        self._grpo = build_grpo(
-            config,
-            _DescribedCluster,
-            model=model,
-            reference=reference,
-            mesh=mesh,
-            tokenizer=tokenizer,
-            pad_id=pad_id,
-            eos_id=eos_id,
-            engine=_NoEngine(),
-        )
+        self._mesh = inputs.mesh
+        self._shape = row_shape(config, inputs.model, inputs.pad_id)
+        self._grpo = build_grpo(config, _DescribedCluster, inputs, _NoEngine())
 
     @property
     def _cluster(self) -> Any:
