@@ -189,6 +189,7 @@ CODES = {
     errors.WeightsError: 2,
     errors.NonFiniteError: 1,
     errors.LaunchError: 1,
+    errors.PlanningError: 1,
     errors.LockstepError: 3,
     errors.Interrupted: 4,
 }
