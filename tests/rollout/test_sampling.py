@@ -85,9 +85,8 @@ def test_filters_are_those_of_a_sort(vocabulary: int, scale: float) -> None:
     logits[0] = scale
     possible = np.isfinite(logits)
     for top_k, top_p, min_p in [(1, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.37, 0.0), (40, 0.613, 0.0), (100, 0.9, 0.021)]:
-        filtered = np.asarray(filter_logits(jnp.asarray(logits)[None], columns(top_k=top_k, top_p=top_p, min_p=min_p)))[
-            0
-        ]
+        settings = columns(top_k=top_k, top_p=top_p, min_p=min_p)
+        filtered = np.asarray(filter_logits(jnp.asarray(logits)[None], settings)[0])
         expected = np.intersect1d(kept_by_sorting(logits, top_k, top_p, min_p), np.flatnonzero(possible))
         assert np.flatnonzero(np.isfinite(filtered)).tolist() == expected.tolist()
         np.testing.assert_array_equal(filtered[expected], logits[expected])

@@ -65,14 +65,19 @@ class LeafMove:
     @property
     def bytes_per_device(self) -> int:
         """What of it lies on one of the sampler's devices."""
-        assert isinstance(self.spec.sharding, NamedSharding)
-        return int(np.prod(self.spec.sharding.shard_shape(self.spec.shape))) * self.spec.dtype.itemsize
+        return bytes_per_device(self.spec)
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """What a program that carries it out depends on; the names are not among it."""
         specs = (*self.source_specs, self.spec)
         return self.transform, self.scale, *((s.shape, s.dtype, s.sharding) for s in specs)
+
+
+def bytes_per_device(spec: Spec) -> int:
+    """Size of a leaf's shard."""
+    assert isinstance(spec.sharding, NamedSharding)
+    return int(np.prod(spec.sharding.shard_shape(spec.shape))) * spec.dtype.itemsize
 
 
 def named_leaves(params: nnx.State) -> dict[str, Array]:

@@ -26,7 +26,7 @@ from tpu_grpo.weights.transport import Program, choose_transport
 
 TEMPORARY_BYTES = 512 * 2**20
 GROUP_BYTES = 32 * 2**20
-"""Of a group's results per device: larger programs spend their time on fresh pages, smaller ones on being started."""
+"""Of a group's results per device: benchmarks/weights.py takes longer with larger groups, and no less with smaller."""
 
 
 class WeightSync:
@@ -63,9 +63,6 @@ class WeightSync:
         self._held: dict[str, Array] = {}
         moving = [move for move in self.moves if not move.shared]
         self._transport = choose_transport(moving) if moving else None
-        # Virtual CPU devices share threads: the exchanges of two programs under way can hold all of them, each waiting
-        # for a device that has none left.
-        self._one_at_a_time = jax.default_backend() == "cpu"
         alike = ([move for move in moving if move.frozen == frozen] for frozen in (False, True))
         planned = [group for moves in alike for group in group_moves(moves, min(temporary_bytes, GROUP_BYTES))]
         self.groups = [group for wanted in planned for group in self._within_bound(wanted)]
@@ -91,8 +88,6 @@ class WeightSync:
             self._free(group)
             program, _ = self._program(group)
             moved = program(_values(group, source))
-            if self._one_at_a_time:
-                jax.block_until_ready(moved)
             self._held |= {move.target: array for move, array in zip(group, moved, strict=True)}
         weights = {
             move.target: _relabelled(source[move.source], move.spec) if move.shared else self._held[move.target]

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from tpu_grpo.weights.plan import LeafMove, Spec
+from tpu_grpo.weights.plan import LeafMove, Spec, bytes_per_device
 from tpu_grpo.weights.waypoints import waypoint
 
 Program = Callable[[Sequence[Array]], tuple[Array, ...]]
@@ -53,9 +53,17 @@ class SameDevices:
             results = zip(_results(group, leaves), waypoints, strict=True)
             return tuple(jax.lax.with_sharding_constraint(leaf, way) if way else leaf for leaf, way in results)
 
-        shardings = tuple(move.spec.sharding for move in group)
+        shardings = tuple(_named(move.spec) for move in group)
         compiled = jax.jit(transform, out_shardings=shardings).lower(_sources(group)).compile()
-        return lambda leaves: compiled(tuple(leaves)), _temporary_bytes(compiled)
+        is_virtual = any(device.platform == "cpu" for device in shardings[0].device_set)
+
+        def run(leaves: Sequence[Array]) -> tuple[Array, ...]:
+            moved = compiled(tuple(leaves))
+            if is_virtual:  # these share threads: exchanges of two programs could hold all, each waiting for a device
+                jax.block_until_ready(moved)
+            return moved
+
+        return run, _temporary_bytes(compiled)
 
 
 class DisjointDevices:
@@ -102,7 +110,7 @@ class DisjointDevices:
             jax.block_until_ready(moved)  # on the trainer's devices, too: nobody waits for what lies there later
             return tuple(self._sampler_part(array, move.spec) for array, move in zip(moved, group, strict=True))
 
-        beside = sum(_bytes_per_device(argument) for argument in arguments)  # the arguments are temporary, too
+        beside = sum(bytes_per_device(argument) for argument in arguments)  # the arguments are temporary, too
         return run, beside + _temporary_bytes(across)
 
     @staticmethod
@@ -138,10 +146,6 @@ def _waypoint(move: LeafMove) -> NamedSharding | None:
 
 def _temporary_bytes(compiled: Any) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
-
-
-def _bytes_per_device(spec: Spec) -> int:
-    return int(np.prod(_named(spec).shard_shape(spec.shape))) * spec.dtype.itemsize
 
 
 def _named(spec: Spec) -> NamedSharding:
