@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts.agreement import Hosts
 from tpu_grpo.hosts.ending import here
-from tpu_grpo.hosts.platform import choose_threads, cpu_devices
+from tpu_grpo.hosts.platform import choose_threads, cpu_devices, disable_xnnpack
 
 
 def start(
@@ -38,6 +38,7 @@ def start(
     if coordinator is None and "cpu" not in environment.get("JAX_PLATFORMS", ""):
         coordinator, count, index = _tpu_slice(timeout_seconds)
     choose_threads(count, environment)
+    disable_xnnpack(environment)
     if count == 1 and cpu_devices(environment) <= 1:
         return Hosts()
     from tpu_grpo.hosts.service import connect, serve_alone
