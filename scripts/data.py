@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tpu_grpo.cli import prepare, split_words
+from tpu_grpo.commands.train import prepare, split_words
 from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.errors import TpuGrpoError, say
 
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
 def show(config: RunConfig, console: Console, options: argparse.Namespace) -> None:
     """Print the tables and the prompts."""
     prepare(config)
-    from tpu_grpo.preview import Lengths, open_preview, shown_value
+    from tpu_grpo.commands.data import Lengths, open_preview, shown_value
 
     preview = open_preview(config)
     table = Table("source", "prompts", "dropped", "weight", "shortest", "median", "longest", title="Prompts, in tokens")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from tpu_grpo.cli import meet, prepare, split_words
+from tpu_grpo.commands.train import joined_hosts, prepare, split_words
 from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.errors import TpuGrpoError, say
 
@@ -31,8 +31,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _evaluate(config: RunConfig, which: str) -> int:
     prepare(config)
-    with meet(config) as (hosts, watch):
-        from tpu_grpo.checkpoint_evaluation import evaluate_checkpoint
+    with joined_hosts(config) as (hosts, watch):
+        from tpu_grpo.commands.evaluate import evaluate_checkpoint
 
         chosen, evaluation = evaluate_checkpoint(config, which, hosts, watch)
         if hosts.is_first:

@@ -1,6 +1,6 @@
 """The rules of the design that a reader of one file cannot see: who imports whom, and how large things get.
 
-Rooms may import rooms of lower levels, and nothing of their own level: the stages are joined in assembly and pipeline.
+Rooms may import rooms of lower levels, and nothing of their own level: the stages are joined in run and pipeline.
 Everything is read from the source with ``ast``; imports inside functions count like those at the top.
 """
 
@@ -18,14 +18,12 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LEVELS = (
     {"types", "errors"},
     {"config", "plugins"},
-    {"tasks", "hosts", "metrics", "families", "launching"},
+    {"tasks", "hosts", "metrics", "families", "algorithms", "launching"},
     {"models", "prompts", "rollout", "rewards", "weights", "learner"},
-    {"evaluation", "run_dir", "fingerprints", "placement", "policy", "preview"},
-    {"probe"},
-    {"assembly"},
-    {"outline"},
-    {"pipeline", "checks", "checkpoint_evaluation", "planning"},
-    {"cli"},
+    {"evaluation"},
+    {"run"},
+    {"pipeline", "planning"},
+    {"commands"},
     {"scripts"},
 )
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
@@ -77,7 +75,7 @@ class Source:
 
     @property
     def room(self) -> str:
-        """``rollout`` for tpu_grpo/rollout/engine.py, ``cli`` for tpu_grpo/cli.py, ``scripts``; "" for the package."""
+        """``rollout`` for tpu_grpo/rollout/engine.py, ``pipeline`` for tpu_grpo/pipeline.py; "" for the package."""
         first, *rest = Path(self.name).with_suffix("").parts
         return (rest[0] if rest != ["__init__"] else "") if first == "tpu_grpo" else first
 
@@ -260,9 +258,13 @@ def planted(root: Path, name: str, text: str) -> list[Source]:
             "tpu_grpo/rollout/a.py:2 rollout imports learner",
         ),
         ("tpu_grpo/rewards/a.py", "from ..prompts import x", "tpu_grpo/rewards/a.py:1 rewards imports prompts"),
-        ("tpu_grpo/assembly.py", "from . import pipeline", "tpu_grpo/assembly.py:1 assembly imports pipeline"),
-        ("tpu_grpo/weights/a.py", "import_module('tpu_grpo.cli')", "tpu_grpo/weights/a.py:1 weights imports cli"),
-        ("tpu_grpo/cli.py", "import scripts.run", "tpu_grpo/cli.py:1 cli imports scripts"),
+        ("tpu_grpo/run/a.py", "from .. import pipeline", "tpu_grpo/run/a.py:1 run imports pipeline"),
+        (
+            "tpu_grpo/weights/a.py",
+            "import_module('tpu_grpo.run')",
+            "tpu_grpo/weights/a.py:1 weights imports run",
+        ),
+        ("tpu_grpo/commands/a.py", "import scripts.run", "tpu_grpo/commands/a.py:1 commands imports scripts"),
         ("tpu_grpo/__init__.py", "import tpu_grpo.types", "tpu_grpo/__init__.py:1 the package imports types"),
         ("tpu_grpo/cellar/a.py", "", "tpu_grpo/cellar/a.py:1 the room cellar has no level; give it one in this test"),
     ],
@@ -275,9 +277,9 @@ def test_a_wrong_import_is_found(tmp_path: Path, name: str, text: str, found: st
     ("name", "text"),
     [
         ("tpu_grpo/rollout/a.py", "from tpu_grpo.rollout.b import x\nfrom . import b\nimport types\nimport jax"),
-        ("tpu_grpo/pipeline.py", "from tpu_grpo.assembly import x\nfrom tpu_grpo.learner.rows import y"),
+        ("tpu_grpo/pipeline.py", "from tpu_grpo.run.parts import x\nfrom tpu_grpo.learner.rows import y"),
         ("tpu_grpo/config.py", "import types\nfrom tpu_grpo.errors import x"),
-        ("scripts/run.py", "from tpu_grpo.cli import main"),
+        ("scripts/run.py", "from tpu_grpo.commands.train import main"),
     ],
 )
 def test_a_right_import_is_not(tmp_path: Path, name: str, text: str) -> None:

@@ -18,7 +18,7 @@ from tpu_grpo.errors import Interrupted, RewardError
 from tpu_grpo.learner import Learner
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.pipeline import train
-from tpu_grpo.policy import Policy
+from tpu_grpo.run.engines import SyncedEngines
 
 CONTRACT = {
     "step", "rewards/mean", "rewards/std", "rewards/exact_answer/mean", "rewards/ascii_share/mean", "rewards/seconds",
@@ -138,7 +138,7 @@ def test_another_seed_does_not(files: Path, whole: Path, tmp_path: Path) -> None
 
 
 def test_micro_batches_a_reference_and_the_trainers_old_policy(files: Path, tmp_path: Path) -> None:
-    """beta > 0 keeps the initial policy: no distance from it at the first update, some later; the run still agrees."""
+    """beta > 0 keeps the initial engines: no distance from it at the first update, some later; the run still agrees."""
     algorithm = {"beta": 0.1, "micro_batch_prompts": 2, "old_policy": "trainer"}
     run = {"dir": str(tmp_path / "run"), "max_steps": 3}
     train(config(files, tmp_path / "run", run=run, algorithm={"group_size": 4, **algorithm}))
@@ -192,25 +192,25 @@ def test_releasing_memory_during_the_update_changes_nothing(
 ) -> None:
     """No update finds a cache or a weight of the engines beside it."""
     same = ("params_digest", "evaluation/before", "evaluation/after")
-    policies: list[Policy] = []
+    seen: list[SyncedEngines] = []
     updates: list[int] = []
-    install, update = Policy.install, Learner.update
+    install, update = SyncedEngines.install, Learner.update
 
-    def installing(policy: Policy, params: Any) -> Any:
-        policies[:] = [policy]
-        return install(policy, params)
+    def installing(engines: SyncedEngines, params: Any) -> Any:
+        seen[:] = [engines]
+        return install(engines, params)
 
     def updating(learner: Learner, scored: Any) -> Any:
         updates.append(scored.rollout.batch.step)
-        for engine in policies[0].replicas.engines.values():
+        for engine in seen[0].replicas.engines.values():
             runner = engine._scheduler.runner
             assert runner.weights is None
             assert not any(isinstance(layer, jax.Array) for layer in runner.token_to_kv_pool.kv_buffer)
-        assert policies[0]._sync is not None
-        assert not policies[0]._sync._held
+        assert seen[0]._sync is not None
+        assert not seen[0]._sync._held
         return update(learner, scored)
 
-    monkeypatch.setattr(Policy, "install", installing)
+    monkeypatch.setattr(SyncedEngines, "install", installing)
     monkeypatch.setattr(Learner, "update", updating)
     rollout = settings(files, tmp_path)["rollout"] | {"release_during_update": True}
     done = train(config(files, tmp_path / "run", rollout=rollout))

@@ -2,7 +2,7 @@
 
     prompts -> rollout -> rewards -> update -> weight sync, and again
 
-Every stage is a call on a part that ``assembly.py`` built; what a stage passes on is a record of ``types.py``.
+Every stage is a call on a part that ``run/parts.py`` built; what a stage passes on is a record of ``types.py``.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from tpu_grpo.assembly import Parts, build_parts, evaluate_policy
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import Interrupted
 from tpu_grpo.evaluation import EvaluationLog, describe, write_samples
@@ -23,7 +22,8 @@ from tpu_grpo.metrics.sinks import METRICS_FILE
 from tpu_grpo.metrics.summary import build_summary, versions, write_summary
 from tpu_grpo.metrics.values import rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.models.adapters import write_adapters
-from tpu_grpo.run_dir import ADAPTERS, LOGS, continue_data, prepare_run_dir
+from tpu_grpo.run.directory import ADAPTERS, LOGS, continue_data, prepare_run_dir
+from tpu_grpo.run.parts import Parts, build_parts, evaluate_policy
 from tpu_grpo.types import ScoredRollout
 
 ALONE = Hosts()
@@ -38,7 +38,7 @@ def train(
 ) -> dict[str, Any]:
     """Run the config to its end and leave its files in ``run.dir``; every host calls this, host 0 writes.
 
-    They have agreed on what they were started with (fingerprints.py).
+    They have agreed on what they were started with (run/fingerprints.py).
 
     Args:
         config: the run.
@@ -110,11 +110,11 @@ class Run:
         with stage(f"rewards of step {step}"):
             scored = ScoredRollout(rollout, parts.task.rewards.score(rollout))
         if self.config.rollout.release_during_update:
-            parts.policy.release()
+            parts.engines.release()
         with stage(f"update of step {step}"):
             update = parts.learner.update(scored)
         with stage(f"weight sync of step {step}"):
-            sync = parts.policy.install(parts.learner.params())
+            sync = parts.engines.install(parts.learner.params())
             probed = parts.probe.after_sync(step)
         if _every(step, self.config.logging.samples_every):
             self.log.samples(step, scored, update.advantages)

@@ -11,10 +11,10 @@ import pytest
 from tests.launching.conftest import git
 from tests.launching.driving import REPOSITORY, eventually
 from tests.launching.stand_in import StandIn
+from tpu_grpo.commands.launch import main
 from tpu_grpo.errors import Interrupted, LaunchError, LockstepError
 from tpu_grpo.launching import babysit
 from tpu_grpo.launching.babysit import Babysitter, Hands, Patience, decide, pause
-from tpu_grpo.launching.cli import main
 from tpu_grpo.launching.gcloud import GcloudError
 from tpu_grpo.launching.machine import Condition
 from tpu_grpo.launching.workers import WorkerStatus

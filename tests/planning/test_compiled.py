@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from tpu_grpo.config import load_config
-from tpu_grpo.models.described import describe_checkpoint
-from tpu_grpo.outline import Outline
-from tpu_grpo.placement import build_meshes
+from tpu_grpo.models.abstract import abstract_checkpoint
 from tpu_grpo.planning.plan import PUBLISHED
 from tpu_grpo.planning.programs import QUICK, lowered, measured
 from tpu_grpo.planning.sizes import sizes
 from tpu_grpo.planning.slices import open_slice, replica_devices
+from tpu_grpo.run.abstract import AbstractRun
+from tpu_grpo.run.meshes import build_meshes
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = REPOSITORY / "configs" / "qwen3_0p6b_v5e_8.yaml"
@@ -24,17 +24,17 @@ pytestmark = [pytest.mark.slices, pytest.mark.timeout(1800)]  # a minute each
 
 
 @pytest.fixture(scope="module", params=["v5e-8", "v5p-8", "v6e-8", "v4-8"])
-def outline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outline]:
+def outline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AbstractRun]:
     target, config, directory = open_slice(request.param), load_config(SHIPPED, []), tmp_path_factory.mktemp("model")
     published = json.loads((PUBLISHED / "Qwen3-0.6B" / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(published | {"num_hidden_layers": LAYERS}))
-    checkpoint = describe_checkpoint(directory)
+    checkpoint = abstract_checkpoint(directory)
     with target.pretended():
         meshes = build_meshes(config, checkpoint, target.devices)
-        yield Outline(config, checkpoint, meshes, (0,), replica_devices(target, meshes.tensor))
+        yield AbstractRun(config, checkpoint, meshes, (0,), replica_devices(target, meshes.tensor))
 
 
-def test_every_program_compiles_and_holds_what_it_is_given(outline: Outline) -> None:
+def test_every_program_compiles_and_holds_what_it_is_given(outline: AbstractRun) -> None:
     found = {name.split()[0]: measured(lower(), QUICK) for name, _, lower in lowered(outline)}
     held, devices = sizes(outline), outline.meshes.trainer.size
     attention = WIDTH * 128 * (16 + 8 + 8 + 16) + 2 * 128

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 
 from tests.planning.figures import HELD, program, run_of
-from tpu_grpo.models.described import describe_checkpoint
+from tpu_grpo.models.abstract import abstract_checkpoint
 from tpu_grpo.planning.chips import CHIPS, Chip
 from tpu_grpo.planning.estimate import COMPUTE, HOST_SECONDS, LINKS, MEMORY, Arithmetic, Work, _decode
 from tpu_grpo.planning.plan import PUBLISHED
 
 
 def arithmetic_of(name: str) -> Arithmetic:
-    outline: Any = SimpleNamespace(checkpoint=describe_checkpoint(PUBLISHED / name))
+    outline: Any = SimpleNamespace(checkpoint=abstract_checkpoint(PUBLISHED / name))
     return Arithmetic.of(outline)
 
 
@@ -46,7 +46,7 @@ def test_what_a_token_meets_among_experts() -> None:
 )
 def test_published_models_have_as_many_parameters_as_published(name: str, parameters: int) -> None:
     """The publishers' counts of the tensors in the checkpoints."""
-    assert describe_checkpoint(PUBLISHED / name).parameter_count == parameters
+    assert abstract_checkpoint(PUBLISHED / name).parameter_count == parameters
 
 
 def test_decoding_reads_the_weights_and_half_of_the_longest_cache() -> None:
@@ -57,7 +57,7 @@ def test_decoding_reads_the_weights_and_half_of_the_longest_cache() -> None:
     )
     outline: Any = SimpleNamespace(
         config=config,
-        checkpoint=describe_checkpoint(PUBLISHED / "Qwen3-0.6B"),
+        checkpoint=abstract_checkpoint(PUBLISHED / "Qwen3-0.6B"),
         meshes=SimpleNamespace(replicas=2, tensor=2),
         options=SimpleNamespace(shapes=SimpleNamespace(max_rows=8), cache_tokens=100),
     )

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tpu_grpo.config import load_config
-from tpu_grpo.models.described import describe_checkpoint
-from tpu_grpo.outline import Outline
-from tpu_grpo.placement import build_meshes
+from tpu_grpo.models.abstract import abstract_checkpoint
 from tpu_grpo.planning.plan import PUBLISHED
 from tpu_grpo.planning.programs import QUICK, measured
 from tpu_grpo.planning.slices import open_slice
+from tpu_grpo.run.abstract import AbstractRun
+from tpu_grpo.run.meshes import build_meshes
 
 SHIPPED = Path(__file__).resolve().parents[2] / "configs" / "qwen3_30b_a3b_v5p_32.yaml"
 SMALLER = {
@@ -40,9 +40,9 @@ def compiled_kernels(directory: Path) -> int:
     """Pallas kernels in the update's program, compiled for 16 chips."""
     published = json.loads((PUBLISHED / "Qwen3-30B-A3B" / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(published | SMALLER))
-    target, config, checkpoint = open_slice("v5e-16"), load_config(SHIPPED, []), describe_checkpoint(directory)
+    target, config, checkpoint = open_slice("v5e-16"), load_config(SHIPPED, []), abstract_checkpoint(directory)
     with target.pretended():
-        outline = Outline(config, checkpoint, build_meshes(config, checkpoint, target.devices), (0,))
+        outline = AbstractRun(config, checkpoint, build_meshes(config, checkpoint, target.devices), (0,))
         return measured(outline.learner.lower_update(), QUICK)["kernels"]
 
 

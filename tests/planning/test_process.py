@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-START = "import os, signal, sys, time\nfrom tpu_grpo.planning.process import go_on_in_child\n"
-WATCHED = START + "code = go_on_in_child()\nif code is not None:\n    sys.exit(code)\n"
+START = "import os, signal, sys, time\nfrom tpu_grpo.planning.process import run_in_child\n"
+WATCHED = START + "code = run_in_child()\nif code is not None:\n    sys.exit(code)\n"
 
 
 def run(child: str) -> "subprocess.CompletedProcess[str]":

@@ -22,13 +22,13 @@ def seldom(completions):
 BODY = """
 from tests.rewards.conftest import make_rollout
 from tpu_grpo.config import RewardSpec
-from tpu_grpo.rewards import SharedRewards, open_rewards
+from tpu_grpo.rewards import DistributedRewards, open_rewards
 
 texts = ["a", "bb", "c", "dd", "eee", "f", "g", "h", "i", "jjjj"]
 rollout = make_rollout([f"p{{n}}" for n in range(5)], texts, [{{}}] * 5)
 weights = {{"length": 1.0, "judge": 0.0, "seldom": 0.5}}
 specs = [RewardSpec(name=f"{file}:{{name}}", weight=weight, workers=0) for name, weight in weights.items()]
-scores = SharedRewards(open_rewards(specs, ()), hosts, compared={compared}).score(rollout)
+scores = DistributedRewards(open_rewards(specs, ()), hosts, compared={compared}).score(rollout)
 print(scores.total.tolist())
 print(scores.by_name["length"].tolist(), scores.by_name["judge"].tolist())
 print([str(value) for value in scores.by_name["seldom"]])

@@ -139,16 +139,16 @@ def sampler_parameter(name: str) -> None:
 @fault
 def trainer_parameter(name: str) -> None:
     """One bit of this host's copies of a trainer's parameter changes before the second update's sync."""
-    from tpu_grpo import policy
+    from tpu_grpo.run import engines
 
-    original, calls = policy.named_leaves, []
+    original, calls = engines.named_leaves, []
 
     def named_leaves(params: Any) -> Any:
         leaves = original(params)
         calls.append(name)
         return leaves | {name: flipped(leaves[name])} if len(calls) == 3 else leaves
 
-    policy.named_leaves = named_leaves
+    engines.named_leaves = named_leaves
 
 
 @fault
@@ -277,7 +277,7 @@ def flipped(array: Any) -> Any:
 
 
 if __name__ == "__main__":
-    from tpu_grpo.cli import main
+    from tpu_grpo.commands.train import main
 
     name, _, argument = sys.argv.pop(1).partition(":")
     told = dict(word.split("=", 1) for word in sys.argv[1:] if word.startswith("hosts."))

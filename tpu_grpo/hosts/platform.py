@@ -10,9 +10,9 @@ would depend on how they are spread over processes, so that one process and seve
   and the process's devices. ``choose_threads`` sets NPROC to the devices of the whole run.
 - Devices of one process add up one after the other, those of several in gloo's order. ``start`` uses gloo for both.
 
-On AMD processors XLA (jaxlib 0.8.1) hands larger matrix products to XNNPACK, which packs a weight once and then finds it
-by its address. A weight that was freed and made anew at the same address, which is what every weight sync does, is
-multiplied as it was before: log-probabilities were off by up to 0.7. ``disable_xnnpack`` turns that off.
+On AMD processors XLA (jaxlib 0.8.1) hands larger matrix products to XNNPACK, which packs a weight once and then finds
+it by its address. A weight that was freed and made anew at the same address, as every weight sync does, is multiplied
+as it was before: log-probabilities were off by up to 0.7. ``disable_xnnpack`` turns that off.
 """
 
 import os

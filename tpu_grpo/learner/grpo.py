@@ -79,7 +79,7 @@ class Grpo(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
         mesh, axes = rl_cluster.r2m[Role.ACTOR], rl_cluster.cluster_config.training_config.data_sharding_axis
         self._sharding = NamedSharding(mesh, PartitionSpec(*axes))
 
-    def describe_example(self, rows: TrainRows) -> TrainExample:
+    def abstract_example(self, rows: TrainRows) -> TrainExample:
         """Shapes, types and shardings of ``train_example``, which computes nothing and puts nothing anywhere."""
 
         def described(value: np.ndarray) -> jax.ShapeDtypeStruct:

@@ -23,11 +23,11 @@ from tpu_grpo.learner.rows import TrainRows
 from tpu_grpo.learner.trainer import CollectingTrainer
 
 
-class _DescribedTrainer(CollectingTrainer):
+class _AbstractTrainer(CollectingTrainer):
     """Its optimizer's state has no values either."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        with replaced(nnx, "Optimizer", _describe_optimizer):
+        with replaced(nnx, "Optimizer", _abstract_optimizer):
             super().__init__(*args, **kwargs)
 
     def _shard_optimizer(self, mesh: Mesh) -> None:
@@ -35,8 +35,8 @@ class _DescribedTrainer(CollectingTrainer):
         self._keep_layout()
 
 
-class _DescribedCluster(Cluster):
-    trainer_class = _DescribedTrainer
+class _AbstractCluster(Cluster):
+    trainer_class = _AbstractTrainer
 
     def _load_model(self, model_or_path: Any, mesh: Mesh, data_type: Any = None) -> Any:
         del mesh, data_type  # Tunix looks for arrays to see where it lies
@@ -60,7 +60,7 @@ class LearnerPrograms:
         self._config = config
         self._mesh = inputs.mesh
         self._shape = row_shape(config, inputs.model, inputs.pad_id)
-        self._grpo = build_grpo(config, _DescribedCluster, inputs, _NoEngine())
+        self._grpo = build_grpo(config, _AbstractCluster, inputs, _NoEngine())
 
     @property
     def _cluster(self) -> Any:
@@ -76,7 +76,7 @@ class LearnerPrograms:
         """Shapes of a micro-batch."""
         rows, shape = micro_rows(self._config), self._shape
         prompt, completion = (rows, shape.prompt_tokens), (rows, shape.completion_tokens)
-        return self._grpo.describe_example(
+        return self._grpo.abstract_example(
             TrainRows(
                 prompt_ids=np.zeros(prompt, np.int32),
                 prompt_mask=np.zeros(prompt, np.bool_),
@@ -99,7 +99,7 @@ class LearnerPrograms:
             return self._cluster.rollout.lower_per_token_logps(example.prompt_ids, example.completion_ids)
 
 
-def _describe_optimizer(model: nnx.Module, *args: Any, **kwargs: Any) -> nnx.Optimizer:
+def _abstract_optimizer(model: nnx.Module, *args: Any, **kwargs: Any) -> nnx.Optimizer:
     """``nnx.Optimizer`` without values, its state split like the parameters it belongs to."""
     mesh = jax.tree.leaves(nnx.state(model))[0].sharding.mesh
     optimizer = nnx.eval_shape(lambda described: _Optimizer(described, *args, **kwargs), model)

@@ -68,7 +68,7 @@ def builtin_checkpoint(name: str, seed: int, *, progress: bool, recipe: Recipe |
     return entry
 
 
-def describe_builtin(name: str, directory: Path) -> None:
+def write_builtin_config(name: str, directory: Path) -> None:
     """Write the config.json of a built-in model into a directory; nothing is taught.
 
     Raises:

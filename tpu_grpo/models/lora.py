@@ -85,7 +85,7 @@ def apply_lora(model: nnx.Module, modules: Collection[str], section: LoraSection
     import qwix
     from flax import nnx
 
-    from tpu_grpo.models.described import is_described, with_shardings
+    from tpu_grpo.models.abstract import is_abstract, with_shardings
 
     paths = "|".join(re.escape(name.replace(".", "/")) for name in modules)
     provider = qwix.LoraProvider(module_path=paths, rank=section.rank, alpha=section.alpha)
@@ -102,7 +102,7 @@ def apply_lora(model: nnx.Module, modules: Collection[str], section: LoraSection
 
     mesh = jax.tree.leaves(base)[0].sharding.mesh
     lora = with_shardings(jax.eval_shape(adapters, base), mesh)
-    if not is_described(base):
+    if not is_abstract(base):
         lora = jax.jit(adapters, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, lora))(base)
     made = {".".join(map(str, path[:-1])) for path, _ in nnx.to_flat_state(lora)}
     assert made == set(modules), f"qwix made no adapters for {set(modules) - made}"

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tpu_grpo.families.flash_attention import whole_blocks
-from tpu_grpo.outline import Outline
 from tpu_grpo.planning.chips import Chip
 from tpu_grpo.planning.programs import Compiled, takes_logprobs
 from tpu_grpo.planning.sizes import Sizes
+from tpu_grpo.run.abstract import AbstractRun
 
 COMPUTE, MEMORY, LINKS = 0.5, 0.8, 0.8
 """Shares of a chip's speeds that programs are taken to reach."""
@@ -65,7 +65,7 @@ class Arithmetic:
     """Products per token of context, all layers."""
 
     @classmethod
-    def of(cls, outline: Outline) -> "Arithmetic":
+    def of(cls, outline: AbstractRun) -> "Arithmetic":
         """By the tensors of the checkpoint; of experts, those that a token uses."""
         config, shapes = outline.checkpoint.config, outline.checkpoint.family.tensor_shapes(outline.checkpoint.config)
         used = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_experts", 1)
@@ -81,7 +81,7 @@ class Arithmetic:
         return tokens * (2 * self.layers + self.attention * context) + 2 * self.head * predicted
 
 
-def stages(outline: Outline, held: Sizes, programs: Sequence[Compiled]) -> list[Work]:
+def stages(outline: AbstractRun, held: Sizes, programs: Sequence[Compiled]) -> list[Work]:
     """What a step does, in order."""
     by_stage = {program.stage: program for program in programs}
     moved = sum(move.bytes for move in outline.sync.moves if not move.frozen) / len(outline.meshes.sampler_devices)
@@ -91,7 +91,7 @@ def stages(outline: Outline, held: Sizes, programs: Sequence[Compiled]) -> list[
     return [*works, _learner(outline, held, by_stage["update"]), Work("sync", 0.0, 2 * moved, moved)]
 
 
-def _prefill(outline: Outline, programs: Sequence[Compiled]) -> Work:
+def _prefill(outline: AbstractRun, programs: Sequence[Compiled]) -> Work:
     config, shapes, arithmetic = outline.config, outline.options.shapes, Arithmetic.of(outline)
     prompts = -(-config.data.prompts_per_step // outline.meshes.replicas)
     tokens, length = prompts * config.data.max_prompt_tokens, config.data.max_prompt_tokens
@@ -102,7 +102,7 @@ def _prefill(outline: Outline, programs: Sequence[Compiled]) -> Work:
     return Work("prefill", flops, program.accessed_bytes * calls, _sums(outline, tokens), HOST_SECONDS * calls)
 
 
-def _decode(outline: Outline, held: Sizes, programs: Sequence[Compiled]) -> Work:
+def _decode(outline: AbstractRun, held: Sizes, programs: Sequence[Compiled]) -> Work:
     config, shapes, arithmetic = outline.config, outline.options.shapes, Arithmetic.of(outline)
     rows = -(-config.data.prompts_per_step // outline.meshes.replicas) * config.algorithm.group_size
     running = min(rows, shapes.max_rows)
@@ -115,7 +115,7 @@ def _decode(outline: Outline, held: Sizes, programs: Sequence[Compiled]) -> Work
     return Work("decode", flops * steps, memory * steps, _sums(outline, running) * steps, HOST_SECONDS * steps)
 
 
-def _learner(outline: Outline, held: Sizes, program: Compiled) -> Work:
+def _learner(outline: AbstractRun, held: Sizes, program: Compiled) -> Work:
     """All micro-batches of a step, and iterations."""
     config, arithmetic, mesh = outline.config, Arithmetic.of(outline), outline.meshes.trainer.shape
     updates, prompts = program.stage == "update", config.data.prompts_per_step
@@ -132,13 +132,13 @@ def _learner(outline: Outline, held: Sizes, program: Compiled) -> Work:
     return Work(program.stage, flops * repeats, program.accessed_bytes * calls * repeats, links * repeats)
 
 
-def _forward_passes(outline: Outline) -> int:
+def _forward_passes(outline: AbstractRun) -> int:
     """Of a step, beside those of the update: the reference's and the old policy's."""
     algorithm = outline.config.algorithm
     return (algorithm.beta > 0.0) + (algorithm.old_policy == "trainer")
 
 
-def _sums(outline: Outline, tokens: float, devices: int | None = None) -> float:
+def _sums(outline: AbstractRun, tokens: float, devices: int | None = None) -> float:
     """Link bytes of adding up activations twice a layer over devices that split it."""
     devices, config = devices or outline.meshes.tensor, outline.checkpoint.config
     size = 2 if outline.config.model.dtype == "bfloat16" else 4

@@ -14,14 +14,14 @@ from pathlib import Path
 from tpu_grpo.config import BUILTIN, RunConfig
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.models import Checkpoint
-from tpu_grpo.models.described import describe_checkpoint
-from tpu_grpo.outline import Outline, described_model
-from tpu_grpo.placement import build_meshes
+from tpu_grpo.models.abstract import abstract_checkpoint
 from tpu_grpo.planning.budget import Need, needs
 from tpu_grpo.planning.estimate import Work, stages
 from tpu_grpo.planning.programs import QUICK, Compiled, compile_all
 from tpu_grpo.planning.sizes import Sizes, sizes
 from tpu_grpo.planning.slices import Target, replica_devices
+from tpu_grpo.run.abstract import AbstractRun, checkpoint_without_weights
+from tpu_grpo.run.meshes import build_meshes
 
 FEW_LAYERS = (2, 4)
 """What a fast plan compiles."""
@@ -78,7 +78,7 @@ def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[s
         ConfigError: for settings that no memory would help.
     """
     config = with_known_model(config)
-    with target.pretended(), described_model(config) as checkpoint:
+    with target.pretended(), checkpoint_without_weights(config) as checkpoint:
         outline = _outline(config, checkpoint, target)
         say("compiling the weight sync")
         sync_bytes = outline.sync.temporary_bytes
@@ -118,12 +118,12 @@ def with_known_model(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(PUBLISHED / path.name)})})
 
 
-def _outline(config: RunConfig, checkpoint: Checkpoint, target: Target) -> Outline:
+def _outline(config: RunConfig, checkpoint: Checkpoint, target: Target) -> AbstractRun:
     meshes = build_meshes(config, checkpoint, target.devices)
-    return Outline(config, checkpoint, meshes, NO_STOP, replica_devices(target, meshes.tensor))
+    return AbstractRun(config, checkpoint, meshes, NO_STOP, replica_devices(target, meshes.tensor))
 
 
-def _few_layers(outline: Outline, say: Callable[[str], None]) -> list[Compiled]:
+def _few_layers(outline: AbstractRun, say: Callable[[str], None]) -> list[Compiled]:
     """The programs as they would be, by those of two models of few layers; memory and work grow with each layer."""
     layers, compiled = outline.checkpoint.config.num_hidden_layers, []
     for count in FEW_LAYERS:
@@ -145,7 +145,7 @@ def _of_layers(checkpoint: Checkpoint, count: int) -> Iterator[Checkpoint]:
     with tempfile.TemporaryDirectory() as directory:
         text = json.dumps({**checkpoint.hf_config, "num_hidden_layers": count})
         (Path(directory) / "config.json").write_text(text)
-        yield describe_checkpoint(Path(directory))
+        yield abstract_checkpoint(Path(directory))
 
 
 def extrapolated(few: Compiled, more: Compiled, layers: int) -> Compiled:

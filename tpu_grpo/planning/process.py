@@ -1,7 +1,7 @@
 """Planning in a process of its own, which can end without a word: libtpu aborts where a check of its own fails, a whole
 compilation may need more memory than there is, and none can be interrupted.
 
-code = go_on_in_child()      # before jax is imported
+code = run_in_child()      # before jax is imported
 if code is not None:
     return code              # the process that was started: the other has ended
 ...                          # the other
@@ -25,7 +25,7 @@ ABORTED = (
 )
 
 
-def go_on_in_child() -> int | None:
+def run_in_child() -> int | None:
     """None in a new process, which is to go on; in the one that called, the exit code of the new one once it has ended.
 
     SIGINT, SIGTERM and SIGHUP end both at once: a plan has nothing to save.

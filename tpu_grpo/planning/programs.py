@@ -9,8 +9,8 @@ from typing import Any, Literal
 import jax
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.outline import Outline
 from tpu_grpo.planning.memory import remember, remembered
+from tpu_grpo.run.abstract import AbstractRun
 
 Stage = Literal["rollout", "logprobs", "update", "sync"]
 QUICK: Mapping[str, Any] = {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
@@ -40,7 +40,7 @@ class Compiled:
     """Of compiling."""
 
 
-def lowered(outline: Outline) -> Iterator[tuple[str, Stage, Callable[[], Any]]]:
+def lowered(outline: AbstractRun) -> Iterator[tuple[str, Stage, Callable[[], Any]]]:
     """(name, stage, how to lower it) of the programs that need most, but for those of the weight sync."""
     shapes, config = outline.options.shapes, outline.config
     yield f"decode of {shapes.batch[-1]} rows", "rollout", lambda: outline.engine.lower("decode", shapes.batch[-1])
@@ -59,7 +59,7 @@ def takes_logprobs(config: RunConfig) -> bool:
     return config.algorithm.beta > 0.0 or config.algorithm.old_policy == "trainer"
 
 
-def compile_all(outline: Outline, options: Mapping[str, Any], say: Callable[[str], None]) -> list[Compiled]:
+def compile_all(outline: AbstractRun, options: Mapping[str, Any], say: Callable[[str], None]) -> list[Compiled]:
     """Compile every program of a run; ``say`` is told what is under way."""
     found = []
     for name, stage, lower in lowered(outline):

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from tpu_grpo.learner import frozen_leaves, parameters
-from tpu_grpo.outline import Outline
+from tpu_grpo.run.abstract import AbstractRun
 from tpu_grpo.weights.plan import named_leaves
 
 
@@ -30,7 +30,7 @@ class Sizes:
     """Micro-batches that wait, without the one under way."""
 
 
-def sizes(outline: Outline) -> Sizes:
+def sizes(outline: AbstractRun) -> Sizes:
     """Add everything up; nothing is compiled but the weight sync."""
     config, params = outline.config, parameters(outline.policy)
     leaves, frozen = named_leaves(params), frozen_leaves(params)

@@ -11,16 +11,16 @@ shipped/      the rewards that ship
 from tpu_grpo.rewards.loading import LoadedReward, load_reward, repeats_itself
 from tpu_grpo.rewards.protocol import Reward, per_sample
 from tpu_grpo.rewards.scoring import OpenReward, RewardSet, open_rewards
-from tpu_grpo.rewards.sharing import SharedRewards
+from tpu_grpo.rewards.sharing import DistributedRewards
 from tpu_grpo.rewards.shipped import SHIPPED
 
 __all__ = [
     "SHIPPED",
+    "DistributedRewards",
     "LoadedReward",
     "OpenReward",
     "Reward",
     "RewardSet",
-    "SharedRewards",
     "load_reward",
     "open_rewards",
     "per_sample",

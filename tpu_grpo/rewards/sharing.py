@@ -19,7 +19,7 @@ from tpu_grpo.rewards.scoring import RewardSet
 from tpu_grpo.types import PromptBatch, Rollout, Scores
 
 
-class SharedRewards:
+class DistributedRewards:
     """Scores like a RewardSet, with the work split by groups: host i of N takes prompts i, i + N, ... of a step.
 
     A reward sees the rows of its host only, so one that compares rows with each other must do so within a group.

@@ -1,7 +1,7 @@
 """A run without arrays: its model, engine and weight sync as a run builds them, of shapes instead of values.
 
-    with described_model(config) as checkpoint:
-        outline = Outline(config, checkpoint, build_meshes(config, checkpoint, devices), stop_token_ids=[2])
+    with checkpoint_without_weights(config) as checkpoint:
+        outline = AbstractRun(config, checkpoint, build_meshes(config, checkpoint, devices), stop_token_ids=[2])
         outline.sync.describe()
 
 The devices may be any that programs can be compiled for, those of a TPU slice on a machine without one among them.
@@ -19,33 +19,33 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tpu_grpo.assembly import builtin_name, check_model, engine_options, with_adapters
 from tpu_grpo.config import BUILTIN, RunConfig
 from tpu_grpo.learner import LearnerInputs, LearnerPrograms, freeze_untrained, parameters
 from tpu_grpo.models import Checkpoint
-from tpu_grpo.models.builtin import describe_builtin
-from tpu_grpo.models.described import describe_checkpoint, describe_model
+from tpu_grpo.models.abstract import abstract_checkpoint, abstract_model
+from tpu_grpo.models.builtin import write_builtin_config
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
-from tpu_grpo.placement import Meshes
-from tpu_grpo.policy import weight_sync
 from tpu_grpo.rollout.engine import Engine, EngineOptions, engine_mesh
 from tpu_grpo.rollout.replicas import Replica, copied, cut
+from tpu_grpo.run.engines import build_weight_sync
+from tpu_grpo.run.meshes import Meshes
+from tpu_grpo.run.parts import builtin_name, check_model, engine_options, with_adapters
 from tpu_grpo.weights.sync import WeightSync
 
 
 @contextmanager
-def described_model(config: RunConfig) -> Iterator[Checkpoint]:
+def checkpoint_without_weights(config: RunConfig) -> Iterator[Checkpoint]:
     """The run's model by its config.json alone; of a built-in one that is made for as long as the context lasts.
 
     Raises:
         CheckpointError, ConfigError: for a model that cannot be described, or that is not what the config asks for.
     """
     if not config.model.path.startswith(BUILTIN):
-        yield _checked(config, describe_checkpoint(Path(config.model.path)))
+        yield _checked(config, abstract_checkpoint(Path(config.model.path)))
         return
     with tempfile.TemporaryDirectory() as directory:
-        describe_builtin(builtin_name(config), Path(directory))
-        yield _checked(config, describe_checkpoint(Path(directory)))
+        write_builtin_config(builtin_name(config), Path(directory))
+        yield _checked(config, abstract_checkpoint(Path(directory)))
 
 
 def _checked(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
@@ -54,7 +54,7 @@ def _checked(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
 
 
 @dataclass(frozen=True)
-class Outline:
+class AbstractRun:
     """What a run would build, made when it is asked for."""
 
     config: RunConfig
@@ -68,7 +68,7 @@ class Outline:
     def base(self) -> nnx.Module:
         """The model as it is loaded."""
         model, meshes = self.config.model, self.meshes
-        return describe_model(
+        return abstract_model(
             self.checkpoint,
             meshes.trainer,
             dtype=jnp.dtype(model.dtype),
@@ -120,4 +120,4 @@ class Outline:
     @cached_property
     def sync(self) -> WeightSync:
         """From the policy to the engines, compiled."""
-        return weight_sync(self.config, self.checkpoint.weight_rules, parameters(self.policy), self.weight_specs)
+        return build_weight_sync(self.config, self.checkpoint.weight_rules, parameters(self.policy), self.weight_specs)

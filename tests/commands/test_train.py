@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 import yaml
 
-from tpu_grpo import cli, errors
-from tpu_grpo.cli import BUILDING, closing_lines, help_text, main
+from tpu_grpo import errors
+from tpu_grpo.commands import train as train_command
+from tpu_grpo.commands.train import BUILDING, closing_lines, help_text, main
 from tpu_grpo.config import RunConfig, SourceSpec, load_config
 from tpu_grpo.hosts import Hosts, Watch
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "scripts" / "run.py"
 HEAVY = {"jax", "jaxlib", "flax", "transformers", "sgl_jax", "tunix", "torch", "numpy", "matplotlib", "wandb"}
 
@@ -61,7 +62,7 @@ def test_nothing_heavy_is_imported_to_answer(tmp_path: Path, arguments: list[str
     done = run_script(*arguments, cwd=tmp_path, python=("-X", "importtime"))
     assert done.returncode == code
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert {"tpu_grpo.cli", "tpu_grpo.config", "pydantic"} <= imported  # the list is of this command
+    assert {"tpu_grpo.commands.train", "tpu_grpo.config", "pydantic"} <= imported  # the list is of this command
     assert {name.partition(".")[0] for name in imported} & HEAVY == set()
 
 
@@ -254,7 +255,7 @@ def test_sigterm_asks_the_run_to_stop(pipeline: Any, capsys: pytest.CaptureFixtu
 
 def test_what_the_user_set_for_the_platform_is_kept(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    monkeypatch.setattr(cli, "start", lambda *_, **__: Hosts())  # would look for the slice
+    monkeypatch.setattr(train_command, "start", lambda *_, **__: Hosts())  # would look for the slice
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     seen: dict[str, str] = {}
 

@@ -5,12 +5,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from tpu_grpo.assembly import open_model, open_task, token_id
 from tpu_grpo.config import BUILTIN, RunConfig
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
-from tpu_grpo.outline import Outline, described_model
-from tpu_grpo.placement import build_meshes
+from tpu_grpo.run.abstract import AbstractRun, checkpoint_without_weights
+from tpu_grpo.run.meshes import build_meshes
+from tpu_grpo.run.parts import open_model, open_task, token_id
 
 
 def check(config: RunConfig, devices: Sequence[Any] | None = None) -> list[str]:
@@ -22,9 +22,9 @@ def check(config: RunConfig, devices: Sequence[Any] | None = None) -> list[str]:
         TpuGrpoError: for the first thing that cannot work.
     """
     tokenizer = _tokenizer(config)
-    with described_model(config) as checkpoint:
+    with checkpoint_without_weights(config) as checkpoint:
         meshes = build_meshes(config, checkpoint, devices)
-        outline = Outline(config, checkpoint, meshes, [token_id(tokenizer.eos_token_id)])
+        outline = AbstractRun(config, checkpoint, meshes, [token_id(tokenizer.eos_token_id)])
         task, options = open_task(config, tokenizer, Hosts()), outline.options
         origin = ", built in, taught on first use" if config.model.path.startswith(BUILTIN) else ""
         held_out = "none" if task.held_out is None else f"{len(task.held_out.prompts)} prompts"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.models.random_checkpoint import write_random_qwen3
-from tpu_grpo import fingerprints as module
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.fingerprints import fingerprints, model_fingerprints
+from tpu_grpo.run import fingerprints as module
+from tpu_grpo.run.fingerprints import fingerprints, model_fingerprints
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_every_source_of_a_mixture_is_compared(files: Path) -> None:
         {"path": str(folder)},
         {"path": f"{files}/mine.py:problems"},
         {"path": "tpu_grpo.tasks.addition:problems"},
-        {"path": "reasoning_gym:chain_sum"},  # what is made or fetched is compared as prompts, by assembly.py
+        {"path": "reasoning_gym:chain_sum"},  # what is made or fetched is compared as prompts, by run/parts.py
         {"path": "hf:openai/gsm8k"},
     ]
     found = fingerprints(config(files, data={"sources": sources}))

@@ -12,23 +12,23 @@ from transformers import PreTrainedTokenizerFast
 from tpu_grpo.config import BUILTIN, RewardSpec, RunConfig
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.evaluation import GREEDY, Answered, Evaluation, Plan, evaluate
-from tpu_grpo.fingerprints import model_fingerprints
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import Learner, LearnerInputs
 from tpu_grpo.metrics.values import reward_names
 from tpu_grpo.models import Checkpoint, builtin, load_model, read_checkpoint
+from tpu_grpo.models.abstract import is_abstract
 from tpu_grpo.models.adapters import load_adapters
-from tpu_grpo.models.described import is_described
 from tpu_grpo.models.lora import adapted_modules, apply_lora, existing_layers
 from tpu_grpo.models.tokenizers import load_tokenizer, stop_token_ids
-from tpu_grpo.placement import Meshes, build_meshes
-from tpu_grpo.policy import Policy
-from tpu_grpo.probe import Probe
 from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts, prompts_digest
-from tpu_grpo.rewards import RewardSet, SharedRewards, open_rewards, repeats_itself
+from tpu_grpo.rewards import DistributedRewards, RewardSet, open_rewards, repeats_itself
 from tpu_grpo.rollout.engine import EngineOptions
 from tpu_grpo.rollout.replicas import Replicas
 from tpu_grpo.rollout.sampler import Sampler
+from tpu_grpo.run.engines import SyncedEngines
+from tpu_grpo.run.fingerprints import model_fingerprints
+from tpu_grpo.run.meshes import Meshes, build_meshes
+from tpu_grpo.run.probe import Probe
 from tpu_grpo.types import Prompt
 
 
@@ -37,7 +37,7 @@ class Task:
     """What is learnt: prompts, rewards and the prompts that are kept for evaluation."""
 
     prompts: PromptStream
-    rewards: SharedRewards
+    rewards: DistributedRewards
     held_out: "HeldOut | None"
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class HeldOut:
     """Prompts that are kept for evaluation, with the rewards that judge their answers."""
 
     prompts: tuple[Prompt, ...]
-    rewards: SharedRewards
+    rewards: DistributedRewards
     plan: Plan
     best: str
     """mode/reward that the best step is the highest of."""
@@ -64,7 +64,7 @@ class Parts:
 
     task: Task
     sampler: Sampler
-    policy: Policy
+    engines: SyncedEngines
     learner: Learner
     probe: Probe
 
@@ -78,7 +78,7 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
     checkpoint, tokenizer = open_model(config, hosts)
     meshes = build_meshes(config, checkpoint)
     task = open_task(config, tokenizer, hosts)
-    policy = open_engines(config, hosts, checkpoint, tokenizer, meshes)
+    engines = open_engines(config, hosts, checkpoint, tokenizer, meshes)
     base = load_model(
         checkpoint,
         meshes.trainer,
@@ -94,24 +94,24 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
         pad_id=token_id(tokenizer.pad_token_id),
         eos_id=token_id(tokenizer.eos_token_id),
     )
-    learner = Learner(config, inputs, policy)
-    policy.install(learner.params())
-    policy.replicas.compile_all()
-    probe = Probe(config, policy, learner, probe_prompts(task.prompts, meshes))
+    learner = Learner(config, inputs, engines)
+    engines.install(learner.params())
+    engines.replicas.compile_all()
+    probe = Probe(config, engines, learner, probe_prompts(task.prompts, meshes))
     probe.after_sync(0)
-    return Parts(task, Sampler(policy.replicas, tokenizer, config), policy, learner, probe)
+    return Parts(task, Sampler(engines.replicas, tokenizer, config), engines, learner, probe)
 
 
 def open_engines(
     config: RunConfig, hosts: Hosts, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast, meshes: Meshes
-) -> Policy:
+) -> SyncedEngines:
     """Engines on the sampler's devices, with the checkpoint's weights until others are installed."""
     options = engine_options(config, meshes, stop_token_ids(tokenizer, checkpoint.directory))
     _agree_on_engines(options, hosts)
     replicas = Replicas.build(checkpoint.directory, meshes.sampler_devices, meshes.tensor, options, hosts)
     if config.hosts.check == "step":
         replicas.check_every_step()
-    return Policy(replicas, checkpoint.weight_rules, tokenizer, config, hosts)
+    return SyncedEngines(replicas, checkpoint.weight_rules, tokenizer, config, hosts)
 
 
 def _agree_on_engines(options: EngineOptions, hosts: Hosts) -> None:
@@ -126,7 +126,7 @@ def with_adapters(base: nnx.Module, checkpoint: Checkpoint, config: RunConfig) -
     if section.rank is None:
         return base
     model = apply_lora(base, adapted_modules(checkpoint, section), section, seed=config.run.seed)
-    if section.path is not None and not is_described(nnx.state(base)):
+    if section.path is not None and not is_abstract(nnx.state(base)):
         load_adapters(model, section)
     return model
 
@@ -187,7 +187,7 @@ def open_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Host
     _agree_on_prompts({part.name: part.rendered.prompts for part in prompts.parts}, hosts)
     rewards = open_rewards(config.rewards, prompts.columns)
     held_out = open_held_out(config, tokenizer, hosts, rewards)
-    return Task(prompts, SharedRewards(rewards, hosts, _compared(config.rewards)), held_out)
+    return Task(prompts, DistributedRewards(rewards, hosts, _compared(config.rewards)), held_out)
 
 
 def open_held_out(
@@ -206,7 +206,7 @@ def open_held_out(
     else:
         judges = open_rewards(specs, columns)
     best = section.best or f"{GREEDY}/{specs[0].shown}"
-    return HeldOut(prompts, SharedRewards(judges, hosts, _compared(specs)), plan, best)
+    return HeldOut(prompts, DistributedRewards(judges, hosts, _compared(specs)), plan, best)
 
 
 def evaluate_policy(

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from tpu_grpo.config import RunConfig, SourceSpec, load_config, parse_config, settings
 from tpu_grpo.errors import ConfigError
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((REPOSITORY / "configs").rglob("*.yaml"))
 HELP = "`--help` lists every setting with its type and default"
 

@@ -1,7 +1,7 @@
 """Models without values: what ``load_model`` would build, as shapes, types and shardings.
 
-    checkpoint = describe_checkpoint(Path("configs/models/Qwen3-8B"))    # config.json is all it reads
-    model = describe_model(checkpoint, mesh, dtype=jnp.bfloat16, remat="decoder")
+    checkpoint = abstract_checkpoint(Path("configs/models/Qwen3-8B"))    # config.json is all it reads
+    model = abstract_model(checkpoint, mesh, dtype=jnp.bfloat16, remat="decoder")
 
 Every parameter is a ``jax.ShapeDtypeStruct``: programs can be compiled from it, also for devices that are not here.
 """
@@ -21,7 +21,7 @@ from tpu_grpo.models.checkpoint import Checkpoint, check_mesh
 from tpu_grpo.models.hf_config import read_hf_config
 
 
-def describe_checkpoint(directory: Path) -> Checkpoint:
+def abstract_checkpoint(directory: Path) -> Checkpoint:
     """A model as its config.json describes it; its weights need not be there.
 
     Raises:
@@ -31,7 +31,7 @@ def describe_checkpoint(directory: Path) -> Checkpoint:
     return Checkpoint(directory, hf_config, family, config, files=())
 
 
-def describe_model(
+def abstract_model(
     checkpoint: Checkpoint, mesh: Mesh, *, dtype: DTypeLike, remat: Remat, flash_block: int | None = None
 ) -> nnx.Module:
     """Tunix's model with the parameters' shapes, types and shardings of ``load_model``, and no values.
@@ -59,6 +59,6 @@ def with_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
     return jax.tree.map(split, state, nnx.get_named_sharding(state, mesh))
 
 
-def is_described(state: Any) -> bool:
+def is_abstract(state: Any) -> bool:
     """Whether parameters have no values."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))

@@ -17,8 +17,8 @@ import numpy as np
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import WeightsError
 from tpu_grpo.learner import Learner
-from tpu_grpo.policy import Policy
 from tpu_grpo.rollout.sampler import PROBE_SAMPLE
+from tpu_grpo.run.engines import SyncedEngines
 from tpu_grpo.types import Prompt, Request, SampleKey, SamplingParams
 
 PROBE_TOKENS = 16
@@ -33,7 +33,7 @@ class Probe:
     """Compares after the first sync and after every ``meshes.probe_every``-th."""
 
     config: RunConfig
-    policy: Policy
+    engines: SyncedEngines
     learner: Learner
     prompts: Sequence[Prompt]
     """As many as divide over the trainer's rows."""
@@ -50,7 +50,7 @@ class Probe:
         every = self.config.meshes.probe_every
         if every == 0 or number % every:
             return None
-        worst, gap = self.policy.worst_leaf(self.learner.params())
+        worst, gap = self.engines.worst_leaf(self.learner.params())
         difference = self._difference()
         bound = self.config.meshes.probe_bound or BOUNDS[self.config.model.dtype]
         if gap == 0.0 and difference <= bound:
@@ -74,7 +74,7 @@ class Probe:
             Request(prompt.token_ids, sampling, SampleKey(seed, 0, row, PROBE_SAMPLE))
             for row, prompt in enumerate(self.prompts)
         ]
-        completions = self.policy.replicas.generate(requests)
+        completions = self.engines.replicas.generate(requests)
         trainer_BT = self.learner.logprobs([prompt.token_ids for prompt in self.prompts], completions)
         gaps = [np.abs(row[: len(c.token_ids)] - c.logprobs) for row, c in zip(trainer_BT, completions, strict=True)]
         return float(np.concatenate(gaps).mean())

@@ -16,15 +16,15 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.metrics.compilations import CompilationCounter
 from tpu_grpo.models import load_model, read_checkpoint
-from tpu_grpo.policy import Policy
 from tpu_grpo.rollout.engine import EngineOptions
 from tpu_grpo.rollout.replicas import Replicas
+from tpu_grpo.run.engines import SyncedEngines
 from tpu_grpo.weights.plan import named_leaves
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16
 
 
-def build(directory: Path, fsdp: int, tp: int, tensor: int) -> tuple[Policy, nnx.State]:
+def build(directory: Path, fsdp: int, tp: int, tensor: int) -> tuple[SyncedEngines, nnx.State]:
     """A policy with ``fsdp * tp / tensor`` replicas, and the trainer's parameters, installed."""
     checkpoint = read_checkpoint(write_random_qwen3(directory / "model", layers=LAYERS, kv_heads=KV_HEADS))
     mesh = trainer_mesh(fsdp, tp)
@@ -32,15 +32,15 @@ def build(directory: Path, fsdp: int, tp: int, tensor: int) -> tuple[Policy, nnx
     options = EngineOptions(CONTEXT, frozenset({1}), max_running_requests=8, prefill_tokens=64)
     replicas = Replicas.build(checkpoint.directory, list(mesh.devices.flat), tensor, options, Hosts())
     tokenizer: Any = None
-    policy = Policy(replicas, checkpoint.weight_rules, tokenizer, RunConfig(), Hosts())
+    engines = SyncedEngines(replicas, checkpoint.weight_rules, tokenizer, RunConfig(), Hosts())
     params = nnx.state(model, nnx.Param)
-    policy.install(params)
-    return policy, params
+    engines.install(params)
+    return engines, params
 
 
-def held(policy: Policy) -> tuple[list[jax.Array], dict[str, list[jax.Array]]]:
+def held(engines: SyncedEngines) -> tuple[list[jax.Array], dict[str, list[jax.Array]]]:
     """All engines' layers of cache, and parameters by name."""
-    runners = [engine._scheduler.runner for engine in policy.replicas.engines.values()]
+    runners = [engine._scheduler.runner for engine in engines.replicas.engines.values()]
     cache = [layer for runner in runners for layer in runner.token_to_kv_pool.kv_buffer]
     weights = [dict(zip(runner.weight_specs, runner.weights or (), strict=True)) for runner in runners]
     return cache, {name: [each[name] for each in weights] for name in weights[0]}
@@ -56,23 +56,23 @@ def live_bytes() -> int:
     ("fsdp", "tp", "tensor"), [(1, 1, 1), (4, 1, 2)], ids=["mostly shared", "two replicas with their own"]
 )
 def test_what_is_released_is_free_and_comes_back(tmp_path: Path, fsdp: int, tp: int, tensor: int) -> None:
-    policy, params = build(tmp_path, fsdp, tp, tensor)
-    before = tokens(policy.replicas.generate(requests(group=2)))
-    cache, weights = held(policy)
-    assert policy._sync is not None
-    shared = {move.target for move in policy._sync.moves if move.shared}
+    engines, params = build(tmp_path, fsdp, tp, tensor)
+    before = tokens(engines.replicas.generate(requests(group=2)))
+    cache, weights = held(engines)
+    assert engines._sync is not None
+    shared = {move.target for move in engines._sync.moves if move.shared}
     assert ("transformer.layers.0.mlp.up_proj.weight" in shared) == (tensor == 1)
     assert "transformer.norm.scale" in shared
     assert "transformer.layers.0.self_attn.q_proj.weight" not in shared
     own = [array for name, arrays in weights.items() if name not in shared for array in arrays]
     own_bytes = sum(shard.data.nbytes for array in own for shard in array.addressable_shards)
     # a slot per token, and one for padding, x heads for K and V, over a replica's devices
-    slots = policy.replicas.engines[0].options.cache_tokens + 1
-    cached = len(policy.replicas.engines) * LAYERS * slots * 2 * KV_HEADS * HEAD_DIM * 4
+    slots = engines.replicas.engines[0].options.cache_tokens + 1
+    cached = len(engines.replicas.engines) * LAYERS * slots * 2 * KV_HEADS * HEAD_DIM * 4
     expected = {name: np.asarray(leaf) for name, leaf in named_leaves(params).items()}
 
     full = live_bytes()
-    policy.release()
+    engines.release()
     assert full - live_bytes() == cached + own_bytes
     assert all(layer.is_deleted() for layer in cache)
     for name, arrays in weights.items():
@@ -80,14 +80,14 @@ def test_what_is_released_is_free_and_comes_back(tmp_path: Path, fsdp: int, tp: 
     for name, leaf in named_leaves(params).items():
         np.testing.assert_array_equal(np.asarray(leaf), expected[name])
     with pytest.raises(AssertionError, match="install_weights comes before"):
-        policy.replicas.generate(requests())
+        engines.replicas.generate(requests())
 
-    policy.install(params)
-    assert [layer.sharding for layer in held(policy)[0]] == [layer.sharding for layer in cache]
+    engines.install(params)
+    assert [layer.sharding for layer in held(engines)[0]] == [layer.sharding for layer in cache]
     assert live_bytes() == full
-    assert tokens(policy.replicas.generate(requests(group=2))) == before
+    assert tokens(engines.replicas.generate(requests(group=2))) == before
     with CompilationCounter() as compilations:
-        policy.release()
-        policy.install(params)
-        assert tokens(policy.replicas.generate(requests(group=2))) == before
+        engines.release()
+        engines.install(params)
+        assert tokens(engines.replicas.generate(requests(group=2))) == before
     assert compilations.count == 0

@@ -15,7 +15,6 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from tpu_grpo.assembly import evaluate_policy, open_engines, open_held_out, open_model, with_adapters
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import CheckpointError, ConfigError
 from tpu_grpo.evaluation import BEST_FILE, EVALUATIONS, Evaluation, record_of, write_samples
@@ -23,8 +22,9 @@ from tpu_grpo.hosts import Hosts, Watch
 from tpu_grpo.learner import freeze_untrained, parameters, read_policy
 from tpu_grpo.metrics.jsonl import jsonable, replace_text
 from tpu_grpo.models import Checkpoint, load_model
-from tpu_grpo.placement import Meshes, build_meshes
 from tpu_grpo.rollout.sampler import Sampler
+from tpu_grpo.run.meshes import Meshes, build_meshes
+from tpu_grpo.run.parts import evaluate_policy, open_engines, open_held_out, open_model, with_adapters
 
 CHECKPOINTS = "checkpoints"
 INITIAL, LATEST, BEST = "initial", "latest", "best"
@@ -94,10 +94,10 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
     with closing(held_out.rewards):
         meshes = build_meshes(config, checkpoint)
         with watch.stage(f"loading {chosen.name}"):
-            policy = open_engines(config, hosts, checkpoint, tokenizer, meshes)
-            policy.install(parameters(_model(config, checkpoint, meshes, chosen)))
-            policy.replicas.compile_all()
-        sampler = Sampler(policy.replicas, tokenizer, config)
+            engines = open_engines(config, hosts, checkpoint, tokenizer, meshes)
+            engines.install(parameters(_model(config, checkpoint, meshes, chosen)))
+            engines.replicas.compile_all()
+        sampler = Sampler(engines.replicas, tokenizer, config)
         with watch.stage(f"evaluation of {chosen.name}"):
             evaluation, answered, names = evaluate_policy(sampler, held_out, chosen.step or 0)
             hosts.agree(f"tokens of the evaluation of {chosen.name}", evaluation.digest)

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from scripts import data as script
+from tpu_grpo.commands.data import Lengths, open_preview, shown_value
 from tpu_grpo.config import parse_config
-from tpu_grpo.preview import Lengths, open_preview, shown_value
 from tpu_grpo.types import Prompt
 
 ADDITION = {"data": {"prompts_per_step": 3, "max_prompt_tokens": 12}, "evaluation": {"prompts": 4}}

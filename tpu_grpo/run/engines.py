@@ -20,7 +20,7 @@ from tpu_grpo.weights.plan import named_leaves
 from tpu_grpo.weights.sync import WeightSync
 
 
-def weight_sync(
+def build_weight_sync(
     config: RunConfig, rules: Sequence[WeightRule], params: nnx.State, target: Mapping[str, jax.ShapeDtypeStruct]
 ) -> WeightSync:
     """The run's sync of these parameters (arrays, or their shapes) to the sampler's ``target``; compiles it.
@@ -39,7 +39,7 @@ def weight_sync(
     )
 
 
-class Policy:
+class SyncedEngines:
     """Engines that take the trainer's parameters: the joint between learner, weights and rollout."""
 
     def __init__(
@@ -66,7 +66,7 @@ class Policy:
         """
         leaves = named_leaves(params)
         if self._sync is None:
-            self._sync = weight_sync(self._config, self._rules, params, self.replicas.weight_specs)
+            self._sync = build_weight_sync(self._config, self._rules, params, self.replicas.weight_specs)
         weights, result = self._sync(leaves)
         self._check_copies(leaves, weights)
         self.replicas.install_weights(weights)

@@ -9,15 +9,15 @@ import pytest
 from flax import nnx
 
 from tests.models.random_checkpoint import edit_config, write_random
-from tpu_grpo.assembly import with_adapters
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import freeze_untrained, parameters
 from tpu_grpo.models import load_model, read_checkpoint
-from tpu_grpo.outline import Outline, described_model
-from tpu_grpo.placement import build_meshes
-from tpu_grpo.policy import weight_sync
 from tpu_grpo.rollout.replicas import Replicas
+from tpu_grpo.run.abstract import AbstractRun, checkpoint_without_weights
+from tpu_grpo.run.engines import build_weight_sync
+from tpu_grpo.run.meshes import build_meshes
+from tpu_grpo.run.parts import with_adapters
 
 
 def run_of(directory: Path, **settings: Any) -> RunConfig:
@@ -31,12 +31,12 @@ def run_of(directory: Path, **settings: Any) -> RunConfig:
     )
 
 
-def outline_of(config: RunConfig) -> Outline:
-    with described_model(config) as checkpoint:
-        return Outline(config, checkpoint, build_meshes(config, checkpoint), [2])
+def outline_of(config: RunConfig) -> AbstractRun:
+    with checkpoint_without_weights(config) as checkpoint:
+        return AbstractRun(config, checkpoint, build_meshes(config, checkpoint), [2])
 
 
-def policy_of(config: RunConfig, outline: Outline) -> nnx.Module:
+def policy_of(config: RunConfig, outline: AbstractRun) -> nnx.Module:
     """The model as a run has it, with values."""
     checkpoint = read_checkpoint(Path(config.model.path))
     base = load_model(checkpoint, outline.meshes.trainer, dtype=jnp.float32, remat="none")
@@ -60,7 +60,7 @@ def test_the_sync_of_an_outline_is_the_runs(tmp_path: Path, settings: dict[str, 
     devices, tensor = outline.meshes.sampler_devices, outline.meshes.tensor
     replicas = Replicas.build(Path(config.model.path), devices, tensor, outline.options, Hosts())
     params, rules = parameters(policy_of(config, outline)), outline.checkpoint.weight_rules
-    real = weight_sync(config, rules, params, replicas.weight_specs)
+    real = build_weight_sync(config, rules, params, replicas.weight_specs)
     assert outline.sync.describe() == real.describe()
     assert outline.sync.moves == real.moves
     assert outline.sync.temporary_bytes == real.temporary_bytes > 0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.errors import TpuGrpoError, say
-from tpu_grpo.planning.process import go_on_in_child
+from tpu_grpo.planning.process import run_in_child
 from tpu_grpo.planning.slices import open_slice, prepare
 
 ABOUT = """Says whether a run fits a TPU slice, by compiling the run's own programs for it; no TPU is needed.
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(arguments)
     try:
         config = load_config(Path(options.config), options.overrides)
-        if (code := go_on_in_child()) is not None:
+        if (code := run_in_child()) is not None:
             return code
         return plan_and_print(
             config, options.slice, fast=options.fast, as_json=options.json, suggesting=not options.no_suggestion

@@ -18,7 +18,7 @@ from tpu_grpo.config import HUB, RunConfig, load_config, settings
 from tpu_grpo.errors import ConfigError, TpuGrpoError, say
 from tpu_grpo.hosts import Hosts, Watch, choose_platform, start
 
-DEFAULT_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "demo_cpu.yaml"
+DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu.yaml"
 ABOUT = """Trains a language model by GRPO with the rewards of the config.
 
 Without a config it runs configs/demo_cpu.yaml, which shows a small model learning on a CPU within minutes.
@@ -92,8 +92,8 @@ def prepare(config: RunConfig) -> None:
 
 def _dry_run(config: RunConfig) -> int:
     prepare(config)
-    with meet(config) as (hosts, _):
-        from tpu_grpo.checks import check
+    with joined_hosts(config) as (hosts, _):
+        from tpu_grpo.commands.dry_run import check
 
         found = check(config)
         if hosts.is_first:
@@ -103,17 +103,17 @@ def _dry_run(config: RunConfig) -> int:
 
 def _dry_run_on(config: RunConfig, slice_name: str) -> int:
     """As on a slice that is not here, and whether it fits."""
-    from tpu_grpo.planning.cli import plan_and_print
-    from tpu_grpo.planning.process import go_on_in_child
+    from tpu_grpo.commands.plan import plan_and_print
+    from tpu_grpo.planning.process import run_in_child
     from tpu_grpo.planning.slices import open_slice
     from tpu_grpo.planning.slices import prepare as prepare_slice
 
-    if (code := go_on_in_child()) is not None:
+    if (code := run_in_child()) is not None:
         return code
     prepare_slice(slice_name)
     prepare(config)
     target = open_slice(slice_name)
-    from tpu_grpo.checks import check
+    from tpu_grpo.commands.dry_run import check
 
     with target.pretended():
         print("\n".join([*check(config, target.devices), ""]))
@@ -128,7 +128,7 @@ def _dry_run_on(config: RunConfig, slice_name: str) -> int:
 
 def _train(config: RunConfig) -> int:
     prepare(config)
-    with meet(config) as (hosts, watch):
+    with joined_hosts(config) as (hosts, watch):
         asked: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))  # after the start: jax takes it there
         if hosts.is_first:
@@ -142,21 +142,21 @@ def _train(config: RunConfig) -> int:
 
 
 @contextmanager
-def meet(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
+def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
     """The hosts of the run, watched, once they agree on everything they were started with."""
     ours = config.hosts
     hosts = start(ours.coordinator, ours.count, ours.index, timeout_seconds=ours.start_timeout_seconds)
     silence = ours.lost_timeout_seconds
-    with Watch(hosts, silence, every=min(5.0, silence / 4)) as watch, _said_at_once():
+    with Watch(hosts, silence, every=min(5.0, silence / 4)) as watch, _errors_printed_first():
         if hosts.count > 1:
-            from tpu_grpo.fingerprints import fingerprints
+            from tpu_grpo.run.fingerprints import fingerprints
 
             hosts.agree_all(fingerprints(config))
         yield hosts, watch
 
 
 @contextmanager
-def _said_at_once() -> Iterator[None]:
+def _errors_printed_first() -> Iterator[None]:
     """Print an error before the other hosts hear of it: the end of host 0 may end this process within a moment."""
     try:
         yield

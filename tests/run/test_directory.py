@@ -10,7 +10,7 @@ import pytest
 from tpu_grpo.config import RunConfig, load_config, parse_config
 from tpu_grpo.errors import ConfigError, DataError
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.run_dir import continue_data, prepare_run_dir
+from tpu_grpo.run.directory import continue_data, prepare_run_dir
 
 
 def config_for(directory: Path | str, resume: str = "auto", **run: Any) -> RunConfig:

@@ -14,7 +14,7 @@ from tpu_grpo.config import LoraSection
 from tpu_grpo.errors import CheckpointError
 from tpu_grpo.families import FAMILIES
 from tpu_grpo.models import load_model, read_checkpoint
-from tpu_grpo.models.described import describe_checkpoint, describe_model, is_described
+from tpu_grpo.models.abstract import abstract_checkpoint, abstract_model, is_abstract
 from tpu_grpo.models.lora import adapted_modules, apply_lora
 
 LORA = LoraSection(rank=4)
@@ -36,11 +36,11 @@ def test_a_described_model_is_the_loaded_one_without_values(tmp_path: Path, fami
     loaded = load_model(read_checkpoint(directory), mesh, dtype=dtype, remat="decoder")
     for file in directory.glob("*.safetensors"):
         file.unlink()
-    checkpoint = describe_checkpoint(directory)
-    described = describe_model(checkpoint, mesh, dtype=dtype, remat="decoder")
+    checkpoint = abstract_checkpoint(directory)
+    described = abstract_model(checkpoint, mesh, dtype=dtype, remat="decoder")
     assert leaves(described) == leaves(loaded)
-    assert is_described(nnx.state(described))
-    assert not is_described(nnx.state(loaded))
+    assert is_abstract(nnx.state(described))
+    assert not is_abstract(nnx.state(loaded))
     modules = adapted_modules(checkpoint, LORA)
     adapted = apply_lora(described, modules, LORA, seed=0)
     assert leaves(adapted) == leaves(apply_lora(loaded, modules, LORA, seed=0))
@@ -49,4 +49,4 @@ def test_a_described_model_is_the_loaded_one_without_values(tmp_path: Path, fami
 
 def test_a_model_needs_its_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config.json is missing"):
-        describe_checkpoint(tmp_path)
+        abstract_checkpoint(tmp_path)
