@@ -1,7 +1,7 @@
 """Every setting of a run, once."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import Field, field_validator, model_validator
@@ -89,6 +89,10 @@ class RolloutSection(Section):
 class AlgorithmSection(Section):
     """GRPO (Shao et al. 2024, arXiv 2402.03300) and its variants."""
 
+    name: str = "grpo"
+    """The algorithm: grpo, dr_grpo, rloo, or a class of your own as path.py:Class or package.module:Class."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments for the constructor of a class of your own."""
     group_size: int = 8
     """G: completions sampled per prompt; their mean reward is the baseline."""
     beta: float = Field(default=0.0, ge=0.0)
@@ -104,12 +108,12 @@ class AlgorithmSection(Section):
     """The ratio is clipped below at 1 - clip_low."""
     clip_high: float | None = Field(default=None, gt=0.0)
     """The ratio is clipped above at 1 + clip_high; clip_low when unset."""
-    advantage: Literal["grpo", "rloo", "drgrpo"] = "grpo"
-    """grpo divides by the group's standard deviation; rloo leaves the row out of its baseline; drgrpo only centres."""
-    loss_aggregation: Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale"] = (
-        "sequence-mean-token-mean"
-    )
-    """How token losses become one number; token means are taken per micro-batch."""
+    advantage: Literal["grpo", "rloo", "drgrpo"] | None = None
+    """Advantages of another algorithm in place of its own: grpo divides by the group's standard deviation; rloo leaves
+    the row out of its baseline; drgrpo only centres. The algorithm's own when unset."""
+    loss_aggregation: Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale"] | None = None
+    """How token losses become one number; token means are taken per micro-batch. The algorithm's own when unset:
+    sequence-mean-token-mean for grpo and rloo, sequence-mean-token-scale for dr_grpo."""
     kl_estimator: Literal["low_var_kl", "kl", "mse_kl"] = "low_var_kl"
     """low_var_kl is the paper's (k3)."""
     micro_batch_prompts: PositiveInt | None = None

@@ -52,8 +52,8 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
     def from_section(cls, section: AlgorithmSection) -> "GrpoAlgorithmConfig":
         """Translate our names to Tunix's."""
         return cls(
-            advantage_estimator=section.advantage,
-            loss_agg_mode=section.loss_aggregation,
+            advantage_estimator=section.advantage or "grpo",
+            loss_agg_mode=section.loss_aggregation or "sequence-mean-token-mean",
             num_generations=section.group_size,
             num_iterations=section.iterations,
             beta=section.beta,

@@ -120,7 +120,7 @@ class Learner:
             )
         if len(totals) != rows:
             raise RewardError(f"every completion needs a reward, got {len(totals)} for {rows}; score them all")
-        return group_advantages(totals, group_size=algorithm.group_size, estimator=algorithm.advantage)
+        return group_advantages(totals, group_size=algorithm.group_size, estimator=algorithm.advantage or "grpo")
 
     def _examples(self, scored: ScoredRollout, advantages: np.ndarray) -> list[TrainExample]:
         prompts = [prompt.token_ids for prompt in scored.rollout.row_prompts]
