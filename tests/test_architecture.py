@@ -6,6 +6,7 @@ Everything is read from the source with ``ast``; imports inside functions count 
 
 import ast
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,8 +25,11 @@ LEVELS = (
     {"run"},
     {"pipeline", "planning"},
     {"commands"},
-    {"scripts"},
+    {"api"},
+    {""},
+    {"scripts", "__main__"},
 )
+"""``""`` is tpu_grpo/__init__.py, which may name what lies below it, but imports nothing until it is asked to."""
 LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 
 ONLY_IN = {"sgl_jax": "rollout", "tunix.rl": "learner"}
@@ -119,16 +123,39 @@ def sources(root: Path) -> list[Source]:
 
 def broken_order(files: Iterable[Source]) -> Iterator[str]:
     for file in files:
-        if file.room and file.room not in LEVEL_OF:
+        if file.room not in LEVEL_OF:
             yield f"{file.name}:1 the room {file.room} has no level; give it one in this test"
             continue
         for line, name in file.imports:
-            first, *rest = name.split(".")
-            imported = rest[0] if first == "tpu_grpo" and rest else first
-            if imported == file.room or imported not in LEVEL_OF or (first != "tpu_grpo" and imported != "scripts"):
+            imported = imported_room(name)
+            if imported is None or imported == file.room:
                 continue
-            if not file.room or LEVEL_OF[imported] >= LEVEL_OF[file.room]:
-                yield f"{file.name}:{line} {file.room or 'the package'} imports {imported}"
+            if LEVEL_OF[imported] >= LEVEL_OF[file.room]:
+                yield f"{file.name}:{line} {file.room or 'the package'} imports {imported or 'the package'}"
+
+
+def imported_room(name: str) -> str | None:
+    """The room of a dotted name; "" for the package and for a name it hands out; None for what is not the product's."""
+    first, *rest = name.split(".")
+    if first == "tpu_grpo":
+        return rest[0] if rest and rest[0] in LEVEL_OF else ""
+    return first if first == "scripts" else None
+
+
+def eager_imports_of_the_package(files: Iterable[Source]) -> Iterator[str]:
+    """What ``import tpu_grpo`` would import at once, beside the standard library."""
+    for file in files:
+        if file.room:
+            continue
+        lazy = [node for node in file.tree.body if isinstance(node, ast.FunctionDef) or _is_type_checking(node)]
+        for line, name in file.imports:
+            is_lazy = any(node.lineno <= line <= (node.end_lineno or node.lineno) for node in lazy)
+            if not is_lazy and name.split(".")[0] not in sys.stdlib_module_names:
+                yield f"{file.name}:{line} the package imports {name} at once"
+
+
+def _is_type_checking(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def imports_of_tests(files: Iterable[Source]) -> Iterator[str]:
@@ -215,7 +242,14 @@ def test_the_product_is_looked_at(product: list[Source]) -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    [broken_order, imports_of_tests, library_outside_its_room, process_index_outside_hosts, unfinished],
+    [
+        broken_order,
+        eager_imports_of_the_package,
+        imports_of_tests,
+        library_outside_its_room,
+        process_index_outside_hosts,
+        unfinished,
+    ],
     ids=lambda rule: rule.__name__,
 )
 def test_a_rule_holds(product: list[Source], rule) -> None:
@@ -265,7 +299,9 @@ def planted(root: Path, name: str, text: str) -> list[Source]:
             "tpu_grpo/weights/a.py:1 weights imports run",
         ),
         ("tpu_grpo/commands/a.py", "import scripts.run", "tpu_grpo/commands/a.py:1 commands imports scripts"),
-        ("tpu_grpo/__init__.py", "import tpu_grpo.types", "tpu_grpo/__init__.py:1 the package imports types"),
+        ("tpu_grpo/__init__.py", "import scripts.run", "tpu_grpo/__init__.py:1 the package imports scripts"),
+        ("tpu_grpo/run/a.py", "from tpu_grpo import train", "tpu_grpo/run/a.py:1 run imports the package"),
+        ("tpu_grpo/run/a.py", "import tpu_grpo", "tpu_grpo/run/a.py:1 run imports the package"),
         ("tpu_grpo/cellar/a.py", "", "tpu_grpo/cellar/a.py:1 the room cellar has no level; give it one in this test"),
     ],
 )
@@ -279,11 +315,26 @@ def test_a_wrong_import_is_found(tmp_path: Path, name: str, text: str, found: st
         ("tpu_grpo/rollout/a.py", "from tpu_grpo.rollout.b import x\nfrom . import b\nimport types\nimport jax"),
         ("tpu_grpo/pipeline.py", "from tpu_grpo.run.parts import x\nfrom tpu_grpo.learner.rows import y"),
         ("tpu_grpo/config.py", "import types\nfrom tpu_grpo.errors import x"),
-        ("scripts/run.py", "from tpu_grpo.commands.train import main"),
+        ("scripts/run.py", "from tpu_grpo.commands.train import main\nfrom tpu_grpo import train"),
+        ("tpu_grpo/__init__.py", "if TYPE_CHECKING:\n    from tpu_grpo.types import Rollout"),
     ],
 )
 def test_a_right_import_is_not(tmp_path: Path, name: str, text: str) -> None:
     assert list(broken_order(planted(tmp_path, name, text))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("import tpu_grpo.types", ["tpu_grpo/__init__.py:1 the package imports tpu_grpo.types at once"]),
+        ("if True:\n    from jax import jit", ["tpu_grpo/__init__.py:2 the package imports jax.jit at once"]),
+        ("if TYPE_CHECKING:\n    from tpu_grpo.types import Rollout\nimport importlib", []),
+        ("def __getattr__(name):\n    from tpu_grpo import types", []),
+    ],
+)
+def test_what_the_package_imports_at_once_is_found(tmp_path: Path, text: str, found: list[str]) -> None:
+    planted(tmp_path, "tpu_grpo/run/a.py", "import jax")
+    assert list(eager_imports_of_the_package(planted(tmp_path, "tpu_grpo/__init__.py", text))) == found
 
 
 def test_imports_of_tests_are_found(tmp_path: Path) -> None:

@@ -1,3 +1,96 @@
-"""GRPO on TPU pod slices: Tunix learns, in-process sglang-jax engines sample, one program runs on every host."""
+"""GRPO on TPU pod slices: Tunix learns, in-process sglang-jax engines sample, one program runs on every host.
+
+    import tpu_grpo
+
+    config = tpu_grpo.load_config("configs/demo_cpu.yaml", ["run.max_steps=5"])
+    summary = tpu_grpo.train(config)
+
+Every name is imported when it is first used, so that ``import tpu_grpo`` costs nothing and jax is not imported before
+its platform is chosen.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tpu_grpo.api import start, train
+    from tpu_grpo.config import RunConfig, load_config, parse_config
+    from tpu_grpo.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        Interrupted,
+        LaunchError,
+        LockstepError,
+        NonFiniteError,
+        PlanningError,
+        RequestError,
+        RewardError,
+        TpuGrpoError,
+        WeightsError,
+    )
+    from tpu_grpo.types import (
+        Completion,
+        Figure,
+        Prompt,
+        PromptBatch,
+        Request,
+        Rollout,
+        SampleKey,
+        SamplingParams,
+        ScoredRollout,
+        Scores,
+        SyncResult,
+        UpdateResult,
+    )
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "Completion",
+    "ConfigError",
+    "DataError",
+    "Figure",
+    "Interrupted",
+    "LaunchError",
+    "LockstepError",
+    "NonFiniteError",
+    "PlanningError",
+    "Prompt",
+    "PromptBatch",
+    "Request",
+    "RequestError",
+    "RewardError",
+    "Rollout",
+    "RunConfig",
+    "SampleKey",
+    "SamplingParams",
+    "ScoredRollout",
+    "Scores",
+    "SyncResult",
+    "TpuGrpoError",
+    "UpdateResult",
+    "WeightsError",
+    "load_config",
+    "parse_config",
+    "start",
+    "train",
+]
+
+_HOMES = {"train": "api", "start": "api", "RunConfig": "config", "load_config": "config", "parse_config": "config"}
+"""Modules of the names that are neither an error nor a record of a stage."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from the module it lives in (PEP 562)."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    is_error = name.endswith("Error") or name == "Interrupted"
+    home = _HOMES.get(name, "errors" if is_error else "types")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

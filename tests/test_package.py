@@ -1,0 +1,138 @@
+"""What ``import tpu_grpo`` gives, and that it costs nothing until it is used."""
+
+import ast
+import inspect
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import pytest
+
+import tpu_grpo
+from tpu_grpo import api, errors, types
+from tpu_grpo.config import RunConfig
+from tpu_grpo.hosts import Hosts, Watch
+
+
+def modules_after(code: str, tmp_path: Path) -> set[str]:
+    """The modules of a new process after some code."""
+    shown = f"{code}\nimport sys\nprint(*sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(tpu_grpo.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, "-c", shown], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+HEAVY = {"jax", "numpy", "pydantic", "flax", "tunix", "sgl_jax", "transformers"}
+
+
+def test_importing_the_package_imports_nothing_else(tmp_path: Path) -> None:
+    assert modules_after("import tpu_grpo; dir(tpu_grpo)", tmp_path) & HEAVY == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "imported"),
+    [
+        ("from tpu_grpo import ConfigError", set()),
+        ("from tpu_grpo import load_config", {"pydantic"}),
+        ("from tpu_grpo import train", {"pydantic"}),
+    ],
+)
+def test_a_name_imports_only_what_it_needs(tmp_path: Path, code: str, imported: set[str]) -> None:
+    assert modules_after(code, tmp_path) & (HEAVY - {"numpy"}) == imported
+
+
+def declared() -> dict[str, str]:
+    """Public names and their modules, as a type checker reads them."""
+    tree = ast.parse(inspect.getsource(tpu_grpo))
+    imports = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+    return {
+        alias.name: node.module
+        for node in imports
+        for alias in node.names
+        if node.module is not None and node.module.startswith("tpu_grpo.")
+    }
+
+
+def test_every_public_name_is_what_a_type_checker_takes_it_for() -> None:
+    assert sorted(declared()) == sorted(tpu_grpo.__all__)
+    for name, module in declared().items():
+        assert getattr(tpu_grpo, name) is getattr(import_module(module), name), name
+    assert set(tpu_grpo.__all__) <= set(dir(tpu_grpo))
+
+
+def test_every_error_and_every_record_is_public() -> None:
+    for module in (errors, types):
+        defined = {
+            n for n, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
+        }
+        assert defined <= set(tpu_grpo.__all__)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(AttributeError, match=r"has no attribute 'trian'; it has .*\btrain\b"):
+        tpu_grpo.trian  # noqa: B018  # type: ignore[attr-defined]
+
+
+# --- train, with a fake pipeline -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What happens, in order; the platform and the hosts are left alone."""
+    events: list[str] = []
+
+    @contextmanager
+    def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
+        events.append("hosts")
+        yield Hosts(), Watch(Hosts())
+        events.append("left")
+
+    monkeypatch.setattr(api, "prepare", lambda config: events.append("prepare"))
+    monkeypatch.setattr(api, "joined_hosts", joined_hosts)
+    return events
+
+
+def test_train_starts_as_the_command_does(joined: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config, asked = tpu_grpo.parse_config({}), lambda: True
+
+    def train(given: RunConfig, hosts: Hosts, watch: Watch, stop_requested: Callable[[], bool]) -> dict[str, Any]:
+        assert (given, hosts.count, stop_requested) == (config, 1, asked)
+        joined.append("train")
+        return {"steps": 3}
+
+    fake = ModuleType("tpu_grpo.pipeline")
+    fake.__dict__["train"] = train
+    monkeypatch.setitem(sys.modules, "tpu_grpo.pipeline", fake)
+    monkeypatch.setattr(tpu_grpo, "pipeline", fake, raising=False)
+    assert tpu_grpo.train(config, stop_requested=asked) == {"steps": 3}
+    assert joined == ["prepare", "hosts", "train", "left"]
+
+
+def test_a_jax_that_has_devices_already_is_refused(joined: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert jax.devices()
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true")
+    with pytest.raises(tpu_grpo.ConfigError, match=r"must start before jax uses a device.*--xla_cpu_use_xnnpack=false"):
+        tpu_grpo.train(tpu_grpo.parse_config({}))
+    assert joined == ["prepare"]
+
+
+def test_a_jax_that_was_imported_first_is_told_the_platform(tmp_path: Path) -> None:
+    code = """
+import os, jax
+del os.environ["JAX_PLATFORMS"]
+jax.config.update("jax_platforms", None)
+import tpu_grpo
+with tpu_grpo.start(tpu_grpo.parse_config({})):
+    assert jax.config.jax_platforms == "cpu"
+    assert "xnnpack=false" in os.environ["XLA_FLAGS"]
+"""
+    assert "jax" in modules_after(code, tmp_path)

@@ -1,0 +1,82 @@
+"""Training from plain Python: ``tpu_grpo.train``, and ``tpu_grpo.start`` for a loop of one's own.
+
+    import tpu_grpo
+
+    config = tpu_grpo.load_config("configs/demo_cpu.yaml", ["run.max_steps=5"])
+    summary = tpu_grpo.train(config)
+
+Whoever writes the loop by hand builds the parts of a run inside ``start``; examples/own_loop.py does it:
+
+    with tpu_grpo.start(config) as (hosts, watch):
+        parts = build_parts(config, hosts)
+"""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tpu_grpo.commands.train import joined_hosts, prepare
+from tpu_grpo.config import RunConfig
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.hosts import Hosts, Watch
+from tpu_grpo.hosts.platform import XNNPACK_FLAG, cpu_devices
+
+
+def _never() -> bool:
+    return False
+
+
+def train(config: RunConfig, *, stop_requested: Callable[[], bool] = _never) -> dict[str, Any]:
+    """Run a config to its end, as ``scripts/run.py`` does, and leave its files in ``run.dir``.
+
+    Chooses jax's platform, meets the other hosts of the run if there are any, and watches them. Call it before jax uses
+    a device in this process. Errors are printed on stderr before they are raised, so that the first of several hosts to
+    fail is the one that is read.
+
+    Args:
+        config: the run, from ``load_config`` or ``parse_config``.
+        stop_requested: is asked after every step; once it says yes, a checkpoint is saved and the run ends early.
+
+    Returns:
+        What summary.json holds; on hosts other than the first only ``params_digest``.
+
+    Raises:
+        Interrupted: if a stop was requested; the checkpoint is saved.
+        TpuGrpoError: for anything wrong with the config, the model, the data, a reward or a number.
+    """
+    with start(config) as (hosts, watch):
+        from tpu_grpo import pipeline
+
+        return pipeline.train(config, hosts, watch, stop_requested)
+
+
+@contextmanager
+def start(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
+    """Choose jax's platform, meet the other hosts of the run, and watch them for as long as the block lasts.
+
+    Raises:
+        ConfigError: if jax has CPU devices already, and so computes with other settings than a run's.
+        LockstepError: if a host does not come, or was started with something else.
+    """
+    prepare(config)
+    if "jax" in sys.modules:
+        _pass_platform_on()
+    with joined_hosts(config) as (hosts, watch):
+        yield hosts, watch
+
+
+def _pass_platform_on() -> None:
+    """Tell a jax that was imported before the platform was chosen; it reads the environment when it is imported."""
+    import jax
+    from jax._src import xla_bridge
+
+    if xla_bridge.backends_are_initialized():
+        if cpu_devices() and XNNPACK_FLAG not in os.environ.get("XLA_FLAGS", ""):
+            raise ConfigError(
+                "a run must start before jax uses a device, whose settings it chooses, got a jax that has devices "
+                f"already; start the run first, or set XLA_FLAGS={XNNPACK_FLAG}=false before jax is imported"
+            )
+    elif not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS"))
