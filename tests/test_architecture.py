@@ -36,6 +36,7 @@ ONLY_IN = {"sgl_jax": "rollout", "tunix.rl": "learner"}
 """Libraries that one room keeps to itself."""
 
 BROAD_EXCEPTS = {
+    "tpu_grpo/algorithms/checks.py:_called": "runs the user's code; re-raised with its name",
     "tpu_grpo/hosts/log.py:host_log": "notes how the host ended; re-raised",
     "tpu_grpo/learner/checkpoints.py:read_policy": "Orbax raises many types, some of them Exception; re-raised",
     "tpu_grpo/learner/checkpoints.py:_read": "Orbax raises many types, some of them the bare Exception; re-raised",

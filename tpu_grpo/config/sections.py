@@ -86,6 +86,9 @@ class RolloutSection(Section):
         return value
 
 
+LossAggregation = Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale"]
+
+
 class AlgorithmSection(Section):
     """GRPO (Shao et al. 2024, arXiv 2402.03300) and its variants."""
 
@@ -111,9 +114,9 @@ class AlgorithmSection(Section):
     advantage: Literal["grpo", "rloo", "drgrpo"] | None = None
     """Advantages of another algorithm in place of its own: grpo divides by the group's standard deviation; rloo leaves
     the row out of its baseline; drgrpo only centres. The algorithm's own when unset."""
-    loss_aggregation: Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale"] | None = None
+    loss_aggregation: LossAggregation | None = None
     """How token losses become one number; token means are taken per micro-batch. The algorithm's own when unset:
-    sequence-mean-token-mean for grpo and rloo, sequence-mean-token-scale for dr_grpo."""
+    sequence-mean-token-mean for grpo, sequence-mean-token-scale for dr_grpo and rloo."""
     kl_estimator: Literal["low_var_kl", "kl", "mse_kl"] = "low_var_kl"
     """low_var_kl is the paper's (k3)."""
     micro_batch_prompts: PositiveInt | None = None
@@ -203,6 +206,21 @@ class RunConfig(Section):
     def batch_rows(self) -> int:
         """B: completions per step."""
         return self.data.prompts_per_step * self.algorithm.group_size
+
+    @property
+    def micro_batch_prompts(self) -> int:
+        """Prompts of one forward and backward pass: all of a step's unless algorithm.micro_batch_prompts is set."""
+        return self.algorithm.micro_batch_prompts or self.data.prompts_per_step
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """Completions of one forward and backward pass."""
+        return self.micro_batch_prompts * self.algorithm.group_size
+
+    @property
+    def micro_batches(self) -> int:
+        """Forward and backward passes that one optimizer step accumulates over."""
+        return self.data.prompts_per_step // self.micro_batch_prompts
 
     @property
     def context_tokens(self) -> int:

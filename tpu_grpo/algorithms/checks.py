@@ -1,0 +1,137 @@
+"""What is seen to before anything heavy is built: that a class is an algorithm, and what it answers to a trial call."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from tpu_grpo.algorithms.algorithm import Algorithm, TokenLosses
+from tpu_grpo.config import LossAggregation
+from tpu_grpo.errors import ConfigError
+
+METHODS: Mapping[str, tuple[str, ...]] = {
+    "advantages": ("rewards_PG",),
+    "token_losses": ("logprobs_BT", "old_logprobs_BT", "advantages_B1"),
+}
+"""The methods of an algorithm, and what each is called with, by name."""
+
+
+def build(name: str, found: Any, settings: Mapping[str, Any], options: Mapping[str, Any]) -> Algorithm:
+    """Construct an algorithm with those of the settings that it has parameters for, and with all of the options.
+
+    Raises:
+        ConfigError: for what is no class or lacks a method, options it does not take, or a constructor that raises.
+    """
+    if not inspect.isclass(found):
+        raise ConfigError(
+            f"algorithm {name} must be a class with the methods {' and '.join(METHODS)}, got a {type(found).__name__}; "
+            "name a class"
+        )
+    for method, arguments in METHODS.items():
+        _check_method(name, found, method, arguments)
+    modes = get_args(LossAggregation)
+    if (aggregation := getattr(found, "aggregation", None)) not in modes:
+        raise ConfigError(
+            f"algorithm {name} must have an attribute aggregation that is one of {', '.join(modes)}, got "
+            f"{aggregation!r}; set it in the class"
+        )
+    arguments = _constructor_arguments(name, found, settings, options)
+    return _called(name, found.__name__, lambda: found(**arguments))
+
+
+def try_out(name: str, algorithm: Algorithm, group_size: int) -> None:
+    """Call both methods on a few numbers, a group of equal rewards and ratios beyond the clip among them.
+
+    Raises:
+        ConfigError: for an exception, a wrong shape, numbers that are not finite, or a loss without a gradient.
+    """
+    rewards_PG = np.stack([np.arange(group_size), np.zeros(group_size)]).astype(np.float64)
+    advantages_PG = _called(name, "advantages", lambda: np.asarray(algorithm.advantages(rewards_PG=rewards_PG)))
+    _check_shape(name, "what advantages returns", advantages_PG, rewards_PG.shape)
+    _check_finite(name, "what advantages returns", advantages_PG)
+    logprobs_BT = jnp.asarray([[-0.5, -1.0], [-1.5, -2.0], [-2.5, -3.0]])
+    old_logprobs_BT = logprobs_BT + jnp.asarray([[0.5, -0.5], [-0.5, 0.5], [0.0, 0.0]])
+    losses = partial(
+        algorithm.token_losses, old_logprobs_BT=old_logprobs_BT, advantages_B1=jnp.asarray([[1.0], [-1.0], [0.5]])
+    )
+    answer = _called(name, "token_losses", lambda: losses(logprobs_BT=logprobs_BT))
+    if not isinstance(answer, TokenLosses):
+        raise ConfigError(
+            f"algorithm {name}: token_losses must return TokenLosses(loss_BT, clipped_BT), got a "
+            f"{type(answer).__name__}; see tpu_grpo/algorithms/grpo.py"
+        )
+    for part, values in answer._asdict().items():
+        _check_shape(name, f"{part} of token_losses", values, logprobs_BT.shape)
+        _check_finite(name, f"{part} of token_losses", values)
+    gradient = jax.grad(lambda logprobs_BT: losses(logprobs_BT=logprobs_BT).loss_BT.sum())
+    gradient_BT = _called(name, "the gradient of token_losses", lambda: jax.jit(gradient)(logprobs_BT))
+    _check_finite(name, "the gradient of loss_BT by logprobs_BT", gradient_BT)
+    if not jnp.any(gradient_BT):
+        raise ConfigError(
+            f"algorithm {name}: loss_BT must depend on logprobs_BT, got a gradient of zero everywhere; without one "
+            "nothing is learnt"
+        )
+
+
+def _check_method(name: str, found: type, method: str, arguments: Sequence[str]) -> None:
+    function = getattr(found, method, None)
+    if not inspect.isfunction(function):
+        raise ConfigError(
+            f"algorithm {name} must have a method {method}({', '.join(arguments)}), got a class without; add one"
+        )
+    try:
+        inspect.signature(function).bind(None, **dict.fromkeys(arguments))
+    except TypeError as error:
+        raise ConfigError(
+            f"algorithm {name}: {method} must take ({', '.join(arguments)}) by these names, got "
+            f"{inspect.signature(function)} ({error}); rename its parameters"
+        ) from error
+
+
+def _constructor_arguments(
+    name: str, found: type, settings: Mapping[str, Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    parameters = inspect.signature(found).parameters.values()
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    if taken := sorted(set(options) & set(settings)):
+        raise ConfigError(f"algorithm.options must not hold {taken}, which are settings of algorithm; set them there")
+    if unknown := [] if anything else [option for option in options if option not in named]:
+        raise ConfigError(
+            f"algorithm {name} does not take the options {unknown}; it takes: "
+            f"{', '.join(n for n in named if n not in settings) or 'none'}"
+        )
+    arguments = {setting: value for setting, value in settings.items() if setting in named} | dict(options)
+    if missing := [p.name for p in named.values() if p.default is p.empty and p.name not in arguments]:
+        raise ConfigError(
+            f"algorithm {name} requires {missing}, which are neither in algorithm.options nor among the settings it "
+            f"can ask for ({', '.join(settings)}); set them in algorithm.options, or give them defaults"
+        )
+    return arguments
+
+
+def _called(name: str, what: str, function: Callable[[], Any]) -> Any:
+    try:
+        return function()
+    except Exception as error:  # user code: anything can come
+        raise ConfigError(f"algorithm {name}: {what} raised {type(error).__name__}: {error}; repair it") from error
+
+
+def _check_shape(name: str, what: str, values: Any, shape: tuple[int, ...]) -> None:
+    if np.shape(values) != shape:
+        raise ConfigError(
+            f"algorithm {name}: {what} must have the shape {shape} of what it is computed from, got {np.shape(values)}; "
+            "return one number for each"
+        )
+
+
+def _check_finite(name: str, what: str, values: Any) -> None:
+    if not np.all(np.isfinite(values)):
+        raise ConfigError(
+            f"algorithm {name}: {what} must be finite, got {np.asarray(values).tolist()}; guard divisions (a group of "
+            "equal rewards has a standard deviation of 0) and logarithms"
+        )
