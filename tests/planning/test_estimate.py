@@ -7,7 +7,7 @@ import pytest
 
 from tests.planning.figures import HELD, program, run_of
 from tpu_grpo.models.abstract import abstract_checkpoint
-from tpu_grpo.planning.chips import CHIPS, Chip
+from tpu_grpo.launching.tpus import GENERATIONS, Chip
 from tpu_grpo.planning.estimate import COMPUTE, HOST_SECONDS, LINKS, MEMORY, Arithmetic, Work, _decode
 from tpu_grpo.planning.plan import PUBLISHED
 
@@ -70,7 +70,6 @@ def test_decoding_reads_the_weights_and_half_of_the_longest_cache() -> None:
 
 def test_the_slowest_of_three_limits() -> None:
     chip = Chip(
-        "made up",
         1,
         flops_per_second=100 / COMPUTE,
         memory_bytes_per_second=10 / MEMORY,
@@ -82,6 +81,6 @@ def test_the_slowest_of_three_limits() -> None:
 
 
 def test_chips_have_the_memory_that_the_compiler_allows() -> None:
-    assert {name: chip.memory_bytes / 2**30 for name, chip in CHIPS.items()} == pytest.approx(
+    assert {known.name: known.chip.memory_bytes / 2**30 for known in GENERATIONS} == pytest.approx(
         {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}
     )

@@ -75,8 +75,8 @@ def plan_and_print(config: RunConfig, slice_name: str, *, fast: bool, as_json: b
 
 
 def _suggested(suggestion: object) -> str:
+    from tpu_grpo.launching.tpus import GIB
     from tpu_grpo.planning.changes import Suggestion
-    from tpu_grpo.planning.chips import GIB
 
     if not isinstance(suggestion, Suggestion):
         return "no change of remat, micro-batches, running rows or meshes was found to fit; take a larger slice"

@@ -16,7 +16,7 @@ ALL = "all"
 
 def create(settings: Settings) -> Command:
     """Ask for the slice: a queued resource with one node, or the node itself. Returns before a queued one is there."""
-    runtime = settings.runtime or settings.slice.family.runtime
+    runtime = settings.runtime or settings.slice.generation.runtime
     kind = f"--accelerator-type={settings.slice.accelerator_type}"
     if settings.how == "queued":
         command = ["gcloud", *TPUS, "queued-resources", "create", settings.name, f"--node-id={settings.name}"]

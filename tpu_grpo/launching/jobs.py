@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.errors import ConfigError
-from tpu_grpo.launching.slices import Slice
+from tpu_grpo.launching.tpus import Slice
 
 RUN_SCRIPT = "scripts/run.py"
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
@@ -90,7 +90,7 @@ def chip_environment(chips: Slice | None, cache: str, libtpu_args: str | None) -
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
     }
     if libtpu_args is None:
-        libtpu_args = " ".join(chips.family.libtpu_args) if chips else ""
+        libtpu_args = " ".join(chips.generation.libtpu_args) if chips else ""
     return variables | ({"LIBTPU_INIT_ARGS": libtpu_args} if libtpu_args else {})
 
 

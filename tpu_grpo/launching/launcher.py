@@ -12,7 +12,7 @@ from tpu_grpo.launching.gcloud import Gcloud
 from tpu_grpo.launching.jobs import CACHE, Job
 from tpu_grpo.launching.machine import Machine, MachineRoom
 from tpu_grpo.launching.settings import Settings
-from tpu_grpo.launching.slices import Slice, parse_slice
+from tpu_grpo.launching.tpus import Slice, parse_slice
 from tpu_grpo.launching.workers import Workers, WorkerStatus, answers, merged, remote_line
 
 LARGE_BYTES = 100 * 2**20

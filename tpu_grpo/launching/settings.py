@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from tpu_grpo.errors import ConfigError
-from tpu_grpo.launching.slices import Slice, parse_slice
+from tpu_grpo.launching.tpus import Slice, parse_slice
 
 VARIABLES = {"name": "TPU_NAME", "zone": "TPU_ZONE", "project": "TPU_PROJECT", "type": "TPU_TYPE"}
 """Environment variables that are read where a flag is missing; gcloud's own configuration follows them."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tpu_grpo.families.flash_attention import whole_blocks
-from tpu_grpo.planning.chips import Chip
+from tpu_grpo.launching.tpus import Chip
 from tpu_grpo.planning.programs import Compiled, takes_logprobs
 from tpu_grpo.planning.sizes import Sizes
 from tpu_grpo.run.abstract import AbstractRun

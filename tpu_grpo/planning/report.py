@@ -3,8 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
+from tpu_grpo.launching.tpus import GIB
 from tpu_grpo.planning.budget import COLUMNS
-from tpu_grpo.planning.chips import GIB
 from tpu_grpo.planning.estimate import ASSUMPTIONS
 from tpu_grpo.planning.plan import FEW_LAYERS, Plan
 

@@ -4,7 +4,7 @@ import pytest
 
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.launching.jobs import chip_environment
-from tpu_grpo.launching.slices import FAMILIES, parse_slice
+from tpu_grpo.launching.tpus import GENERATIONS, parse_slice
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ def test_a_name_becomes_what_the_api_calls_it(
     name: str, accelerator_type: str, runtime: str, chips: int, hosts: int
 ) -> None:
     found = parse_slice(name)
-    assert (found.accelerator_type, found.family.runtime, found.chips, found.hosts) == (
+    assert (found.accelerator_type, found.generation.runtime, found.chips, found.hosts) == (
         *(accelerator_type, runtime),
         *(chips, hosts),
     )
@@ -43,7 +43,7 @@ def test_other_names_are_refused(name: str) -> None:
 
 def test_the_environment_of_a_chip_can_be_replaced() -> None:
     chips = parse_slice("v6e-16")
-    assert chip_environment(chips, "gs://b/c", None)["LIBTPU_INIT_ARGS"].split() == list(chips.family.libtpu_args)
+    assert chip_environment(chips, "gs://b/c", None)["LIBTPU_INIT_ARGS"].split() == list(chips.generation.libtpu_args)
     assert chip_environment(chips, "c", "--a=1")["LIBTPU_INIT_ARGS"] == "--a=1"
     assert "LIBTPU_INIT_ARGS" not in chip_environment(chips, "c", "")
     assert "LIBTPU_INIT_ARGS" not in chip_environment(None, "c", None)
@@ -64,9 +64,9 @@ print(len(gather.lower(rows, rows).compile().as_text()))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("generation", GENERATIONS, ids=lambda generation: generation.name)
 @pytest.mark.parametrize("more", ["", " --xla_tpu_no_such_flag=true"], ids=["ours", "unknown"])
-def test_the_pinned_libtpu_knows_the_default_arguments(family, more: str) -> None:
+def test_the_pinned_libtpu_knows_the_default_arguments(generation, more: str) -> None:
     """Its compiler, without a chip, refuses an unknown one."""
     import os
     import subprocess
@@ -78,9 +78,9 @@ def test_the_pinned_libtpu_knows_the_default_arguments(family, more: str) -> Non
         "TPU_ACCELERATOR_TYPE": "v5litepod-16",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "LIBTPU_INIT_ARGS": " ".join(family.libtpu_args) + more,
+        "LIBTPU_INIT_ARGS": " ".join(generation.libtpu_args) + more,
     }
-    words = [sys.executable, "-c", COMPILE, TOPOLOGY[family.name]]
+    words = [sys.executable, "-c", COMPILE, TOPOLOGY[generation.name]]
     done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=os.environ | own)
     if more:
         assert done.returncode != 0

@@ -1,0 +1,187 @@
+"""What is known of TPUs, a record for each generation, and the slices that their names stand for.
+
+    v5e-16 -> accelerator type v5litepod-16, runtime version v2-alpha-tpuv5-lite, 16 chips on 4 hosts
+
+The number in a name counts TensorCores: of v5e and v6e a chip has one, of v4 and v5p two. Runtime versions are those
+that the Cloud TPU documentation lists for JAX.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tpu_grpo.errors import ConfigError
+
+GIB = 2**30
+CHIPS_PER_HOST = 4
+"""Each host of a slice with several hosts has so many chips."""
+
+TOPOLOGIES: Mapping[int, Mapping[int, tuple[int, ...]]] = {
+    2: {
+        1: (1, 1),
+        4: (2, 2),
+        8: (2, 4),
+        16: (4, 4),
+        32: (4, 8),
+        64: (8, 8),
+        128: (8, 16),
+        256: (16, 16),
+    },
+    3: {
+        4: (2, 2, 1),
+        8: (2, 2, 2),
+        16: (2, 2, 4),
+        32: (2, 4, 4),
+        64: (4, 4, 4),
+        128: (4, 4, 8),
+        256: (4, 8, 8),
+        512: (8, 8, 8),
+    },
+}
+"""The chips along each side of the default topology, by the torus's dimensions and the number of chips."""
+
+OVERLAP_COLLECTIVES = (
+    "--xla_tpu_enable_async_collective_fusion=true",
+    "--xla_tpu_enable_async_collective_fusion_fuse_all_gather=true",
+    "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
+    "--xla_tpu_overlap_compute_collective_tc=true",
+    "--xla_enable_async_all_gather=true",
+)
+"""With these, the next layer's shards are gathered while this layer computes."""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """The memory and the speeds of one chip.
+
+    The memory is what libtpu's compiler allows programs; the speeds are those of the Cloud TPU documentation.
+    """
+
+    memory_bytes: int
+    flops_per_second: float
+    """This counts bfloat16 products."""
+    memory_bytes_per_second: float
+    link_bytes_per_second: float
+    """All links to other chips together carry this in one direction."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One generation of TPUs."""
+
+    name: str
+    """People and libtpu call it by this name."""
+    accelerator_prefix: str
+    """Its accelerator types begin with this."""
+    runtime: str
+    """The software version that its machines get unless another is asked for."""
+    cores_per_chip: int
+    torus_dimensions: int
+    single_host_chips: tuple[int, ...]
+    """Slices of these numbers of chips have one host."""
+    chip: Chip
+    libtpu_args: tuple[str, ...] = OVERLAP_COLLECTIVES
+    """These are the default LIBTPU_INIT_ARGS."""
+    libtpu_description: Mapping[str, str] = field(default_factory=dict)
+    """libtpu must be told this to describe a chip as one device, as jax runs it."""
+
+    @property
+    def topologies(self) -> Mapping[int, tuple[int, ...]]:
+        """The chips along each side of its default topologies, by the number of chips."""
+        return TOPOLOGIES[self.torus_dimensions]
+
+    @property
+    def any_number_of_hosts(self) -> bool:
+        """Whether slices come in every number of hosts, and not only in the default topologies."""
+        return self.torus_dimensions == 3
+
+
+GENERATIONS = (
+    Generation(
+        name="v4",
+        accelerator_prefix="v4",
+        runtime="tpu-ubuntu2204-base",
+        cores_per_chip=2,
+        torus_dimensions=3,
+        single_host_chips=(4,),
+        chip=Chip(int(30.75 * GIB), 275e12, 1228e9, 300e9),
+        libtpu_description={"chip_config_name": "megacore"},
+    ),
+    Generation(
+        name="v5p",
+        accelerator_prefix="v5p",
+        runtime="v2-alpha-tpuv5",
+        cores_per_chip=2,
+        torus_dimensions=3,
+        single_host_chips=(4,),
+        chip=Chip(int(95.74 * GIB), 459e12, 2765e9, 600e9),
+    ),
+    Generation(
+        name="v5e",
+        accelerator_prefix="v5litepod",
+        runtime="v2-alpha-tpuv5-lite",
+        cores_per_chip=1,
+        torus_dimensions=2,
+        single_host_chips=(1, 4, 8),
+        chip=Chip(int(15.75 * GIB), 197e12, 819e9, 200e9),
+    ),
+    Generation(
+        name="v6e",
+        accelerator_prefix="v6e",
+        runtime="v2-alpha-tpuv6e",
+        cores_per_chip=1,
+        torus_dimensions=2,
+        single_host_chips=(1, 4, 8),
+        chip=Chip(int(31.25 * GIB), 918e12, 1640e9, 448e9),
+        libtpu_args=(*OVERLAP_COLLECTIVES, "--xla_tpu_scoped_vmem_limit_kib=98304"),  # of 128 MiB; the default is 16
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A number of connected TPU chips, and the hosts that they belong to."""
+
+    generation: Generation
+    chips: int
+
+    @property
+    def name(self) -> str:
+        """The name with the generation's common name, such as v5e-16."""
+        return f"{self.generation.name}-{self.chips * self.generation.cores_per_chip}"
+
+    @property
+    def accelerator_type(self) -> str:
+        """The name that ``--accelerator-type`` takes."""
+        return f"{self.generation.accelerator_prefix}-{self.chips * self.generation.cores_per_chip}"
+
+    @property
+    def hosts(self) -> int:
+        """The number of hosts, which gcloud calls workers."""
+        return 1 if self.chips in self.generation.single_host_chips else self.chips // CHIPS_PER_HOST
+
+
+def parse_slice(name: str, flag: str = "--type") -> Slice:
+    """Return the slice of an accelerator type, or of a name with the generation's common name (v5litepod-16, v5e-16).
+
+    Args:
+        name: the name of the slice.
+        flag: where the name comes from, for messages.
+
+    Raises:
+        ConfigError: the generation or the size does not exist.
+    """
+    match = re.fullmatch(r"([a-z0-9]+)-(\d+)", name)
+    found = next((g for g in GENERATIONS if match and match[1] in (g.name, g.accelerator_prefix)), None)
+    if match is None or found is None:
+        known = ", ".join(f"{g.name}-N" for g in GENERATIONS)
+        raise ConfigError(f"{flag} must be one of {known}, got {name!r}; for example v5e-16")
+    chips, rest = divmod(int(match[2]), found.cores_per_chip)
+    if found.any_number_of_hosts:
+        if rest or chips < CHIPS_PER_HOST or chips % CHIPS_PER_HOST:
+            raise ConfigError(
+                f"{flag} {found.name}-N must count TensorCores, eight a host: {found.name}-8, -16, -32, ...; got {name}"
+            )
+    elif chips not in found.topologies:
+        raise ConfigError(f"{flag} {found.name}-N must count chips, N one of {list(found.topologies)}, got {name}")
+    return Slice(found, chips)
