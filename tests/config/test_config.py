@@ -181,6 +181,13 @@ def test_sizes_that_follow_from_settings() -> None:
     assert (config.batch_rows, config.context_tokens) == (30, 128)
 
 
+@pytest.mark.parametrize(("micro", "sizes"), [("null", (6, 30, 1)), ("6", (6, 30, 1)), ("2", (2, 10, 3))])
+def test_a_batch_is_one_micro_batch_unless_it_is_cut(micro: str, sizes: tuple[int, int, int]) -> None:
+    overrides = ["data.prompts_per_step=6", "algorithm.group_size=5", f"algorithm.micro_batch_prompts={micro}"]
+    config = load_config(None, overrides)
+    assert (config.micro_batch_prompts, config.micro_batch_rows, config.micro_batches) == sizes
+
+
 def test_run_dir_follows_the_name_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     assert load_config(None, ["run.name=x"]).run_dir == Path("runs/x")

@@ -68,24 +68,18 @@ def row_shape(config: RunConfig, model: nnx.Module, pad_id: int) -> RowShape:
     return RowShape(config.data.max_prompt_tokens + added, config.rollout.max_new_tokens, pad_id)
 
 
-def micro_rows(config: RunConfig) -> int:
-    """Rows of one forward and backward pass."""
-    return (config.algorithm.micro_batch_prompts or config.data.prompts_per_step) * config.algorithm.group_size
-
-
 def _cluster_config(
     config: RunConfig, mesh: Mesh, rollout_engine: Any, shape: RowShape
 ) -> rl_cluster_lib.ClusterConfig:
-    prompts, micro = config.data.prompts_per_step, config.algorithm.micro_batch_prompts or config.data.prompts_per_step
-    accumulates = micro < prompts  # otherwise unset: Tunix would accumulate over one micro-batch, at a copy's cost
+    accumulates = config.micro_batches > 1  # else unset: Tunix would accumulate over one micro-batch, at a copy's cost
     return rl_cluster_lib.ClusterConfig(
         role_to_mesh={Role.ACTOR: mesh, Role.REFERENCE: mesh, Role.ROLLOUT: mesh},
         rollout_engine=rollout_engine,
         training_config=rl_cluster_lib.RLTrainingConfig(
             actor_optimizer=build_optimizer(config),
             eval_every_n_steps=config.run.max_steps,
-            mini_batch_size=prompts if accumulates else None,
-            train_micro_batch_size=micro if accumulates else None,
+            mini_batch_size=config.data.prompts_per_step if accumulates else None,
+            train_micro_batch_size=config.micro_batch_prompts if accumulates else None,
             data_sharding_axis=(DATA_AXIS,),
         ),
         rollout_config=RolloutConfig(
@@ -97,7 +91,7 @@ def _cluster_config(
 
 
 def _check_rows_divide(config: RunConfig, mesh: Mesh) -> None:
-    rows, devices = micro_rows(config), mesh.shape[DATA_AXIS]
+    rows, devices = config.micro_batch_rows, mesh.shape[DATA_AXIS]
     if rows % devices == 0:
         return
     prompts, group = config.data.prompts_per_step, config.algorithm.group_size

@@ -24,7 +24,7 @@ from jaxtyping import Float
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import DataError, NonFiniteError, RewardError
 from tpu_grpo.learner.adapter import SamplingEngine
-from tpu_grpo.learner.building import LearnerInputs, build_grpo, micro_rows, row_shape
+from tpu_grpo.learner.building import LearnerInputs, build_grpo, row_shape
 from tpu_grpo.learner.checkpoints import Checkpoints
 from tpu_grpo.learner.digest import params_digest, whole
 from tpu_grpo.learner.grpo import TrainExample
@@ -125,7 +125,7 @@ class Learner:
     def _examples(self, scored: ScoredRollout, advantages: np.ndarray) -> list[TrainExample]:
         prompts = [prompt.token_ids for prompt in scored.rollout.row_prompts]
         rows = train_rows(prompts, scored.rollout.completions, advantages, self._shape)
-        return [self._grpo.train_example(chunk) for chunk in rows.chunks(micro_rows(self._config))]
+        return [self._grpo.train_example(chunk) for chunk in rows.chunks(self._config.micro_batch_rows)]
 
     def _one_pass(self, step: int, examples: Sequence[TrainExample]) -> tuple[list[MicroStep], UpdateRecord]:
         self._grpo.rl_cluster.update_actor(examples, None)

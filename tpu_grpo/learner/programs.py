@@ -16,7 +16,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner.adapter import SampledTexts
-from tpu_grpo.learner.building import LearnerInputs, build_grpo, micro_rows, row_shape
+from tpu_grpo.learner.building import LearnerInputs, build_grpo, row_shape
 from tpu_grpo.learner.grpo import TrainExample
 from tpu_grpo.learner.repairs import Cluster, replaced
 from tpu_grpo.learner.rows import TrainRows
@@ -74,7 +74,7 @@ class LearnerPrograms:
     @property
     def example(self) -> TrainExample:
         """Shapes of a micro-batch."""
-        rows, shape = micro_rows(self._config), self._shape
+        rows, shape = self._config.micro_batch_rows, self._shape
         prompt, completion = (rows, shape.prompt_tokens), (rows, shape.completion_tokens)
         return self._grpo.abstract_example(
             TrainRows(
