@@ -164,12 +164,12 @@ def measure(layout: str, fsdp: int, tp: int, tensor: int, rounds: int) -> tuple[
     own, theirs = (devices, devices) if layout == "shared" else (devices[:2], devices[2:])
     source, target = trainer_leaves(own, fsdp, tp), sampler_specs(theirs, tensor)
     sync = WeightSync(FAMILIES["qwen3"].weight_rules(None), source, target)
-    moved = [move.target for move in sync.moves if not move.shared]
+    moved = [move.target for move in sync.moves if not move.aliased]
     weights, _ = sync(source)
     plain = {name: jnp.copy(weights[name]) for name in moved}
     copy = jax.jit(lambda leaves: {name: jnp.copy(leaf) for name, leaf in leaves.items()})
     there = {name: target[name].sharding for name in moved}
-    shaped = jax.jit(lambda leaves: {m.target: m.result([leaves[m.source]]) for m in sync.moves if not m.shared})
+    shaped = jax.jit(lambda leaves: {m.target: m.result([leaves[m.source]]) for m in sync.moves if not m.aliased})
     contenders: dict[str, Contender] = {
         "ours": sync,
         "copy": lambda _: jax.block_until_ready(copy(plain)),

@@ -83,7 +83,7 @@ def test_a_planted_error_is_named(
 
 def test_a_rule_that_is_wrong_is_found_by_the_tokens(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides of the leaf comparison then say the same; what is sampled does not."""
-    original = plan._move
+    original = plan.plan_move
 
     def negated(leaf: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return -leaf.reshape(shape)
@@ -93,7 +93,7 @@ def test_a_rule_that_is_wrong_is_found_by_the_tokens(config: RunConfig, monkeypa
             rule = replace(rule, transform=negated)
         return original(sources, rule, target, *more)
 
-    monkeypatch.setattr(plan, "_move", move)
+    monkeypatch.setattr(plan, "plan_move", move)
     with pytest.raises(WeightsError, match="every leaf is what the family's rules say, so the two sides compute"):
         train(config)
 

@@ -36,7 +36,7 @@ def leaves_with_adapters(devices: list[Any], fsdp: int, tp: int, seed: int = 0) 
 
 
 def expected(leaves: dict[str, jax.Array], name: str) -> np.ndarray:
-    """In float64, [HIDDEN, heads * WIDTH]."""
+    """Merge in float64, as [HIDDEN, heads * WIDTH]."""
     weight, a, b = (np.asarray(leaves[name + part], np.float64) for part in ("", "_lora_a", "_lora_b"))
     return weight.reshape(HIDDEN, -1) + ALPHA / RANK * a @ b.reshape(RANK, -1)
 

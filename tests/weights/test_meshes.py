@@ -1,4 +1,4 @@
-"""Every pair of meshes, shared and split: leaves land bit for bit, and a round trip gives the trainer's back."""
+"""Every pair of meshes, colocated and disjoint: leaves land bit for bit, and a round trip gives the trainer's back."""
 
 import itertools
 from typing import Any
@@ -68,7 +68,7 @@ def sampler_specs(
 
 
 def back(name: str, leaf: np.ndarray, kv_heads: int) -> np.ndarray:
-    """The trainer's leaf, of the sampler's."""
+    """Turn a leaf of the sampler back into the trainer's."""
     match name.rpartition(".")[2]:
         case "head":
             return leaf.T
@@ -91,7 +91,7 @@ PAIRS = [
 
 
 def check_round_trip(layout: str, fsdp: int, tp: int, tensor: int, kv_heads: int) -> None:
-    """On the devices of all processes; in layout split, each process has both of the trainer's and of the sampler's."""
+    """Sync on the devices of all processes; with layout split, half of each process's devices are the sampler's."""
     devices = by_host(jax.devices())
     here = len(jax.local_devices())
     halves = [[d for n, d in enumerate(devices) if (n % here < here // 2) == first] for first in (True, False)]
@@ -104,13 +104,13 @@ def check_round_trip(layout: str, fsdp: int, tp: int, tensor: int, kv_heads: int
         assert (array.shape, array.sharding) == (target[name].shape, target[name].sharding)
         assert array.sharding.device_set == set(theirs)
         np.testing.assert_array_equal(back(name, whole(array), kv_heads), whole(source[name]))
-    shared = {name for name in source if layout == "shared" and name.endswith("norm")}
-    shared |= {"embed"} if (layout, tp, tensor, fsdp) == ("shared", 4, 4, 1) else set()
-    assert result.bytes_moved == sum(spec.size * 4 for name, spec in target.items() if name not in shared)
+    aliased = {name for name in source if layout == "shared" and name.endswith("norm")}
+    aliased |= {"embed"} if (layout, tp, tensor, fsdp) == ("shared", 4, 4, 1) else set()
+    assert result.bytes_moved == sum(spec.size * 4 for name, spec in target.items() if name not in aliased)
 
 
 def whole(array: jax.Array) -> np.ndarray:
-    """Of the shards of all processes."""
+    """Gather an array's values from the shards of all processes."""
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
@@ -132,7 +132,7 @@ def test_casts_on_the_way_round_as_numpy_does(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["shared", "split"])
 def test_temporary_memory_stays_within_the_bound(layout: str) -> None:
-    """By the compiled programs' own account; layers that are alike share a program."""
+    """The compiled programs themselves say what they need; equal layers share a program."""
     devices = jax.devices()
     if layout == "shared":
         source, target, bound = trainer_leaves(devices, 4, 1, 2), sampler_specs(devices, 4, 2), 1800
@@ -143,7 +143,7 @@ def test_temporary_memory_stays_within_the_bound(layout: str) -> None:
     sync = WeightSync(RULES, source, target, temporary_bytes=bound)
     assert len(sync.groups) > 2
     assert 0 < sync.temporary_bytes <= bound < whole.temporary_bytes
-    assert len(sync._programs) < len(sync.groups)
+    assert sync.program_count < len(sync.groups)
     weights, _ = sync(source)
     for name, array in whole(source)[0].items():
         np.testing.assert_array_equal(np.asarray(weights[name]), np.asarray(array))
@@ -168,8 +168,8 @@ def test_many_groups_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch)
 def test_layers_move_together_where_they_fit() -> None:
     devices = jax.devices()
     source, target = trainer_leaves(devices[:2], 2, 1, 2), sampler_specs(devices[:2], 1, 2)
-    moves = [move for move in WeightSync(RULES, source, target).moves if not move.shared]
-    layer = 4 * HIDDEN * WIDTH * (HEADS + 2)  # q and k; the norm is shared
+    moves = [move for move in WeightSync(RULES, source, target).moves if not move.aliased]
+    layer = 4 * HIDDEN * WIDTH * (HEADS + 2)  # q and k; the norm is aliased
     table = 4 * VOCAB * HIDDEN
 
     def names(limit: int) -> list[list[str]]:

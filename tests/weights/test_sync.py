@@ -112,7 +112,7 @@ def pointer(array: jax.Array) -> int:
     return array.addressable_shards[0].data.unsafe_buffer_pointer()
 
 
-def test_equal_layouts_are_shared_and_the_rest_is_counted() -> None:
+def test_equal_layouts_are_aliased_and_the_rest_is_counted() -> None:
     source = trainer()
     sync = WeightSync(RULES, source, sampler())
     weights, result = sync(source)
@@ -145,10 +145,10 @@ def test_one_compilation_for_all_syncs() -> None:
             np.asarray(weights["lm_head.embedding"]), factor * np.asarray(source["lm_head.w"]).T
         )
         assert all(array.is_deleted() for array in before.values())  # what a sync wrote is freed by the next
-        before = {move.target: weights[move.target] for move in sync.moves if not move.shared}
+        before = {move.target: weights[move.target] for move in sync.moves if not move.aliased}
     sync.release()
     assert all(array.is_deleted() for array in before.values())
-    assert not any(weights[move.target].is_deleted() for move in sync.moves if move.shared)
+    assert not any(weights[move.target].is_deleted() for move in sync.moves if move.aliased)
 
 
 def test_names_that_match_on_one_side_only_are_listed() -> None:

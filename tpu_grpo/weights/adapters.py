@@ -1,4 +1,4 @@
-"""Adapters among the trainer's leaves, and what a weight is with its adapter.
+"""LoRA adapters: how they are found among the trainer's leaves, and how one is merged with its weight.
 
 layers.0.attn.q_proj.w [D, N, H]   w_lora_a [D, rank]   w_lora_b [rank, N, H]      ->  w + a b alpha / rank
 """
@@ -10,15 +10,15 @@ from jax.lax import Precision
 from jaxtyping import Array, Float
 
 A, B = "_lora_a", "_lora_b"
-"""How qwix calls the parts, after the weight's name."""
+"""The suffixes that qwix appends to a weight's name for the two matrices of its adapter."""
 
 
 def adapters_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """Weight -> the two parts of its adapter, for those that have one."""
+    """Map the name of every weight that has an adapter to the names of the adapter's two matrices."""
     return {name.removesuffix(A): (name, name.removesuffix(A) + B) for name in names if name.endswith(A)}
 
 
 def merged(weight: Array, a: Float[Array, "*inputs r"], b: Float[Array, "r *outputs"], scale: float) -> Array:
-    """The weight [*inputs, *outputs] with its adapter, in float32."""
+    """Return weight + scale * a b, of shape [*inputs, *outputs], computed in float32."""
     product = jnp.tensordot(a.astype(jnp.float32), b.astype(jnp.float32), 1, precision=Precision.HIGHEST)
     return weight.astype(jnp.float32) + scale * product

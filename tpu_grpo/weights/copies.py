@@ -1,12 +1,13 @@
-"""That all copies of a parameter are the same bits, wherever on the run's hosts they lie.
+"""Checks that all copies of a replicated parameter have the same bits, on whichever hosts they lie.
 
-A sampler's leaf has a copy in every replica, a trainer's norm one on every device. They come about by the same program
-everywhere, so they can differ only if a host computes otherwise or its memory was changed; nothing else would notice.
+The sampler's leaves are replicated over the engines, and the trainer's norms over all devices. The same program writes
+every copy, so copies differ only if a host computes differently or its memory was corrupted. Nothing else would notice.
 
-    check = CopyCheck("sampler", weights)     # once, for the layout
+    check = CopyCheck("sampler", weights)     # once per layout
     check(weights, hosts)                     # reads every copy once; raises on every host
 
-Compared are sums: a shard's elements, read as unsigned integers, added modulo 2^32. A single changed bit changes one.
+The check compares checksums: the elements of a shard are read as unsigned integers and added modulo 2^32, so that a
+single flipped bit changes the sum.
 """
 
 from collections.abc import Mapping
@@ -24,35 +25,35 @@ from tpu_grpo.hosts import Hosts, hosts_of
 
 
 class CopyCheck:
-    """Compares the copies of those leaves that have any.
+    """Compares the copies of every leaf that has more than one.
 
     Args:
-        whose: for messages: trainer or sampler.
-        leaves: by name, all on one mesh.
+        whose: "trainer" or "sampler", for messages.
+        leaves: arrays by name, all on one mesh.
     """
 
     def __init__(self, whose: str, leaves: Mapping[str, Array]):
         self._whose = whose
-        groups = {name: _copies(leaf) for name, leaf in leaves.items()}
+        groups = {name: _replication_groups(leaf) for name, leaf in leaves.items()}
         self._groups = {name: found for name, found in groups.items() if found}
         if not self._groups:
             return
         shardings = {name: _named(leaves[name]) for name in self._groups}
         mesh = next(iter(shardings.values())).mesh
         specs = {name: sharding.spec for name, sharding in shardings.items()}
-        summed = jax.shard_map(_sums, mesh=mesh, in_specs=(specs,), out_specs=P(mesh.axis_names), check_vma=False)
+        summed = jax.shard_map(_checksums, mesh=mesh, in_specs=(specs,), out_specs=P(mesh.axis_names), check_vma=False)
         self._devices = _devices(next(iter(shardings.values())))
-        self._sums = jax.jit(summed)
+        self._checksums = jax.jit(summed)
 
     def __call__(self, leaves: Mapping[str, Array], hosts: Hosts) -> None:
-        """Compare; every host calls it.
+        """Compare the copies of all leaves; every host must call this.
 
         Raises:
-            LockstepError: naming the first leaf with copies that differ, and the hosts.
+            LockstepError: if copies differ; it names the first such leaf and the hosts.
         """
         if not self._groups:
             return
-        sums_DL = self._sums({name: leaves[name] for name in self._groups})
+        sums_DL = self._checksums({name: leaves[name] for name in self._groups})
         table = self._table(sums_DL, hosts)
         for column, (name, groups) in enumerate(self._groups.items()):
             for group in groups:
@@ -64,7 +65,7 @@ class CopyCheck:
                     raise LockstepError(self._differs(name, where))
 
     def _table(self, sums_DL: Array, hosts: Hosts) -> UInt32[np.ndarray, "D L"]:
-        """The sums of all devices: rows in the order of the mesh."""
+        """Collect the checksums of all devices from all hosts, with rows in the order of the mesh."""
         position = {device: index for index, device in enumerate(self._devices)}
         own = {position[shard.device]: np.asarray(shard.data)[0] for shard in sums_DL.addressable_shards}
         mine = np.asarray([[row, *sums] for row, sums in own.items()], np.uint32)
@@ -86,8 +87,8 @@ class CopyCheck:
         )
 
 
-def _sums(leaves: Mapping[str, Array]) -> UInt32[Array, "1 L"]:
-    """Of this device's shards."""
+def _checksums(leaves: Mapping[str, Array]) -> UInt32[Array, "1 L"]:
+    """Return the checksums of the shards on this device."""
     return jnp.stack([_bit_sum(leaf) for leaf in leaves.values()])[None]
 
 
@@ -96,8 +97,11 @@ def _bit_sum(value: Array) -> UInt32[Array, ""]:
     return bits.astype(jnp.uint32).sum(dtype=jnp.uint32)
 
 
-def _copies(leaf: Array) -> list[list[int]]:
-    """Positions in the mesh of the devices that hold the same part of a leaf; parts with one holder are left out."""
+def _replication_groups(leaf: Array) -> list[list[int]]:
+    """Group the devices that hold the same shard of a leaf, by their positions in the mesh.
+
+    A shard that only one device holds has no group.
+    """
     sharding = _named(leaf)
     held = sharding.devices_indices_map(leaf.shape)
     groups: dict[str, list[int]] = {}
@@ -112,5 +116,5 @@ def _named(leaf: Array) -> NamedSharding:
 
 
 def _devices(sharding: NamedSharding) -> list[Any]:
-    """In the order of the mesh."""
+    """List the devices in the order of the mesh."""
     return list(np.asarray(sharding.mesh.devices).flat)

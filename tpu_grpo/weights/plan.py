@@ -1,10 +1,11 @@
-"""The plan of a weight sync: which leaf of the trainer becomes which of the sampler, and in which groups they move.
+"""The plan of a weight sync: it pairs the trainer's leaves with the sampler's, and groups them for the move.
 
     moves = plan_sync(checkpoint.weight_rules, named_leaves(trainer_params), replicas.weight_specs)
-    groups = group_moves([move for move in moves if not move.shared], limit_bytes=32 * 2**20)
+    groups = group_moves([move for move in moves if not move.aliased], limit_bytes=32 * 2**20)
 
-A leaf whose shape, type and layout are the same on both sides is shared, not copied; that is safe because the trainer
-never donates its parameters. A leaf with an adapter is merged with it on the way.
+A leaf whose shape, type and sharding are the same on both sides is aliased: the sampler uses the trainer's buffers, and
+nothing is copied. That is safe because the trainer never donates its parameters. A weight with a LoRA adapter is merged
+with it on the way.
 """
 
 import re
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Sharding
 from jaxtyping import Array
 
 from tpu_grpo.errors import WeightsError
@@ -28,60 +29,63 @@ Spec = jax.ShapeDtypeStruct
 
 @dataclass(frozen=True)
 class LeafMove:
-    """How one sampler leaf comes about."""
+    """How one leaf of the sampler is made from the trainer's leaves."""
 
     sources: tuple[str, ...]
-    """The trainer's leaf, and the two parts of its adapter if it has one."""
+    """Names the trainer's leaf and, if it has an adapter, the adapter's two matrices."""
     target: str
+    """Names the sampler's leaf."""
     transform: Transform
     source_specs: tuple[Spec, ...]
     spec: Spec
-    shared: bool
+    """Shape, type and sharding of the sampler's leaf."""
+    aliased: bool
+    """Whether the sampler uses the trainer's buffers, so that nothing moves."""
     frozen: bool = False
-    """Whether no update changes it, so that it moves once."""
+    """Whether no update changes the leaf, so that it moves only once."""
     scale: float = 0.0
-    """Of the adapter: alpha / rank."""
+    """The factor of the adapter, alpha / rank."""
 
     @property
     def source(self) -> str:
-        """The trainer's leaf."""
+        """The name of the trainer's leaf is the first source."""
         return self.sources[0]
 
     @property
     def merges(self) -> bool:
-        """Whether it has an adapter."""
+        """Whether the leaf has an adapter, which is merged with it."""
         return len(self.sources) > 1
 
     def result(self, leaves: Sequence[Array]) -> Array:
-        """The sampler's leaf, of the values of the sources."""
+        """Compute the sampler's leaf from the values of ``sources``."""
         leaf = merged(leaves[0], leaves[1], leaves[2], self.scale) if self.merges else leaves[0]
         return self.transform(leaf, self.spec.shape).astype(self.spec.dtype)
 
     @property
     def bytes(self) -> int:
-        """Size of the sampler's leaf; 0 when it is shared."""
-        return 0 if self.shared else int(np.prod(self.spec.shape)) * self.spec.dtype.itemsize
+        """Bytes that the move writes, counting one copy of the leaf; an aliased leaf writes none."""
+        return 0 if self.aliased else int(np.prod(self.spec.shape)) * self.spec.dtype.itemsize
 
     @property
     def bytes_per_device(self) -> int:
-        """What of it lies on one of the sampler's devices."""
+        """Bytes of the sampler's leaf that lie on each of its devices."""
         return bytes_per_device(self.spec)
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What a program that carries it out depends on; the names are not among it."""
+        """Everything that the compiled program of this move depends on; moves that differ in name only share it."""
         specs = (*self.source_specs, self.spec)
         return self.transform, self.scale, *((s.shape, s.dtype, s.sharding) for s in specs)
 
 
-def bytes_per_device(spec: Spec) -> int:
-    """Size of a leaf's shard."""
-    assert isinstance(spec.sharding, NamedSharding)
-    return int(np.prod(spec.sharding.shard_shape(spec.shape))) * spec.dtype.itemsize
+def bytes_per_device(leaf: Array | Spec) -> int:
+    """Return the bytes that one device holds of a sharded leaf."""
+    assert isinstance(leaf.sharding, Sharding)
+    return int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
 
 
 def named_leaves(params: nnx.State) -> dict[str, Array]:
-    """The arrays of a trainer's state by dotted path, e.g. ``layers.0.attn.q_proj.w``."""
+    """Name the arrays of a trainer's state by their dotted paths, such as ``layers.0.attn.q_proj.w``."""
     return {".".join(map(str, path)): leaf.value for path, leaf in nnx.to_flat_state(params)}
 
 
@@ -95,10 +99,15 @@ def plan_sync(
 ) -> tuple[LeafMove, ...]:
     """Match every leaf of the trainer with a leaf of the sampler.
 
-    ``lora_alpha`` is that of the adapters among the leaves, and ``frozen`` names leaves that no update changes.
+    Args:
+        rules: the weight rules of the model's family.
+        source: the trainer's leaves or their specs, by name.
+        target: the specs of the sampler's leaves, by name.
+        lora_alpha: the alpha of the adapters among the trainer's leaves.
+        frozen: names of the trainer's leaves that no update changes.
 
     Raises:
-        WeightsError: listing the names that match on one side only, or leaves whose shapes do not correspond.
+        WeightsError: if names match on one side only, which it lists, or if the shapes of a pair do not correspond.
     """
     adapters = adapters_of(source)
     parts = {part for pair in adapters.values() for part in pair}
@@ -115,15 +124,15 @@ def plan_sync(
     for name, spec in target.items():
         leaf, rule = filled_by[name]
         sources = {part: source[part] for part in (leaf, *adapters.get(leaf, ()))}
-        moves.append(_move(sources, rule, name, spec, lora_alpha, leaf in frozen and leaf not in adapters))
+        moves.append(plan_move(sources, rule, name, spec, lora_alpha, leaf in frozen and leaf not in adapters))
     return tuple(moves)
 
 
 def group_moves(moves: Sequence[LeafMove], limit_bytes: int) -> list[tuple[LeafMove, ...]]:
-    """Moves that are carried out by one program each, of at most ``limit_bytes`` per device; a larger leaf is alone.
+    """Group moves so that one program carries out each group, whose results take at most ``limit_bytes`` per device.
 
-    As many whole layers as fit make a group; of a layer that does not fit, as many leaves as do. So the groups of equal
-    layers are alike and share programs.
+    A group holds as many whole layers as fit. A layer that does not fit is split into groups of as many leaves as fit,
+    and a leaf above the limit is a group of its own. Equal layers are grouped alike and therefore share programs.
     """
     groups: list[list[LeafMove]] = [[]]
     for layer in _layers(moves):
@@ -138,7 +147,7 @@ def group_moves(moves: Sequence[LeafMove], limit_bytes: int) -> list[tuple[LeafM
 
 
 def _layers(moves: Iterable[LeafMove]) -> Iterable[list[LeafMove]]:
-    """The moves of every layer, and each that is outside of them."""
+    """Collect the moves of each layer; a leaf outside the layers is alone."""
     layers: dict[str, list[LeafMove]] = {}
     for move in moves:
         layer = re.search(r"\.\d+\.", move.target)
@@ -161,9 +170,10 @@ def _match(name: str, rules: Sequence[WeightRule]) -> tuple[WeightRule, str] | N
     return None
 
 
-def _move(
+def plan_move(
     sources: Mapping[str, Array | Spec], rule: WeightRule, target: str, spec: Spec, alpha: float, frozen: bool
 ) -> LeafMove:
+    """Plan the move of one leaf. See ``plan_sync`` for the arguments and errors."""
     (name, leaf), *adapter = sources.items()
     try:
         shape = jax.eval_shape(lambda x: rule.transform(x, spec.shape), leaf).shape
@@ -178,7 +188,7 @@ def _move(
         transform=rule.transform,
         source_specs=tuple(jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=s.sharding) for s in sources.values()),
         spec=spec,
-        shared=rule.transform is same and alike and not adapter,
+        aliased=rule.transform is same and alike and not adapter,
         frozen=frozen,
         scale=alpha / adapter[0][1].shape[-1] if adapter else 0.0,
     )
@@ -189,11 +199,11 @@ def _same_layout(source: Any, target: Any, rank: int) -> bool:
 
 
 def describe_plan(moves: Sequence[LeafMove], groups: int) -> list[str]:
-    """A line per kind of leaf (layers together), and the sums."""
+    """Describe a plan: a line with the totals, then a line per kind of leaf, with the layers taken together."""
     kinds: dict[tuple[str, ...], list[LeafMove]] = {}
     for move in moves:
         names = (re.sub(r"\.\d+\.", ".*.", name) for name in (move.source, move.target))
-        how = "shared" if move.shared else getattr(move.transform, "__name__", str(move.transform))
+        how = "shared" if move.aliased else getattr(move.transform, "__name__", str(move.transform))
         how = "merged, " * move.merges + how + ", once" * move.frozen
         types = f"{move.source_specs[0].dtype} -> {move.spec.dtype}"
         kinds.setdefault((*names, how, types), []).append(move)
@@ -201,6 +211,6 @@ def describe_plan(moves: Sequence[LeafMove], groups: int) -> list[str]:
         f"  {len(found):3d} x {source} -> {target}  {how}, {types}, {_bytes(found) / 2**20:,.1f} MiB"
         for (source, target, how, types), found in kinds.items()
     ]
-    shared = sum(move.shared for move in moves)
+    shared = sum(move.aliased for move in moves)
     total = f"{len(moves)} leaves, {shared} shared, {_bytes(moves) / 2**20:,.1f} MiB move in {groups} programs"
     return [total, *lines]

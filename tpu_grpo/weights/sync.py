@@ -1,18 +1,20 @@
-"""Carrying out a weight sync: the trainer's parameters become the sampler's, in memory.
+"""The compiled weight sync: it turns the trainer's parameters into the sampler's, in memory.
 
     sync = WeightSync(checkpoint.weight_rules, named_leaves(trainer_params), replicas.weight_specs)
     weights, result = sync(named_leaves(trainer_params))
     replicas.install_weights(weights)
 
-Groups of leaves move one after the other, each by one compiled program with the sampler's shardings as outputs: no
-disk, no host copy, and no compilation after the first call. A group's old leaves are freed before its new ones are
-made, and a group is so small that its program's temporary memory stays within the bound; so beside the parameters
-themselves a sync never needs more than that. What no update changes moves once, in groups of its own.
+Groups of leaves move one after the other, each by one compiled program whose outputs have the sampler's shardings.
+Nothing passes through a disk or a host's memory, and nothing compiles after the first call. The old leaves of a group
+are freed before its new ones are made, and a group is so small that the temporary memory of its program stays within
+the bound. Beside the parameters themselves, a sync therefore never needs more than that bound. Leaves that no update
+changes move once, in groups of their own.
 """
 
 import functools
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,24 +27,26 @@ from tpu_grpo.weights.plan import LeafMove, Leaves, Spec, describe_plan, group_m
 from tpu_grpo.weights.transport import Program, choose_transport
 
 TEMPORARY_BYTES = 512 * 2**20
+"""The default bound on a program's temporary memory per device."""
 GROUP_BYTES = 32 * 2**20
-"""Of a group's results per device: benchmarks/weights.py takes longer with larger groups, and no less with smaller."""
+"""The most bytes per device that the results of a group take. By benchmarks/weights.py, larger groups are slower and
+smaller ones no faster."""
 
 
 class WeightSync:
     """Turns the trainer's parameters into the sampler's.
 
     Args:
-        rules: of the model's family.
-        source: the trainer's leaves, or their specs.
-        target: the sampler's, by name.
-        temporary_bytes: what a program may need per device beside parameters.
-        lora_alpha: of the adapters among the trainer's leaves.
+        rules: the weight rules of the model's family.
+        source: the trainer's leaves or their specs, by name.
+        target: the specs of the sampler's leaves, by name.
+        temporary_bytes: the most a program may need per device beside its arguments and results.
+        lora_alpha: the alpha of the adapters among the trainer's leaves.
         frozen: names of the trainer's leaves that no update changes.
 
     Raises:
-        WeightsError: for leaves that do not correspond.
-        ConfigError: for a bound that the largest leaf does not keep.
+        WeightsError: if the leaves of the two sides do not correspond.
+        ConfigError: if the largest leaf alone needs more temporary memory than the bound.
     """
 
     def __init__(
@@ -57,83 +61,99 @@ class WeightSync:
     ):
         self._plan = functools.partial(plan_sync, rules, lora_alpha=lora_alpha, frozen=frozen)
         self.moves = self._plan(source, target)
-        self._limit = temporary_bytes
+        self._temporary_limit = temporary_bytes
         self._programs: dict[tuple[Any, ...], tuple[Program, int]] = {}
-        self._alone: dict[tuple[Any, ...], Program] = {}
-        self._held: dict[str, Array] = {}
-        moving = [move for move in self.moves if not move.shared]
+        self._single_leaf_programs: dict[tuple[Any, ...], Program] = {}
+        self._written: dict[str, Array] = {}
+        moving = [move for move in self.moves if not move.aliased]
         self._transport = choose_transport(moving) if moving else None
-        alike = ([move for move in moving if move.frozen == frozen] for frozen in (False, True))
-        planned = [group for moves in alike for group in group_moves(moves, min(temporary_bytes, GROUP_BYTES))]
-        self.groups = [group for wanted in planned for group in self._within_bound(wanted)]
+        trained, once = ([move for move in moving if move.frozen == is_frozen] for is_frozen in (False, True))
+        limit = min(temporary_bytes, GROUP_BYTES)
+        planned = [*group_moves(trained, limit), *group_moves(once, limit)]
+        self.groups = [part for group in planned for part in self._split_to_bound(group)]
 
     @property
     def bytes_moved(self) -> int:
-        """Bytes written for the sampler at the first sync; later ones leave out what is frozen."""
+        """Bytes that the first sync writes, counting one copy of each leaf; later syncs leave out frozen leaves."""
         return sum(move.bytes for move in self.moves)
 
     @property
     def temporary_bytes(self) -> int:
-        """What the most demanding program needs per device beside its arguments and results."""
+        """Bytes per device that the most demanding program needs beside its arguments and results."""
         return max((temporary for _, temporary in self._programs.values()), default=0)
 
+    @property
+    def program_count(self) -> int:
+        """How many programs were compiled; groups of equal layers share one."""
+        return len(self._programs)
+
+    @property
+    def written(self) -> Mapping[str, Array]:
+        """The leaves that the last call wrote, by name: without aliased ones, and empty after ``release``."""
+        return MappingProxyType(self._written)
+
     def describe(self) -> list[str]:
-        """The plan, a line per kind of leaf."""
+        """Describe the plan, with a line per kind of leaf."""
         return describe_plan(self.moves, len(self.groups))
 
     def __call__(self, source: Leaves) -> tuple[dict[str, Array], SyncResult]:
-        """The sampler's leaves, in its own order, and what they cost; those of the call before are freed."""
-        start, due = time.perf_counter(), [group for group in self.groups if not self._stays(group)]
+        """Make the sampler's leaves from the trainer's; the leaves that the previous call wrote are freed.
+
+        Returns:
+            The leaves by name, in the sampler's order, and the seconds and bytes that the sync took.
+        """
+        start, due = time.perf_counter(), [group for group in self.groups if not self._is_done(group)]
         for group in due:
             self._free(group)
             program, _ = self._program(group)
             moved = program(_values(group, source))
-            self._held |= {move.target: array for move, array in zip(group, moved, strict=True)}
+            self._written |= {move.target: array for move, array in zip(group, moved, strict=True)}
         weights = {
-            move.target: _relabelled(source[move.source], move.spec) if move.shared else self._held[move.target]
+            move.target: _relabelled(source[move.source], move.spec) if move.aliased else self._written[move.target]
             for move in self.moves
         }
-        jax.block_until_ready(self._held)
+        jax.block_until_ready(self._written)
         bytes_moved = sum(move.bytes for group in due for move in group)
         return weights, SyncResult(time.perf_counter() - start, bytes_moved)
 
     def expected(self, source: Leaves) -> Iterator[tuple[LeafMove, Array]]:
-        """What each of the sampler's leaves should be, one at a time, by the rules and nothing of this sync's programs.
+        """Compute what each of the sampler's leaves should be, one at a time, without any of this sync's programs.
 
-        The plan is made anew, and a leaf is computed by itself; in which order, every host does alike.
+        The plan is made again, and every leaf is computed by a program of its own. All hosts take the same order.
         """
         target = {move.target: move.spec for move in self.moves}
         for move in self._plan(source, target):
-            if move.signature not in self._alone:
-                self._alone[move.signature], _ = choose_transport([move]).compile([move])
-            yield move, self._alone[move.signature](_values([move], source))[0]
+            if move.signature not in self._single_leaf_programs:
+                self._single_leaf_programs[move.signature], _ = choose_transport([move]).compile([move])
+            yield move, self._single_leaf_programs[move.signature](_values([move], source))[0]
 
     def release(self) -> None:
-        """Free the sampler's leaves of the last call, except those it shares with the trainer."""
+        """Free the sampler's leaves that the last call wrote; aliased ones belong to the trainer and stay."""
         for group in self.groups:
             self._free(group)
 
-    def _stays(self, group: Sequence[LeafMove]) -> bool:
-        return all(move.frozen and move.target in self._held for move in group)
+    def _is_done(self, group: Sequence[LeafMove]) -> bool:
+        """Whether all leaves of a group are frozen and already moved."""
+        return all(move.frozen and move.target in self._written for move in group)
 
     def _free(self, group: Sequence[LeafMove]) -> None:
         for move in group:
-            if (old := self._held.pop(move.target, None)) is not None:
+            if (old := self._written.pop(move.target, None)) is not None:
                 old.delete()
 
-    def _within_bound(self, group: tuple[LeafMove, ...]) -> list[tuple[LeafMove, ...]]:
-        """The group, or parts of it whose programs keep the bound: by the compiled programs' own account."""
+    def _split_to_bound(self, group: tuple[LeafMove, ...]) -> list[tuple[LeafMove, ...]]:
+        """Compile a group's program; halve the group until the compiler says that every program keeps the bound."""
         _, temporary = self._program(group)
-        if temporary <= self._limit:
+        if temporary <= self._temporary_limit:
             return [group]
         if len(group) == 1:
             raise ConfigError(
                 f"meshes.sync_temporary_mib must hold what moving {group[0].source} needs, {temporary / 2**20:.1f} MiB "
-                f"per device, got {self._limit / 2**20:g}; raise it"
+                f"per device, got {self._temporary_limit / 2**20:g}; raise it"
             )
         del self._programs[_signature(group)]
         half = len(group) // 2
-        return [part for side in (group[:half], group[half:]) for part in self._within_bound(side)]
+        return [part for side in (group[:half], group[half:]) for part in self._split_to_bound(side)]
 
     def _program(self, group: tuple[LeafMove, ...]) -> tuple[Program, int]:
         signature = _signature(group)
@@ -152,7 +172,7 @@ def _signature(group: Sequence[LeafMove]) -> tuple[Any, ...]:
 
 
 def _relabelled(leaf: Array, spec: Spec) -> Array:
-    """The same buffers under the sampler's axis names."""
+    """Return an array of the same buffers, with the axis names of the sampler's mesh."""
     shards = [shard.data for shard in leaf.addressable_shards]
     assert isinstance(spec.sharding, jax.sharding.NamedSharding)
     return jax.make_array_from_single_device_arrays(leaf.shape, spec.sharding, shards)

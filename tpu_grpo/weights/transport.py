@@ -1,13 +1,14 @@
-"""How a group of leaves gets from the trainer's devices to the sampler's: one compiled program, and what is around it.
+"""The transport of a group of leaves from the trainer's devices to the sampler's, by one compiled program.
 
-On the same devices a program takes the trainer's arrays and returns the sampler's. Between disjoint devices none can,
-in multi-controller jax: a program's arrays must all lie on the same devices. So both sets are made one mesh with a
-leading axis of two ("role"), on which a trainer's array is the first half of one twice as large:
+On the same devices, the program takes the trainer's arrays and returns the sampler's. Between disjoint devices no such
+program exists in multi-controller jax, because all arrays of a program must lie on the same devices. We therefore join
+both sets of devices in one mesh with a leading axis "role" of size 2. On it, the trainer's array is the first half of
+an array twice as large, and zeros on the sampler's devices are the second half:
 
-    trainer's x            on T0 T1                      [8, 4] over fsdp
-    with dummies beside it on T0 T1 S0 S1                [2, 8, 4] over (role, fsdp)
-    the program's result   transform of its first half   on all four, in the sampler's layout
-    the sampler's          what of it lies on S0 S1
+    trainer's array x         on T0 T1          shape [8, 4], sharded over fsdp
+    joined with zeros         on T0 T1 S0 S1    shape [2, 8, 4], sharded over (role, fsdp)
+    the program's result      on T0 T1 S0 S1    transform(joined[0]) in the sampler's sharding, replicated over role
+    the sampler's array       on S0 S1          the shards of the result that lie on S0 S1
 """
 
 from collections.abc import Callable, Sequence
@@ -20,38 +21,37 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from tpu_grpo.weights.intermediate import intermediate_sharding
 from tpu_grpo.weights.plan import LeafMove, Spec, bytes_per_device
-from tpu_grpo.weights.waypoints import waypoint
 
 Program = Callable[[Sequence[Array]], tuple[Array, ...]]
-"""Trainer leaves of a group (those of its moves, one after the other) -> the sampler's, in the order of its moves."""
+"""A function that takes the trainer's leaves of a group, move after move, and returns the sampler's, one per move."""
 
 
 class Transport(Protocol):
-    """Compiles groups."""
+    """Compiles the programs that move groups of leaves."""
 
     def compile(self, group: Sequence[LeafMove]) -> tuple[Program, int]:
-        """The program of a group, and the bytes per device it needs beside its arguments and results."""
+        """Return the program of a group, and the bytes per device that it needs beside its arguments and results."""
         ...
 
 
 def choose_transport(moves: Sequence[LeafMove]) -> Transport:
-    """By where both sides' leaves lie."""
+    """Choose the transport by whether trainer and sampler use the same devices."""
     source, target = (_named(spec).device_set for spec in (moves[0].source_specs[0], moves[0].spec))
     return SameDevices() if source == target else DisjointDevices(moves[0])
 
 
 class SameDevices:
-    """Trainer and sampler on the same devices, in meshes of any two shapes."""
+    """Moves leaves between two meshes of the same devices (colocated trainer and sampler), whatever their shapes."""
 
     def compile(self, group: Sequence[LeafMove]) -> tuple[Program, int]:
-        """See Transport."""
-
-        waypoints = [_waypoint(move) for move in group]
+        """Compile one program; replicated targets go through an intermediate sharding. See Transport."""
+        intermediates = [_intermediate_sharding(move) for move in group]
 
         def transform(leaves: tuple[Array, ...]) -> tuple[Array, ...]:
-            results = zip(_results(group, leaves), waypoints, strict=True)
-            return tuple(jax.lax.with_sharding_constraint(leaf, way) if way else leaf for leaf, way in results)
+            results = zip(_results(group, leaves), intermediates, strict=True)
+            return tuple(jax.lax.with_sharding_constraint(leaf, by) if by else leaf for leaf, by in results)
 
         shardings = tuple(_named(move.spec) for move in group)
         compiled = jax.jit(transform, out_shardings=shardings).lower(_sources(group)).compile()
@@ -59,7 +59,7 @@ class SameDevices:
 
         def run(leaves: Sequence[Array]) -> tuple[Array, ...]:
             moved = compiled(tuple(leaves))
-            if is_virtual:  # these share threads: exchanges of two programs could hold all, each waiting for a device
+            if is_virtual:  # virtual devices share threads: two programs' collectives could take all and wait forever
                 jax.block_until_ready(moved)
             return moved
 
@@ -67,18 +67,18 @@ class SameDevices:
 
 
 class DisjointDevices:
-    """Trainer and sampler on as many devices each, none in common; ``example`` is any move between them."""
+    """Moves leaves between two disjoint sets of devices of the same size; ``example`` is any move between them."""
 
     def __init__(self, example: LeafMove):
         trainer, sampler = _named(example.source_specs[0]).mesh, _named(example.spec).mesh
         self._trainer, self._sampler = trainer, sampler
         own, other = np.asarray(trainer.devices), np.asarray(sampler.devices)
-        self._dummies = Mesh(other.reshape(own.shape), trainer.axis_names)
+        self._padding = Mesh(other.reshape(own.shape), trainer.axis_names)
         self._both_in = Mesh(np.stack([own, other.reshape(own.shape)]), ("role", *trainer.axis_names))
         self._both_out = Mesh(np.stack([own.reshape(other.shape), other]), ("role", *sampler.axis_names))
 
     def compile(self, group: Sequence[LeafMove]) -> tuple[Program, int]:
-        """See Transport."""
+        """Compile the program over both sets of devices, and the two that make its arguments. See Transport."""
         sources = _sources(group)
         specs = [P(None, *_named(source).spec) for source in sources]
         expand = self._compiled(
@@ -86,9 +86,9 @@ class DisjointDevices:
             [NamedSharding(self._trainer, spec) for spec in specs],
             sources,
         )
-        dummies = self._compiled(
+        zeros = self._compiled(
             lambda: tuple(jnp.zeros((1, *source.shape), source.dtype) for source in sources),
-            [NamedSharding(self._dummies, spec) for spec in specs],
+            [NamedSharding(self._padding, spec) for spec in specs],
         )
         arguments = tuple(
             jax.ShapeDtypeStruct(
@@ -105,27 +105,28 @@ class DisjointDevices:
         )
 
         def run(leaves: Sequence[Array]) -> tuple[Array, ...]:
-            parts = zip(arguments, expand(tuple(leaves)), dummies(), strict=True)
+            parts = zip(arguments, expand(tuple(leaves)), zeros(), strict=True)
             moved = across(tuple(_joined(spec, halves) for spec, *halves in parts))
-            jax.block_until_ready(moved)  # on the trainer's devices, too: nobody waits for what lies there later
-            return tuple(self._sampler_part(array, move.spec) for array, move in zip(moved, group, strict=True))
+            jax.block_until_ready(moved)  # also on the trainer's devices, where nobody would wait for the result later
+            return tuple(self._sampler_half(array, move.spec) for array, move in zip(moved, group, strict=True))
 
-        beside = sum(bytes_per_device(argument) for argument in arguments)  # the arguments are temporary, too
-        return run, beside + _temporary_bytes(across)
+        joined_bytes = sum(bytes_per_device(argument) for argument in arguments)  # the arguments are temporary, too
+        return run, joined_bytes + _temporary_bytes(across)
 
     @staticmethod
     def _compiled(function: Callable[..., Any], shardings: Sequence[NamedSharding], *arguments: Any) -> Any:
         return jax.jit(function, out_shardings=tuple(shardings)).lower(*arguments).compile()
 
     @staticmethod
-    def _sampler_part(array: Array, spec: Spec) -> Array:
+    def _sampler_half(array: Array, spec: Spec) -> Array:
+        """Keep the shards that lie on the sampler's devices."""
         wanted = _named(spec)
         shards = [shard.data for shard in array.addressable_shards if shard.device in wanted.device_set]
         return jax.make_array_from_single_device_arrays(spec.shape, wanted, shards)
 
 
 def _joined(spec: Spec, halves: Sequence[Array]) -> Array:
-    """One array on both meshes' devices, of an array on each."""
+    """Join an array on the trainer's devices and one on the sampler's into one array on both, without a copy."""
     shards = [shard.data for half in halves for shard in half.addressable_shards]
     return jax.make_array_from_single_device_arrays(spec.shape, _named(spec), shards)
 
@@ -139,9 +140,9 @@ def _results(group: Sequence[LeafMove], leaves: Sequence[Array]) -> tuple[Array,
     return tuple(move.result([next(rest) for _ in move.sources]) for move in group)
 
 
-def _waypoint(move: LeafMove) -> NamedSharding | None:
+def _intermediate_sharding(move: LeafMove) -> NamedSharding | None:
     source, *_ = move.source_specs
-    return waypoint(move.transform, source.shape, _named(source), move.spec.shape, _named(move.spec))
+    return intermediate_sharding(move.transform, source.shape, _named(source), move.spec.shape, _named(move.spec))
 
 
 def _temporary_bytes(compiled: Any) -> int:

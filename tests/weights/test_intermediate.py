@@ -1,4 +1,4 @@
-"""The layout on the way to copies, by hand, and what it saves."""
+"""The intermediate sharding of replicated targets, worked out by hand, and the memory that it saves."""
 
 import jax
 import numpy as np
@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec as P
 
 from tests.weights.test_meshes import RULES, sampler_specs, trainer_leaves
 from tpu_grpo.families.layouts import Transform, flatten, flatten_kv, same, transpose
+from tpu_grpo.weights.intermediate import intermediate_sharding, result_dimension
 from tpu_grpo.weights.sync import WeightSync
-from tpu_grpo.weights.waypoints import result_dimension, waypoint
 
 
 def sharding(names: tuple[str, ...], sizes: tuple[int, ...], spec: P) -> NamedSharding:
@@ -39,14 +39,14 @@ def test_no_two_devices_hold_the_same_on_the_way(
         target = sharding(("data", "tensor"), (4, 1), to)
     else:
         target = sharding(("data", "tensor"), (2, 2), to)
-    way = waypoint(transform, source_shape, source, shape, target)
-    assert (way and way.spec) == expected
+    found = intermediate_sharding(transform, source_shape, source, shape, target)
+    assert (found and found.spec) == expected
 
 
 def test_a_layout_without_copies_needs_none() -> None:
     source = sharding(("fsdp", "tp"), (4, 1), P("fsdp", None))
     target = sharding(("data", "tensor"), (1, 4), P(None, "tensor"))
-    assert waypoint(same, (8, 8), source, (8, 8), target) is None
+    assert intermediate_sharding(same, (8, 8), source, (8, 8), target) is None
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_where_dimensions_go(
 
 
 def test_no_device_assembles_a_leaf_of_which_it_keeps_a_part() -> None:
-    """By the compiler's account: from quarters by rows to two copies of halves by columns, a half is enough."""
+    """From quarters by rows to two copies of halves by columns, a half is enough, as the compiler counts."""
     source, target = trainer_leaves(jax.devices(), 4, 1, 4), sampler_specs(jax.devices(), 2, 4)
     sync = WeightSync(RULES, {"layers.0.q": source["layers.0.q"]}, {"layers.0.q": target["layers.0.q"]})
     assert 0 < sync.temporary_bytes < source["layers.0.q"].nbytes * 3 / 4
