@@ -1,0 +1,32 @@
+"""The names of what a run leaves in ``run.dir``: every file and directory, in the order in which they appear.
+
+Whoever writes or reads one of them takes its name from here. docs/running.md describes them for users.
+"""
+
+CONFIG_FILE = "config.yaml"
+"""The resolved config, with every setting; its presence marks a directory as a run's."""
+LOGS_DIR = "logs"
+"""Holds a log per host, ``host_<index>.log``, with the traceback of what ended it."""
+CHECKPOINTS_DIR = "checkpoints"
+"""Holds a directory per saved step with policy and optimizer state, as Orbax writes them."""
+DATA_FILE = "data.json"
+"""Says what the data was: its digest, the prompts of each source, and how many were dropped."""
+METRICS_FILE = "metrics.jsonl"
+"""Holds a line per step with all of its metrics."""
+SAMPLES_FILE = "samples.jsonl"
+"""Holds a line per completion of every step whose samples were logged (``logging.samples_every``)."""
+WANDB_DIR = "wandb"
+"""Holds what Weights & Biases keeps on disk, and the id under which a resumed run continues there."""
+EVALUATION_FILE = "evaluation.jsonl"
+"""Holds a line per evaluation with its estimates, their intervals and a digest of all tokens."""
+EVALUATIONS_DIR = "evaluations"
+"""Holds the completions of each evaluation, ``<step>.jsonl``, and for a checkpoint that was evaluated without training
+``checkpoint_<step>.jsonl`` and ``.json``."""
+BEST_FILE = "best.json"
+"""Names the step with the best evaluation so far, its value and its interval."""
+ADAPTERS_DIR = "adapters"
+"""Holds a directory per saved step with the LoRA adapters alone, in the format of PEFT."""
+SUMMARY_FILE = "summary.json"
+"""Holds the last value of every metric and what only the whole run can tell; written when the run is done."""
+REPORT_FILE = "report.html"
+"""Shows the run on one page; written when the run is done."""
