@@ -3,16 +3,16 @@
 from typing import Any
 
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.planning.programs import Compiled, Stage
-from tpu_grpo.planning.sizes import Sizes
+from tpu_grpo.planning.programs import CompiledProgram, Stage
+from tpu_grpo.planning.resident import ResidentBytes
 
-HELD = Sizes(parameters=100, optimizer=200, reference=30, sampler=40, shared=5, cache=50, batch=7)
+RESIDENT = ResidentBytes(parameters=100, optimizer=200, reference=30, sampler=40, shared=5, cache=50, batch=7)
 
 
-def program(stage: Stage, **figures: Any) -> Compiled:
+def program(stage: Stage, **figures: Any) -> CompiledProgram:
     names = ("argument_bytes", "output_bytes", "temporary_bytes", "code_bytes", "flops", "accessed_bytes")
     base: dict[str, Any] = dict.fromkeys(names, 0.0) | {"kernels": 0, "fits": True, "seconds": 1.0}
-    return Compiled(**{"name": stage, "stage": stage, **base, **figures})
+    return CompiledProgram(**{"name": stage, "stage": stage, **base, **figures})
 
 
 def run_of(**sections: Any) -> RunConfig:

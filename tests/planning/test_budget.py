@@ -1,7 +1,7 @@
 """Stages add up what lies on a device while they run."""
 
-from tests.planning.figures import HELD, program, run_of
-from tpu_grpo.planning.budget import needs
+from tests.planning.figures import RESIDENT, program, run_of
+from tpu_grpo.planning.budget import stage_memory
 
 PROGRAMS = [
     program("rollout", name="decode", argument_bytes=96, temporary_bytes=9, code_bytes=1),  # 95 known, 1 of inputs
@@ -13,12 +13,12 @@ TRAINER, SAMPLER = 100 + 200 + 30, 40 + 50
 
 
 def totals(**sections: object) -> dict[str, float]:
-    return {need.stage: need.total for need in needs(run_of(**sections), HELD, PROGRAMS, sync_bytes=13)}
+    return {stage.stage: stage.total for stage in stage_memory(run_of(**sections), RESIDENT, PROGRAMS, sync_bytes=13)}
 
 
 def test_everything_is_there_in_every_stage() -> None:
-    found = needs(run_of(), HELD, PROGRAMS, sync_bytes=13)
-    assert [need.program for need in found] == ["decode", "logprobs", "update", "largest group"]
+    found = stage_memory(run_of(), RESIDENT, PROGRAMS, sync_bytes=13)
+    assert [stage.program for stage in found] == ["decode", "logprobs", "update", "largest group"]
     both = TRAINER + SAMPLER + 4  # four programs
     assert totals() == {
         "rollout": both + 1 + 9,
@@ -50,5 +50,5 @@ def test_split_meshes_have_a_side_each() -> None:
 
 def test_a_refused_program_counts_as_the_compiler_says() -> None:
     refused = [*PROGRAMS[:3], program("update", temporary_bytes=1000, fits=False)]
-    update = needs(run_of(), HELD, refused, sync_bytes=13)[2]
+    update = stage_memory(run_of(), RESIDENT, refused, sync_bytes=13)[2]
     assert update.total == 1000 + 30 + SAMPLER + 7 + 3  # with what its arguments are not, and three programs' code

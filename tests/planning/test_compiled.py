@@ -9,8 +9,8 @@ import pytest
 from tpu_grpo.config import load_config
 from tpu_grpo.models.abstract import abstract_checkpoint
 from tpu_grpo.planning.plan import PUBLISHED
-from tpu_grpo.planning.programs import QUICK, lowered, measured
-from tpu_grpo.planning.sizes import sizes
+from tpu_grpo.planning.programs import FAST_COMPILE_OPTIONS, compiled_figures, programs_to_lower
+from tpu_grpo.planning.resident import resident_bytes
 from tpu_grpo.planning.slices import open_slice, replica_devices
 from tpu_grpo.run.abstract import AbstractRun
 from tpu_grpo.run.meshes import build_meshes
@@ -24,30 +24,32 @@ pytestmark = [pytest.mark.slices, pytest.mark.timeout(1800)]  # a minute each
 
 
 @pytest.fixture(scope="module", params=["v5e-8", "v5p-8", "v6e-8", "v4-8"])
-def outline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AbstractRun]:
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AbstractRun]:
     target, config, directory = open_slice(request.param), load_config(SHIPPED, []), tmp_path_factory.mktemp("model")
     published = json.loads((PUBLISHED / "Qwen3-0.6B" / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(published | {"num_hidden_layers": LAYERS}))
     checkpoint = abstract_checkpoint(directory)
-    with target.pretended():
+    with target.as_jax_devices():
         meshes = build_meshes(config, checkpoint, target.devices)
         yield AbstractRun(config, checkpoint, meshes, (0,), replica_devices(target, meshes.tensor))
 
 
-def test_every_program_compiles_and_holds_what_it_is_given(outline: AbstractRun) -> None:
-    found = {name.split()[0]: measured(lower(), QUICK) for name, _, lower in lowered(outline)}
-    held, devices = sizes(outline), outline.meshes.trainer.size
+def test_every_program_compiles_and_holds_what_it_is_given(run: AbstractRun) -> None:
+    found = {
+        name.split()[0]: compiled_figures(lower(), FAST_COMPILE_OPTIONS) for name, _, lower in programs_to_lower(run)
+    }
+    resident, devices = resident_bytes(run), run.meshes.trainer.size
     attention = WIDTH * 128 * (16 + 8 + 8 + 16) + 2 * 128
     parameters = 2 * (LAYERS * (attention + 3 * WIDTH * 3072 + 2 * WIDTH) + VOCABULARY * WIDTH + WIDTH)
     norms = 2 * (LAYERS * (2 * WIDTH + 2 * 128) + WIDTH)  # whole on every device
-    assert held.parameters == (parameters - norms) / devices + norms
-    assert held.sampler + held.shared == parameters
-    assert held.cache == (outline.options.cache_tokens + 64) * 2 * 8 * 128 * 2 * LAYERS
+    assert resident.parameters == (parameters - norms) / devices + norms
+    assert resident.sampler + resident.shared == parameters
+    assert resident.cache == (run.options.cache_tokens + 64) * 2 * 8 * 128 * 2 * LAYERS
     for name in ("decode", "prefill"):
         assert found[name]["kernels"] == LAYERS  # flash attention, once a layer
-        assert found[name]["argument_bytes"] == pytest.approx(parameters + held.cache, rel=0.02)
+        assert found[name]["argument_bytes"] == pytest.approx(parameters + resident.cache, rel=0.02)
     assert found["update"]["kernels"] == 4 * LAYERS  # forward, again under remat, and backward for queries and for keys
-    assert found["update"]["argument_bytes"] == pytest.approx(held.parameters + held.optimizer, rel=0.05)
-    assert found["update"]["output_bytes"] >= held.parameters  # new ones beside the old
+    assert found["update"]["argument_bytes"] == pytest.approx(resident.parameters + resident.optimizer, rel=0.05)
+    assert found["update"]["output_bytes"] >= resident.parameters  # new ones beside the old
     assert all(figures["fits"] for figures in found.values())
-    assert outline.sync.temporary_bytes <= outline.config.meshes.sync_temporary_mib * 2**20
+    assert run.sync.temporary_bytes <= run.config.meshes.sync_temporary_mib * 2**20

@@ -5,28 +5,28 @@ from typing import Any
 
 import pytest
 
-from tests.planning.figures import HELD, program, run_of
-from tpu_grpo.models.abstract import abstract_checkpoint
+from tests.planning.figures import RESIDENT, program, run_of
 from tpu_grpo.launching.tpus import GENERATIONS, Chip
-from tpu_grpo.planning.estimate import COMPUTE, HOST_SECONDS, LINKS, MEMORY, Arithmetic, Work, _decode
+from tpu_grpo.models.abstract import abstract_checkpoint
+from tpu_grpo.planning.estimate import COMPUTE, HOST_SECONDS, LINKS, MEMORY, StageCost, TokenCost, _decode
 from tpu_grpo.planning.plan import PUBLISHED
 
 
-def arithmetic_of(name: str) -> Arithmetic:
-    outline: Any = SimpleNamespace(checkpoint=abstract_checkpoint(PUBLISHED / name))
-    return Arithmetic.of(outline)
+def token_cost_of(name: str) -> TokenCost:
+    run: Any = SimpleNamespace(checkpoint=abstract_checkpoint(PUBLISHED / name))
+    return TokenCost.of(run)
 
 
 def test_what_a_token_meets_in_a_dense_model() -> None:
-    found = arithmetic_of("Qwen3-0.6B")
+    found = token_cost_of("Qwen3-0.6B")
     layer = 2 * 1024 * 2048 + 2 * 1024 * 1024 + 3 * 1024 * 3072
-    assert found == Arithmetic(28 * layer, 151936 * 1024, 4 * 28 * 16 * 128)
+    assert found == TokenCost(28 * layer, 151936 * 1024, 4 * 28 * 16 * 128)
     assert found.forward(10, 6, 3) == 10 * (2 * 28 * layer + 6 * 4 * 28 * 16 * 128) + 3 * 2 * 151936 * 1024
 
 
 def test_what_a_token_meets_among_experts() -> None:
     """About 3 of the 30 billion parameters, as the model's name says."""
-    found = arithmetic_of("Qwen3-30B-A3B")
+    found = token_cost_of("Qwen3-30B-A3B")
     layer = 2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048 + 8 * 3 * 2048 * 768
     assert found.layers == 48 * layer
     assert found.layers + found.head == pytest.approx(3.04e9, rel=0.01)
@@ -55,17 +55,17 @@ def test_decoding_reads_the_weights_and_half_of_the_longest_cache() -> None:
         data={"prompts_per_step": 16, "max_prompt_tokens": 20},
         rollout={"max_new_tokens": 10, "max_running_requests": 8},
     )
-    outline: Any = SimpleNamespace(
+    run: Any = SimpleNamespace(
         config=config,
         checkpoint=abstract_checkpoint(PUBLISHED / "Qwen3-0.6B"),
         meshes=SimpleNamespace(replicas=2, tensor=2),
         options=SimpleNamespace(shapes=SimpleNamespace(max_rows=8), cache_tokens=100),
     )
-    work = _decode(outline, HELD, [program("rollout", name="decode of 8 rows", accessed_bytes=1e9)])
+    cost = _decode(run, RESIDENT, [program("rollout", name="decode of 8 rows", accessed_bytes=1e9)])
     steps = 2 * 10
-    assert work.memory_bytes == steps * (HELD.sampler + HELD.shared + 50 / 100 * 8 * (20 + 10 / 2))
-    assert work.flops == steps * Arithmetic.of(outline).forward(8, 25, 8) / 2
-    assert work.host_seconds == steps * HOST_SECONDS
+    assert cost.memory_bytes == steps * (RESIDENT.sampler + RESIDENT.shared + 50 / 100 * 8 * (20 + 10 / 2))
+    assert cost.flops == steps * TokenCost.of(run).forward(8, 25, 8) / 2
+    assert cost.host_seconds == steps * HOST_SECONDS
 
 
 def test_the_slowest_of_three_limits() -> None:
@@ -75,9 +75,9 @@ def test_the_slowest_of_three_limits() -> None:
         memory_bytes_per_second=10 / MEMORY,
         link_bytes_per_second=1 / LINKS,
     )
-    assert Work("a", 300.0, 20.0, 1.0, 0.5).seconds(chip) == pytest.approx(3.5)
-    assert Work("a", 300.0, 50.0, 1.0).parts(chip) == pytest.approx({"products": 3.0, "memory": 5.0, "links": 1.0})
-    assert Work("a", 300.0, 50.0, 7.0).seconds(chip) == pytest.approx(7.0)
+    assert StageCost("a", 300.0, 20.0, 1.0, 0.5).seconds(chip) == pytest.approx(3.5)
+    assert StageCost("a", 300.0, 50.0, 1.0).parts(chip) == pytest.approx({"products": 3.0, "memory": 5.0, "links": 1.0})
+    assert StageCost("a", 300.0, 50.0, 7.0).seconds(chip) == pytest.approx(7.0)
 
 
 def test_chips_have_the_memory_that_the_compiler_allows() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tpu_grpo.config import load_config
 from tpu_grpo.models.abstract import abstract_checkpoint
 from tpu_grpo.planning.plan import PUBLISHED
-from tpu_grpo.planning.programs import QUICK, measured
+from tpu_grpo.planning.programs import FAST_COMPILE_OPTIONS, compiled_figures
 from tpu_grpo.planning.slices import open_slice
 from tpu_grpo.run.abstract import AbstractRun
 from tpu_grpo.run.meshes import build_meshes
@@ -41,9 +41,9 @@ def compiled_kernels(directory: Path) -> int:
     published = json.loads((PUBLISHED / "Qwen3-30B-A3B" / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(published | SMALLER))
     target, config, checkpoint = open_slice("v5e-16"), load_config(SHIPPED, []), abstract_checkpoint(directory)
-    with target.pretended():
-        outline = AbstractRun(config, checkpoint, build_meshes(config, checkpoint, target.devices), (0,))
-        return measured(outline.learner.lower_update(), QUICK)["kernels"]
+    with target.as_jax_devices():
+        run = AbstractRun(config, checkpoint, build_meshes(config, checkpoint, target.devices), (0,))
+        return compiled_figures(run.learner.lower_update(), FAST_COMPILE_OPTIONS)["kernels"]
 
 
 def test_the_update_of_experts_compiles(tmp_path: Path) -> None:

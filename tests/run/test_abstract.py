@@ -1,4 +1,4 @@
-"""An outline's weight sync is the run's, of arrays that are not there."""
+"""The weight sync of an abstract run is that of the run, without its arrays."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import freeze_untrained, parameters
 from tpu_grpo.models import load_model, read_checkpoint
 from tpu_grpo.rollout.replicas import Replicas
-from tpu_grpo.run.abstract import AbstractRun, checkpoint_without_weights
+from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.engines import build_weight_sync
 from tpu_grpo.run.meshes import build_meshes
 from tpu_grpo.run.parts import with_adapters
@@ -31,15 +31,15 @@ def run_of(directory: Path, **settings: Any) -> RunConfig:
     )
 
 
-def outline_of(config: RunConfig) -> AbstractRun:
-    with checkpoint_without_weights(config) as checkpoint:
+def abstract_run_of(config: RunConfig) -> AbstractRun:
+    with open_abstract_checkpoint(config) as checkpoint:
         return AbstractRun(config, checkpoint, build_meshes(config, checkpoint), [2])
 
 
-def policy_of(config: RunConfig, outline: AbstractRun) -> nnx.Module:
+def policy_of(config: RunConfig, abstract: AbstractRun) -> nnx.Module:
     """The model as a run has it, with values."""
     checkpoint = read_checkpoint(Path(config.model.path))
-    base = load_model(checkpoint, outline.meshes.trainer, dtype=jnp.float32, remat="none")
+    base = load_model(checkpoint, abstract.meshes.trainer, dtype=jnp.float32, remat="none")
     model = with_adapters(base, checkpoint, config)
     freeze_untrained(model, config)
     return model
@@ -54,26 +54,26 @@ def policy_of(config: RunConfig, outline: AbstractRun) -> nnx.Module:
     ],
     ids=["shared", "split with adapters", "layers"],
 )
-def test_the_sync_of_an_outline_is_the_runs(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_the_sync_of_an_abstract_run_is_the_runs(tmp_path: Path, settings: dict[str, Any]) -> None:
     config = run_of(write_random("qwen3", tmp_path / "model"), **settings)
-    outline = outline_of(config)
-    devices, tensor = outline.meshes.sampler_devices, outline.meshes.tensor
-    replicas = Replicas.build(Path(config.model.path), devices, tensor, outline.options, Hosts())
-    params, rules = parameters(policy_of(config, outline)), outline.checkpoint.weight_rules
+    abstract = abstract_run_of(config)
+    devices, tensor = abstract.meshes.sampler_devices, abstract.meshes.tensor
+    replicas = Replicas.build(Path(config.model.path), devices, tensor, abstract.options, Hosts())
+    params, rules = parameters(policy_of(config, abstract)), abstract.checkpoint.weight_rules
     real = build_weight_sync(config, rules, params, replicas.weight_specs)
-    assert outline.sync.describe() == real.describe()
-    assert outline.sync.moves == real.moves
-    assert outline.sync.temporary_bytes == real.temporary_bytes > 0
+    assert abstract.sync.describe() == real.describe()
+    assert abstract.sync.moves == real.moves
+    assert abstract.sync.temporary_bytes == real.temporary_bytes > 0
 
 
-def test_an_outline_holds_no_arrays(tmp_path: Path) -> None:
-    """Of a model with 3 GiB of parameters and 8 GiB of cache."""
+def test_an_abstract_run_holds_no_arrays(tmp_path: Path) -> None:
+    """The model has 3 GiB of parameters and 8 GiB of cache."""
     write_random("llama", tmp_path / "model", layers=1, tied=False)
     edit_config(tmp_path / "model", hidden_size=4096, intermediate_size=4096, vocab_size=65536, num_hidden_layers=6)
     before = {id(array) for array in jax.live_arrays()}
-    outline = outline_of(run_of(tmp_path / "model", rollout={"kv_tokens": 2**23}))
-    moved = sum(spec.shape[0] * spec.shape[-1] * 4 for spec in outline.weight_specs.values() if len(spec.shape) == 2)
+    abstract = abstract_run_of(run_of(tmp_path / "model", rollout={"kv_tokens": 2**23}))
+    moved = sum(spec.shape[0] * spec.shape[-1] * 4 for spec in abstract.weight_specs.values() if len(spec.shape) == 2)
     assert moved > 3 * 2**30
-    assert outline.engine.options.cache_tokens == 2**23
-    assert parameters(outline.policy)
+    assert abstract.engine.options.cache_tokens == 2**23
+    assert parameters(abstract.policy)
     assert sum(array.nbytes for array in jax.live_arrays() if id(array) not in before) < 2**20

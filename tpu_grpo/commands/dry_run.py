@@ -1,4 +1,4 @@
-"""What ``--dry-run`` checks and says: everything that can be found out without generating a token."""
+"""Checks a run without generating a token, for ``--dry-run``."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,27 +8,27 @@ from transformers import PreTrainedTokenizerFast
 from tpu_grpo.config import BUILTIN, RunConfig
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
-from tpu_grpo.run.abstract import AbstractRun, checkpoint_without_weights
+from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.meshes import build_meshes
 from tpu_grpo.run.parts import open_model, open_task, token_id
 
 
 def check(config: RunConfig, devices: Sequence[Any] | None = None) -> list[str]:
-    """Check everything that can be checked without generating a token; returns what was found, a line each.
+    """Check everything that can be checked without generating a token, and return what was found as lines of text.
 
-    ``devices`` are those of the run: this machine's, or all hosts', when None.
+    ``devices`` are those of the run; when None they are this machine's, or those of all hosts.
 
     Raises:
         TpuGrpoError: for the first thing that cannot work.
     """
     tokenizer = _tokenizer(config)
-    with checkpoint_without_weights(config) as checkpoint:
+    with open_abstract_checkpoint(config) as checkpoint:
         meshes = build_meshes(config, checkpoint, devices)
-        outline = AbstractRun(config, checkpoint, meshes, [token_id(tokenizer.eos_token_id)])
-        task, options = open_task(config, tokenizer, Hosts()), outline.options
+        run = AbstractRun(config, checkpoint, meshes, [token_id(tokenizer.eos_token_id)])
+        task, options = open_task(config, tokenizer, Hosts()), run.options
         origin = ", built in, taught on first use" if config.model.path.startswith(BUILTIN) else ""
         held_out = "none" if task.held_out is None else f"{len(task.held_out.prompts)} prompts"
-        moved, *kinds = outline.sync.describe()
+        moved, *kinds = run.sync.describe()
         return [
             f"model      {config.model.path}: {checkpoint.family.model_type}, {checkpoint.parameter_count:,} "
             f"parameters{origin}",
@@ -48,5 +48,5 @@ def check(config: RunConfig, devices: Sequence[Any] | None = None) -> list[str]:
 
 
 def _tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
-    """The model's, which is read whole to find what is missing or broken in it; a built-in one is not taught for it."""
+    """Open the run's tokenizer; this reads the whole checkpoint, but does not teach a built-in model."""
     return build_byte_tokenizer() if config.model.path.startswith(BUILTIN) else open_model(config, Hosts())[1]

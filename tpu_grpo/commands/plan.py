@@ -1,4 +1,4 @@
-"""The command line of ``scripts/plan.py``."""
+"""The command line of ``scripts/plan.py``: parse, plan in a child process, print."""
 
 import argparse
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.errors import TpuGrpoError, say
-from tpu_grpo.planning.process import run_in_child
+from tpu_grpo.planning.child_process import run_in_child
 from tpu_grpo.planning.slices import open_slice, prepare
 
 ABOUT = """Says whether a run fits a TPU slice, by compiling the run's own programs for it; no TPU is needed.
@@ -22,7 +22,7 @@ USAGE = "python scripts/plan.py CONFIG.yaml [section.key=value ...] --slice v5e-
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command and return its exit code."""
     options = _parser().parse_intermixed_args(arguments)
     try:
         config = load_config(Path(options.config), options.overrides)
@@ -50,53 +50,41 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def plan_and_print(config: RunConfig, slice_name: str, *, fast: bool, as_json: bool, suggesting: bool) -> int:
-    """Plan, print, and where it does not fit look for what would; returns the exit code.
+    """Plan and print; look for changes where the run does not fit. Returns the exit code.
 
     Raises:
-        TpuGrpoError: for what no memory would help.
+        TpuGrpoError: for a run that would be wrong with any amount of memory.
     """
     prepare(slice_name)
     _quiet()
-    from tpu_grpo.planning import changes, plan, report
+    from tpu_grpo.planning.plan import make_plan
+    from tpu_grpo.planning.report import plan_as_json, plan_lines, suggestion_line
+    from tpu_grpo.planning.suggestions import suggest
 
-    found = plan.make_plan(config, open_slice(slice_name), fast=fast, say=report_progress)
-    shown = report.as_json(found)
+    plan = make_plan(config, open_slice(slice_name), fast=fast, say=report_progress)
+    shown = plan_as_json(plan)
     if not as_json:
-        print("\n".join(report.text(found)))
-    if not found.fits and suggesting:
-        suggestion = changes.suggest(found, report_progress)
-        overrides = None if suggestion is None else list(suggestion.overrides)
-        shown["suggestion"] = overrides
+        print("\n".join(plan_lines(plan)))
+    if not plan.fits and suggesting:
+        suggestion = suggest(plan, report_progress)
+        shown["suggestion"] = None if suggestion is None else list(suggestion.overrides)
         if not as_json:
-            print(_suggested(suggestion))
+            print(suggestion_line(suggestion))
     if as_json:
         print(json.dumps(shown, indent=1))
-    return 0 if found.fits else 2
-
-
-def _suggested(suggestion: object) -> str:
-    from tpu_grpo.launching.tpus import GIB
-    from tpu_grpo.planning.changes import Suggestion
-
-    if not isinstance(suggestion, Suggestion):
-        return "no change of remat, micro-batches, running rows or meshes was found to fit; take a larger slice"
-    plan = suggestion.plan
-    return (
-        f"this fits, compiled as well: {' '.join(suggestion.overrides)} (the {plan.worst.stage} needs most and leaves "
-        f"{-plan.excess / GIB:.2f} GiB; a step takes {plan.seconds:.1f} s)"
-    )
+    return 0 if plan.fits else 2
 
 
 _STARTED = time.perf_counter()
 
 
 def report_progress(what: str) -> None:
-    """Progress, on stderr."""
+    """Print what is under way to stderr, with the seconds since the start."""
     print(f"[{time.perf_counter() - _STARTED:6.1f} s] {what}", file=sys.stderr, flush=True)
 
 
 def _quiet() -> None:
-    """Before jax is imported."""
+    """Silence libraries, before jax is imported."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     logging.getLogger("absl").setLevel(logging.ERROR)

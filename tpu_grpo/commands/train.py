@@ -104,7 +104,7 @@ def _dry_run(config: RunConfig) -> int:
 def _dry_run_on(config: RunConfig, slice_name: str) -> int:
     """As on a slice that is not here, and whether it fits."""
     from tpu_grpo.commands.plan import plan_and_print
-    from tpu_grpo.planning.process import run_in_child
+    from tpu_grpo.planning.child_process import run_in_child
     from tpu_grpo.planning.slices import open_slice
     from tpu_grpo.planning.slices import prepare as prepare_slice
 
@@ -115,7 +115,7 @@ def _dry_run_on(config: RunConfig, slice_name: str) -> int:
     target = open_slice(slice_name)
     from tpu_grpo.commands.dry_run import check
 
-    with target.pretended():
+    with target.as_jax_devices():
         print("\n".join([*check(config, target.devices), ""]))
     code = plan_and_print(config, slice_name, fast=True, as_json=False, suggesting=False)
     print(

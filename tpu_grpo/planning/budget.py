@@ -1,60 +1,63 @@
-"""Each stage of a step against the memory of a chip.
+"""The memory of each stage of a step, to be held against the memory of a chip.
 
-    rollout     parameters, optimizer, reference, sampler weights, cache, and what decode or prefill need
-    logprobs    the same without what ``rollout.release_during_update`` frees, and what a forward pass needs
-    update      likewise; a step's results are new parameters beside the old, which the sampler may share
-    sync        everything, and what the most demanding group needs
+    rollout     parameters, optimizer, reference, sampler weights, cache, and the work of decode or prefill
+    logprobs    the same without what ``rollout.release_during_update`` frees, and the work of a forward pass
+    update      as logprobs, with the work of a train step: new parameters beside the old, which the sampler may share
+    sync        everything, and the work of the most demanding group
 
-With meshes.layout=split a stage has the trainer's devices or the sampler's, and the sync the fuller of both.
+With meshes.layout=split a stage has the trainer's devices or the sampler's, and the sync has the fuller of both.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.planning.programs import Compiled, Stage
-from tpu_grpo.planning.sizes import Sizes
+from tpu_grpo.planning.programs import CompiledProgram, Stage
+from tpu_grpo.planning.resident import ResidentBytes
 
 COLUMNS = ("parameters", "optimizer", "reference", "sampler", "cache", "work", "code")
 """What a stage's memory is for; work is gradients, activations, results, inputs and other temporaries."""
 
 
 @dataclass(frozen=True)
-class Need:
-    """Of one stage, in bytes per device."""
+class StageMemory:
+    """The memory of one stage, in bytes per device."""
 
     stage: Stage
     program: str
-    """The most demanding."""
+    """The stage's most demanding program."""
     parts: Mapping[str, float]
-    """By the names of COLUMNS."""
+    """Bytes by the names of COLUMNS."""
 
     @property
     def total(self) -> float:
-        """All parts."""
+        """The sum of all parts."""
         return sum(self.parts.values())
 
 
-def needs(config: RunConfig, held: Sizes, programs: Sequence[Compiled], sync_bytes: float) -> list[Need]:
-    """The stages of a step, in order; of each its most demanding program."""
-    stages: dict[Stage, Need] = {}
+def stage_memory(
+    config: RunConfig, resident: ResidentBytes, programs: Sequence[CompiledProgram], sync_bytes: float
+) -> list[StageMemory]:
+    """Return the stages of a step, in order, each with its most demanding program."""
+    stages: dict[Stage, StageMemory] = {}
     for program in programs:
-        need = _of_program(config, held, program)
-        if program.stage not in stages or need.total > stages[program.stage].total:
-            stages[program.stage] = need
-    stages["sync"] = Need("sync", "largest group", _resident(config, held, "sync") | {"work": sync_bytes})
+        memory = _with_program(config, resident, program)
+        if program.stage not in stages or memory.total > stages[program.stage].total:
+            stages[program.stage] = memory
+    in_sync = _resident_parts(config, resident, "sync")
+    stages["sync"] = StageMemory("sync", "largest group", in_sync | {"work": sync_bytes})
     code = sum(program.code_bytes for program in programs)
-    return [Need(need.stage, need.program, {**need.parts, "code": code}) for need in stages.values()]
+    return [StageMemory(memory.stage, memory.program, {**memory.parts, "code": code}) for memory in stages.values()]
 
 
-def _resident(config: RunConfig, held: Sizes, stage: Stage) -> dict[str, float]:
-    """What lies there anyway."""
+def _resident_parts(config: RunConfig, resident: ResidentBytes, stage: Stage) -> dict[str, float]:
+    """Return what the devices of a stage hold besides its programs' own work."""
     trainer: dict[str, float] = {
-        "parameters": held.parameters,
-        "optimizer": held.optimizer,
-        "reference": held.reference,
+        "parameters": resident.parameters,
+        "optimizer": resident.optimizer,
+        "reference": resident.reference,
     }
-    sampler: dict[str, float] = {"sampler": held.sampler, "cache": held.cache}
+    sampler: dict[str, float] = {"sampler": resident.sampler, "cache": resident.cache}
     split, released = config.meshes.layout == "split", config.rollout.release_during_update
     if split and stage == "sync":
         return dict(max(trainer, sampler, key=lambda parts: sum(parts.values())))
@@ -62,15 +65,15 @@ def _resident(config: RunConfig, held: Sizes, stage: Stage) -> dict[str, float]:
         return dict(sampler) if split else trainer | sampler
     if split or (released and stage in ("logprobs", "update")):
         return dict(trainer)
-    return trainer | (sampler if stage != "sync" or not released else {"sampler": held.sampler})
+    return trainer | (sampler if stage != "sync" or not released else {"sampler": resident.sampler})
 
 
-def _of_program(config: RunConfig, held: Sizes, program: Compiled) -> Need:
-    parts = _resident(config, held, program.stage)
+def _with_program(config: RunConfig, resident: ResidentBytes, program: CompiledProgram) -> StageMemory:
+    parts = _resident_parts(config, resident, program.stage)
     arguments = {
-        "rollout": held.sampler + held.shared + held.cache,
-        "logprobs": held.parameters,
-        "update": held.parameters + held.optimizer,
+        "rollout": resident.sampler + resident.shared + resident.cache,
+        "logprobs": resident.parameters,
+        "update": resident.parameters + resident.optimizer,
     }[program.stage]
     if program.fits:
         inputs = max(0.0, program.argument_bytes - arguments)
@@ -78,13 +81,11 @@ def _of_program(config: RunConfig, held: Sizes, program: Compiled) -> Need:
     else:
         work = max(0.0, program.temporary_bytes - arguments)  # the compiler's figure is of the whole program
     if program.stage != "rollout":
-        work += held.batch
-    if program.stage == "update" and not config.rollout.release_during_update and _updates(config) > 1:
-        work += held.shared  # from the second on, the sampler's are neither the old parameters nor the new
-    return Need(program.stage, program.name, parts | {"work": work})
+        work += resident.batch
+    if program.stage == "update" and not config.rollout.release_during_update and _updates_per_sync(config) > 1:
+        work += resident.shared  # from the second on, the sampler's are neither the old parameters nor the new
+    return StageMemory(program.stage, program.name, parts | {"work": work})
 
 
-def _updates(config: RunConfig) -> int:
-    """Train steps between two syncs."""
-    prompts = config.data.prompts_per_step
-    return prompts // (config.algorithm.micro_batch_prompts or prompts) * config.algorithm.iterations
+def _updates_per_sync(config: RunConfig) -> int:
+    return config.micro_batches * config.algorithm.iterations

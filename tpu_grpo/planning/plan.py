@@ -1,4 +1,4 @@
-"""A plan: compile what a run would run, for a slice, and hold it against the chip's memory.
+"""A plan: the programs of a run, compiled for a slice, and held against its chips' memory.
 
 plan = make_plan(config, open_slice("v5e-16"), fast=False, say=print)
 plan.fits, plan.worst
@@ -15,20 +15,20 @@ from tpu_grpo.config import BUILTIN, RunConfig
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.models import Checkpoint
 from tpu_grpo.models.abstract import abstract_checkpoint
-from tpu_grpo.planning.budget import Need, needs
-from tpu_grpo.planning.estimate import Work, stages
-from tpu_grpo.planning.programs import QUICK, Compiled, compile_all
-from tpu_grpo.planning.sizes import Sizes, sizes
+from tpu_grpo.planning.budget import StageMemory, stage_memory
+from tpu_grpo.planning.estimate import StageCost, stage_costs
+from tpu_grpo.planning.programs import FAST_COMPILE_OPTIONS, CompiledProgram, compile_all
+from tpu_grpo.planning.resident import ResidentBytes, resident_bytes
 from tpu_grpo.planning.slices import Target, replica_devices
-from tpu_grpo.run.abstract import AbstractRun, checkpoint_without_weights
+from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.meshes import build_meshes
 
 FEW_LAYERS = (2, 4)
-"""What a fast plan compiles."""
+"""The numbers of layers of the two models that a fast plan compiles."""
 PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "models"
-"""The config.json of published models, by name."""
+"""The directory with the config.json of published models, by name."""
 NO_STOP = (0,)
-"""A stop token for tokenizers that are not there; it decides no shape."""
+"""A stop token in place of that of a tokenizer that is not there; it decides no shape."""
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,22 @@ class Plan:
     config: RunConfig
     target: Target
     model: str
-    """Family and number of parameters."""
+    """The model's family and number of parameters, in words."""
     meshes: str
     attention: str
     fast: bool
-    """Whether programs were compiled of FEW_LAYERS layers and extrapolated."""
-    held: Sizes
-    programs: tuple[Compiled, ...]
+    """Whether models of FEW_LAYERS layers were compiled and their figures extrapolated."""
+    resident: ResidentBytes
+    programs: tuple[CompiledProgram, ...]
     sync: tuple[str, ...]
-    """The weight sync, described."""
-    stages: tuple[Need, ...]
-    works: tuple[Work, ...]
+    """The weight sync, in words."""
+    memory: tuple[StageMemory, ...]
+    costs: tuple[StageCost, ...]
 
     @property
-    def worst(self) -> Need:
-        """The stage that needs most."""
-        return max(self.stages, key=lambda need: need.total)
+    def worst(self) -> StageMemory:
+        """The stage that needs most memory."""
+        return max(self.memory, key=lambda stage: stage.total)
 
     @property
     def excess(self) -> float:
@@ -62,46 +62,46 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage does, and the compiler agreed."""
+        """Whether every stage fits, and the compiler refused no program."""
         return self.excess <= 0 and all(program.fits for program in self.programs)
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
-        return sum(work.seconds(self.target.chip) for work in self.works)
+        """The estimated duration of a step."""
+        return sum(cost.seconds(self.target.chip) for cost in self.costs)
 
 
 def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[str], None]) -> Plan:
     """Compile the run's programs for a slice; ``say`` is told what is under way.
 
     Raises:
-        ConfigError: for settings that no memory would help.
+        ConfigError: for settings that would be wrong with any amount of memory.
     """
     config = with_known_model(config)
-    with target.pretended(), checkpoint_without_weights(config) as checkpoint:
-        outline = _outline(config, checkpoint, target)
+    with target.as_jax_devices(), open_abstract_checkpoint(config) as checkpoint:
+        meshes = build_meshes(config, checkpoint, target.devices)
+        run = AbstractRun(config, checkpoint, meshes, NO_STOP, replica_devices(target, meshes.tensor))
         say("compiling the weight sync")
-        sync_bytes = outline.sync.temporary_bytes
-        held = sizes(outline)
-        programs = _few_layers(outline, say) if fast else compile_all(outline, {}, say)
+        sync_bytes = run.sync.temporary_bytes
+        resident = resident_bytes(run)
+        programs = _extrapolated_programs(run, say) if fast else compile_all(run, {}, say)
         return Plan(
             config=config,
             target=target,
             model=f"{checkpoint.family.model_type}, {checkpoint.parameter_count:,} parameters",
-            meshes=f"trainer {dict(outline.meshes.trainer.shape)}, sampler {outline.meshes.replicas} x tensor "
-            f"{outline.meshes.tensor}",
-            attention=f"rollout {outline.options.attention} attention, trainer {outline.meshes.attention}",
+            meshes=f"trainer {dict(meshes.trainer.shape)}, sampler {meshes.replicas} x tensor {meshes.tensor}",
+            attention=f"rollout {run.options.attention} attention, trainer {meshes.attention}",
             fast=fast,
-            held=held,
+            resident=resident,
             programs=tuple(programs),
-            sync=tuple(outline.sync.describe()),
-            stages=tuple(needs(config, held, programs, sync_bytes)),
-            works=tuple(stages(outline, held, programs)),
+            sync=tuple(run.sync.describe()),
+            memory=tuple(stage_memory(config, resident, programs, sync_bytes)),
+            costs=tuple(stage_costs(run, resident, programs)),
         )
 
 
 def with_known_model(config: RunConfig) -> RunConfig:
-    """The config, with a model.path that is not on this machine replaced by the published model of that name.
+    """Replace a model.path that is not on this machine by the published model of that name.
 
     Raises:
         ConfigError: if there is none.
@@ -118,38 +118,33 @@ def with_known_model(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(PUBLISHED / path.name)})})
 
 
-def _outline(config: RunConfig, checkpoint: Checkpoint, target: Target) -> AbstractRun:
-    meshes = build_meshes(config, checkpoint, target.devices)
-    return AbstractRun(config, checkpoint, meshes, NO_STOP, replica_devices(target, meshes.tensor))
-
-
-def _few_layers(outline: AbstractRun, say: Callable[[str], None]) -> list[Compiled]:
-    """The programs as they would be, by those of two models of few layers; memory and work grow with each layer."""
-    layers, compiled = outline.checkpoint.config.num_hidden_layers, []
+def _extrapolated_programs(run: AbstractRun, say: Callable[[str], None]) -> list[CompiledProgram]:
+    """Compile two models of few layers and extend their figures, because memory and work grow with each layer."""
+    layers, compiled = run.checkpoint.config.num_hidden_layers, []
     for count in FEW_LAYERS:
-        with _of_layers(outline.checkpoint, count) as smaller:
-            small = replace(outline, config=_all_trained(outline.config), checkpoint=smaller)
-            compiled.append(compile_all(small, QUICK, say))
+        with _with_layers(run.checkpoint, count) as smaller:
+            small = replace(run, config=_all_layers_trained(run.config), checkpoint=smaller)
+            compiled.append(compile_all(small, FAST_COMPILE_OPTIONS, say))
     return [extrapolated(few, more, layers) for few, more in zip(*compiled, strict=True)]
 
 
-def _all_trained(config: RunConfig) -> RunConfig:
-    """Without a choice of layers, which a model of few layers may lack."""
+def _all_layers_trained(config: RunConfig) -> RunConfig:
+    """Drop a choice of layers, which a model of few layers may lack."""
     lora = config.model.lora.model_copy(update={"layers": None, "path": None})
     return config.model_copy(update={"model": config.model.model_copy(update={"train_layers": None, "lora": lora})})
 
 
 @contextmanager
-def _of_layers(checkpoint: Checkpoint, count: int) -> Iterator[Checkpoint]:
-    """The same model with fewer layers."""
+def _with_layers(checkpoint: Checkpoint, count: int) -> Iterator[Checkpoint]:
+    """Make the same model with another number of layers, for as long as the context lasts."""
     with tempfile.TemporaryDirectory() as directory:
         text = json.dumps({**checkpoint.hf_config, "num_hidden_layers": count})
         (Path(directory) / "config.json").write_text(text)
         yield abstract_checkpoint(Path(directory))
 
 
-def extrapolated(few: Compiled, more: Compiled, layers: int) -> Compiled:
-    """A program of ``layers`` layers, by two of FEW_LAYERS: a line through both, that does not fall."""
+def extrapolated(few: CompiledProgram, more: CompiledProgram, layers: int) -> CompiledProgram:
+    """Extend the line through a program's figures at both FEW_LAYERS to ``layers``; a figure never falls."""
     first, second = FEW_LAYERS
     grown = (layers - second) / (second - first)
     names = ("argument_bytes", "output_bytes", "temporary_bytes", "code_bytes", "flops", "accessed_bytes")

@@ -1,4 +1,4 @@
-"""The programs of a run, compiled for a slice: what each needs and how much it computes."""
+"""The programs of a run, compiled for a slice, with the memory and the arithmetic that the compiler reports of each."""
 
 import re
 import time
@@ -9,76 +9,75 @@ from typing import Any, Literal
 import jax
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.planning.memory import remember, remembered
+from tpu_grpo.planning.figures_cache import cached_figures, store_figures
 from tpu_grpo.run.abstract import AbstractRun
 
 Stage = Literal["rollout", "logprobs", "update", "sync"]
-QUICK: Mapping[str, Any] = {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
+FAST_COMPILE_OPTIONS: Mapping[str, Any] = {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
 """Compiler options that take a third of the time; temporary memory comes out a little larger."""
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """One program, per device."""
+class CompiledProgram:
+    """What the compiler reports of one program, per device."""
 
     name: str
     stage: Stage
     argument_bytes: float
     output_bytes: float
-    """Without what is written into arguments."""
+    """Bytes of the results, without those that are written into arguments."""
     temporary_bytes: float
     code_bytes: float
     flops: float
-    """As the compiler counts them: a loop once, and no kernels."""
+    """The compiler's count, which takes a loop once and leaves out kernels."""
     accessed_bytes: float
-    """Likewise."""
+    """The compiler's count, which takes a loop once and leaves out kernels."""
     kernels: int
-    """Calls of Pallas kernels."""
+    """The number of calls of Pallas kernels."""
     fits: bool
-    """False when the compiler refused it for its memory; then only the temporary memory says anything."""
+    """False when the compiler refused the program for its memory; then only ``temporary_bytes`` has a meaning."""
     seconds: float
-    """Of compiling."""
+    """The time that compiling took."""
 
 
-def lowered(outline: AbstractRun) -> Iterator[tuple[str, Stage, Callable[[], Any]]]:
-    """(name, stage, how to lower it) of the programs that need most, but for those of the weight sync."""
-    shapes, config = outline.options.shapes, outline.config
-    yield f"decode of {shapes.batch[-1]} rows", "rollout", lambda: outline.engine.lower("decode", shapes.batch[-1])
-    yield (
-        f"prefill of {shapes.prefill[-1]} tokens",
-        "rollout",
-        lambda: outline.engine.lower("prefill", shapes.prefill[-1]),
-    )
+def programs_to_lower(run: AbstractRun) -> Iterator[tuple[str, Stage, Callable[[], Any]]]:
+    """Yield (name, stage, a function that lowers it) of each stage's largest programs, except for the weight sync."""
+    shapes, config = run.options.shapes, run.config
+    yield f"decode of {shapes.batch[-1]} rows", "rollout", lambda: run.engine.lower("decode", shapes.batch[-1])
+    yield f"prefill of {shapes.prefill[-1]} tokens", "rollout", lambda: run.engine.lower("prefill", shapes.prefill[-1])
     if takes_logprobs(config):
-        yield "log-probabilities", "logprobs", outline.learner.lower_logprobs
-    yield "update", "update", outline.learner.lower_update
+        yield "log-probabilities", "logprobs", run.learner.lower_logprobs
+    yield "update", "update", run.learner.lower_update
 
 
 def takes_logprobs(config: RunConfig) -> bool:
-    """Whether a step has a forward pass of its own: of the reference, of the old policy, or both."""
+    """Whether a step has a forward pass of its own, for the reference, the old policy, or both."""
     return config.algorithm.beta > 0.0 or config.algorithm.old_policy == "trainer"
 
 
-def compile_all(outline: AbstractRun, options: Mapping[str, Any], say: Callable[[str], None]) -> list[Compiled]:
-    """Compile every program of a run; ``say`` is told what is under way."""
-    found = []
-    for name, stage, lower in lowered(outline):
-        mesh = outline.engine.mesh if stage == "rollout" else outline.meshes.trainer
+def compile_all(run: AbstractRun, options: Mapping[str, Any], say: Callable[[str], None]) -> list[CompiledProgram]:
+    """Compile every program of a run, or take its figures from the cache; ``say`` is told what is under way."""
+    compiled = []
+    for name, stage, lower in programs_to_lower(run):
+        mesh = run.engine.mesh if stage == "rollout" else run.meshes.trainer
         program = lower(), list(mesh.devices.flat)
-        figures = remembered(program, options)
+        figures = cached_figures(program, options)
         if figures is None:
-            say(f"compiling {name} ({outline.checkpoint.config.num_hidden_layers} layers)")
-            figures = measured(program[0], options)
-            remember(program, options, figures)
-        found.append(Compiled(name=name, stage=stage, **figures))
-    return found
+            say(f"compiling {name} ({run.checkpoint.config.num_hidden_layers} layers)")
+            figures = compiled_figures(program[0], options)
+            store_figures(program, options, figures)
+        compiled.append(CompiledProgram(name=name, stage=stage, **figures))
+    return compiled
 
 
-def measured(program: jax.stages.Lowered, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Compile a program: what `Compiled` says but for name and stage. One that does not fit says what it would use."""
+def compiled_figures(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Compile a program and return the fields of `CompiledProgram` other than its name and stage.
+
+    A program that the compiler refuses for its memory gets the memory that it would use as ``temporary_bytes``.
+    """
     started = time.perf_counter()
     try:
-        compiled: Any = program.compile(compiler_options=dict(options) or None)
+        compiled: Any = lowered.compile(compiler_options=dict(options) or None)
     except jax.errors.JaxRuntimeError as error:
         size = refused_bytes(str(error))
         if size is None:
@@ -100,7 +99,7 @@ def measured(program: jax.stages.Lowered, options: Mapping[str, Any]) -> dict[st
 
 
 def refused_bytes(message: str) -> float | None:
-    """What a program would use, or one of its arrays if that alone is too large; None of other errors."""
+    """Read from a refusal what the program would use, or its one array that is too large; None for other errors."""
     if used := re.search(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm", message):
         return float(used[1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[used[2]]
     single = re.search(r"RESOURCE_EXHAUSTED: Allocation \(size=(\d+)\) would exceed memory.*space=hbm", message)

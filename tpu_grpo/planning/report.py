@@ -1,4 +1,4 @@
-"""A plan as text and as JSON."""
+"""Shows a plan as text and as JSON."""
 
 from dataclasses import asdict
 from typing import Any
@@ -7,10 +7,11 @@ from tpu_grpo.launching.tpus import GIB
 from tpu_grpo.planning.budget import COLUMNS
 from tpu_grpo.planning.estimate import ASSUMPTIONS
 from tpu_grpo.planning.plan import FEW_LAYERS, Plan
+from tpu_grpo.planning.suggestions import Suggestion
 
 
-def text(plan: Plan) -> list[str]:
-    """Lines for a terminal."""
+def plan_lines(plan: Plan) -> list[str]:
+    """Return the plan as lines for a terminal."""
     config, chip = plan.config, plan.target.chip
     lines = [
         f"slice      {plan.target.name}: {len(plan.target.devices)} chips, {plan.target.slice.hosts} hosts, "
@@ -31,14 +32,14 @@ def text(plan: Plan) -> list[str]:
 
 
 def _memory(plan: Plan) -> list[str]:
-    """A line per stage, GiB per device."""
+    """Return a line for each stage, in GiB per device."""
     limit, lines = plan.target.chip.memory_bytes / GIB, []
     lines.append(f"{'GiB a device':12}" + "".join(f"{name:>12}" for name in (*COLUMNS, "total", "of chip")))
-    for need in plan.stages:
-        values = [need.parts.get(name, 0.0) / GIB for name in COLUMNS]
-        total = need.total / GIB
+    for stage in plan.memory:
+        values = [stage.parts.get(name, 0.0) / GIB for name in COLUMNS]
+        total = stage.total / GIB
         cells = "".join(f"{value:12.2f}" for value in (*values, total))
-        lines.append(f"{need.stage:12}{cells}{total / limit:12.0%}  {need.program}")
+        lines.append(f"{stage.stage:12}{cells}{total / limit:12.0%}  {stage.program}")
     worst = plan.worst
     if plan.fits:
         lines.append(f"fits: the {worst.stage} needs most and leaves {-plan.excess / GIB:.2f} GiB")
@@ -51,9 +52,9 @@ def _memory(plan: Plan) -> list[str]:
 
 def _time(plan: Plan) -> list[str]:
     chip, lines = plan.target.chip, [f"{'seconds':12}{'':>12}  limited by"]
-    for work in plan.works:
-        parts = work.parts(chip)
-        lines.append(f"{work.stage:12}{work.seconds(chip):12.2f}  {max(parts, key=lambda name: parts[name])}")
+    for cost in plan.costs:
+        parts = cost.parts(chip)
+        lines.append(f"{cost.stage:12}{cost.seconds(chip):12.2f}  {max(parts, key=lambda name: parts[name])}")
     figures = speed(plan)
     lines.append(
         f"a step of {plan.seconds:.1f} s: {figures['completion_tokens_per_second']:,.0f} completion tokens/s, "
@@ -63,7 +64,7 @@ def _time(plan: Plan) -> list[str]:
 
 
 def speed(plan: Plan) -> dict[str, float]:
-    """What a step and a run come to."""
+    """Return the speed of a step and the chip-hours of the whole run."""
     tokens = plan.config.batch_rows * plan.config.rollout.max_new_tokens
     return {
         "step_seconds": plan.seconds,
@@ -72,8 +73,8 @@ def speed(plan: Plan) -> dict[str, float]:
     }
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """Everything, bytes per device and seconds."""
+def plan_as_json(plan: Plan) -> dict[str, Any]:
+    """Return everything in the plan, as bytes per device and as seconds."""
     chip = plan.target.chip
     return {
         "slice": plan.target.name,
@@ -87,13 +88,25 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "excess_bytes": plan.excess,
         "largest_stage": plan.worst.stage,
-        "held": asdict(plan.held),
+        "held": asdict(plan.resident),
         "stages": [
-            {"stage": need.stage, "program": need.program, "total": need.total, **need.parts} for need in plan.stages
+            {"stage": memory.stage, "program": memory.program, "total": memory.total, **memory.parts}
+            for memory in plan.memory
         ],
         "programs": [asdict(program) for program in plan.programs],
         "sync": list(plan.sync),
-        "time": [{**asdict(work), "seconds": work.seconds(chip), "by_limit": work.parts(chip)} for work in plan.works],
+        "time": [{**asdict(cost), "seconds": cost.seconds(chip), "by_limit": cost.parts(chip)} for cost in plan.costs],
         **speed(plan),
         "assumptions": list(ASSUMPTIONS),
     }
+
+
+def suggestion_line(suggestion: Suggestion | None) -> str:
+    """Say with which overrides the run fits, or that none were found."""
+    if suggestion is None:
+        return "no change of remat, micro-batches, running rows or meshes was found to fit; take a larger slice"
+    plan = suggestion.plan
+    return (
+        f"this fits, compiled as well: {' '.join(suggestion.overrides)} (the {plan.worst.stage} needs most and leaves "
+        f"{-plan.excess / GIB:.2f} GiB; a step takes {plan.seconds:.1f} s)"
+    )

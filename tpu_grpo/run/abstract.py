@@ -1,10 +1,11 @@
-"""A run without arrays: its model, engine and weight sync as a run builds them, of shapes instead of values.
+"""A run without arrays: the model, the engine and the weight sync that a run builds, with abstract values.
 
-    with checkpoint_without_weights(config) as checkpoint:
-        outline = AbstractRun(config, checkpoint, build_meshes(config, checkpoint, devices), stop_token_ids=[2])
-        outline.sync.describe()
+    with open_abstract_checkpoint(config) as checkpoint:
+        run = AbstractRun(config, checkpoint, build_meshes(config, checkpoint, devices), stop_token_ids=[2])
+        run.sync.describe()
 
-The devices may be any that programs can be compiled for, those of a TPU slice on a machine without one among them.
+Every array is a ``jax.ShapeDtypeStruct``. The devices may be any that programs can be compiled for, also those of a TPU
+slice on a machine that has none.
 """
 
 import tempfile
@@ -25,8 +26,9 @@ from tpu_grpo.models import Checkpoint
 from tpu_grpo.models.abstract import abstract_checkpoint, abstract_model
 from tpu_grpo.models.builtin import write_builtin_config
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
-from tpu_grpo.rollout.engine import Engine, EngineOptions, engine_mesh
-from tpu_grpo.rollout.replicas import Replica, copied, cut
+from tpu_grpo.rollout.engine import Engine, engine_mesh
+from tpu_grpo.rollout.options import EngineOptions
+from tpu_grpo.rollout.replicas import Replica, make_replicas, replicated_specs
 from tpu_grpo.run.engines import build_weight_sync
 from tpu_grpo.run.meshes import Meshes
 from tpu_grpo.run.parts import builtin_name, check_model, engine_options, with_adapters
@@ -34,11 +36,11 @@ from tpu_grpo.weights.sync import WeightSync
 
 
 @contextmanager
-def checkpoint_without_weights(config: RunConfig) -> Iterator[Checkpoint]:
-    """The run's model by its config.json alone; of a built-in one that is made for as long as the context lasts.
+def open_abstract_checkpoint(config: RunConfig) -> Iterator[Checkpoint]:
+    """Read the run's model from its config.json alone, which is written for the context if the model is built in.
 
     Raises:
-        CheckpointError, ConfigError: for a model that cannot be described, or that is not what the config asks for.
+        CheckpointError, ConfigError: for a broken or unsupported config.json, or a model that does not fit the config.
     """
     if not config.model.path.startswith(BUILTIN):
         yield _checked(config, abstract_checkpoint(Path(config.model.path)))
@@ -55,18 +57,18 @@ def _checked(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
 
 @dataclass(frozen=True)
 class AbstractRun:
-    """What a run would build, made when it is asked for."""
+    """The parts of a run with abstract values; each is built when it is first asked for."""
 
     config: RunConfig
     checkpoint: Checkpoint
     meshes: Meshes
     stop_token_ids: Sequence[int]
     engine_devices: Sequence[Any] | None = None
-    """What the engine's programs are compiled for; the first replica's devices when None."""
+    """The devices that the engine's programs are compiled for; the first replica's when None."""
 
     @cached_property
     def base(self) -> nnx.Module:
-        """The model as it is loaded."""
+        """The model as a run loads it, without adapters."""
         model, meshes = self.config.model, self.meshes
         return abstract_model(
             self.checkpoint,
@@ -78,14 +80,17 @@ class AbstractRun:
 
     @cached_property
     def policy(self) -> nnx.Module:
-        """What is trained, with adapters or frozen layers."""
+        """The model that is trained, with adapters or frozen layers."""
         model = with_adapters(self.base, self.checkpoint, self.config)
         freeze_untrained(model, self.config)
         return model
 
     @cached_property
     def learner(self) -> LearnerPrograms:
-        """What it trains with. Token ids and tokenizer decide no shape: others stand in where files are missing."""
+        """The learner's programs.
+
+        Tokenizer and token ids decide no shape, so that the byte tokenizer can stand in for one that is not there.
+        """
         inputs = LearnerInputs(
             model=self.policy,
             reference=self.base if self.config.algorithm.beta > 0.0 else None,
@@ -98,26 +103,26 @@ class AbstractRun:
 
     @property
     def options(self) -> EngineOptions:
-        """Of every engine."""
+        """The options of every engine."""
         return engine_options(self.config, self.meshes, self.stop_token_ids)
 
     @cached_property
     def replicas(self) -> tuple[Replica, ...]:
-        """Where the engines are."""
-        return cut(self.meshes.sampler_devices, self.meshes.tensor)
+        """The replicas of the sampler, one for each engine."""
+        return make_replicas(self.meshes.sampler_devices, self.meshes.tensor)
 
     @cached_property
     def engine(self) -> Engine:
-        """The first of the run's engines, which are all alike; it gets no weights."""
+        """The first of the run's engines, which are all alike; it holds no weights."""
         devices = self.engine_devices or self.replicas[0].devices
         return Engine.build(self.checkpoint.directory, engine_mesh(devices), self.options)
 
     @cached_property
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The sampler's parameters, on all replicas."""
-        return copied(self.engine.weight_specs, self.replicas)
+        """The shapes and shardings of the sampler's parameters on all replicas."""
+        return replicated_specs(self.engine.weight_specs, self.replicas)
 
     @cached_property
     def sync(self) -> WeightSync:
-        """From the policy to the engines, compiled."""
+        """The compiled sync of the weights from the policy to the engines."""
         return build_weight_sync(self.config, self.checkpoint.weight_rules, parameters(self.policy), self.weight_specs)

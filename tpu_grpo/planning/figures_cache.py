@@ -1,6 +1,6 @@
-"""Figures of programs that were compiled before, by the program: jax's own cache takes none that cannot run here.
+"""A cache of what the compiler said of programs, because jax's own cache holds no program that cannot run here.
 
-They are kept in ``$TPU_GRPO_CACHE``, or the user's cache directory, under ``plans``; delete it to compile anew.
+The files lie in ``$TPU_GRPO_CACHE``, or in the user's cache directory, under ``plans``. Delete them to compile anew.
 """
 
 import hashlib
@@ -16,17 +16,17 @@ import jax
 from tpu_grpo.models.builtin import cache_directory
 
 Program = tuple[jax.stages.Lowered, Sequence[Any]]
-"""What is compiled, and the devices it is for."""
+"""A lowered program, and the devices that it is compiled for."""
 
 
-def remembered(program: Program, options: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The figures of this very program, for the same devices and compiler; None if it has not been compiled."""
+def cached_figures(program: Program, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the figures stored for this program, its devices and this compiler, or None if there are none."""
     path = _path(program, options)
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def remember(program: Program, options: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
-    """Keep them; a file appears whole or not at all."""
+def store_figures(program: Program, options: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
+    """Write the figures of a program; the file appears whole or not at all."""
     path = _path(program, options)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
@@ -35,7 +35,7 @@ def remember(program: Program, options: Mapping[str, Any], figures: Mapping[str,
 
 
 def _path(program: Program, options: Mapping[str, Any]) -> Path:
-    """Named by a digest of all that decides the figures."""
+    """Name the file by a digest of everything that decides the figures."""
     lowered, devices = program
     decides = (
         lowered.as_text(),

@@ -1,6 +1,6 @@
-"""What to change when a run does not fit: settings tried one after the other, each planned as the run was.
+"""Settings to change when a run does not fit: they are tried one after the other, each planned as the run was.
 
-A change that brings nothing for the stage that does not fit is taken back; the others add up until everything fits.
+A change that does not help the stage that does not fit is taken back; the others add up until everything fits.
 """
 
 import json
@@ -13,19 +13,19 @@ from tpu_grpo.planning.plan import Plan, make_plan
 
 MOST_TRIED = 8
 SPARE = 0.05
-"""Of the chip's memory, left free by a suggested number of tokens."""
+"""The share of the chip's memory that a suggested number of cache tokens leaves free."""
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Overrides as the command line takes them, and the plan with them."""
+    """Overrides as the command line takes them, and the plan of the run with them."""
 
     overrides: tuple[str, ...]
     plan: Plan
 
 
 def suggest(plan: Plan, say: Callable[[str], None]) -> Suggestion | None:
-    """Changes with which the plan fits, compiled; None where none was found."""
+    """Look for changes with which the run fits, compiling each; None where none were found."""
     best, chosen, tried = plan, dict[str, object](), set[tuple[str, object]]()
     while not best.fits and len(tried) < MOST_TRIED:
         untried = (change for change in _changes(best) if change not in tried)
@@ -35,33 +35,33 @@ def suggest(plan: Plan, say: Callable[[str], None]) -> Suggestion | None:
         name, value = change
         say(f"trying {name}={_shown(value)}")
         try:
-            changed = make_plan(_with(best.config, name, value), plan.target, fast=plan.fast, say=say)
+            changed = make_plan(_overridden(best.config, name, value), plan.target, fast=plan.fast, say=say)
         except TpuGrpoError as error:  # the settings do not go together
             say(f"  {error}")
             continue
         stage = best.worst.stage
-        if _need(changed, stage) < _need(best, stage):
+        if _stage_bytes(changed, stage) < _stage_bytes(best, stage):
             best, chosen[name] = changed, value
     return Suggestion(tuple(f"{name}={_shown(value)}" for name, value in chosen.items()), best) if best.fits else None
 
 
-def _need(plan: Plan, stage: str) -> float:
-    return next(need.total for need in plan.stages if need.stage == stage)
+def _stage_bytes(plan: Plan, stage: str) -> float:
+    return next(memory.total for memory in plan.memory if memory.stage == stage)
 
 
 def _changes(plan: Plan) -> Iterator[tuple[str, object]]:
-    """For the stage that needs most, what costs the least speed first."""
+    """Yield settings that help the stage that needs most memory; those that cost the least speed come first."""
     if plan.worst.stage in ("update", "logprobs"):
-        yield from _of_update(plan.config)
+        yield from _update_changes(plan.config)
     elif plan.worst.stage == "rollout":
-        yield from _of_rollout(plan)
+        yield from _rollout_changes(plan)
     if (plan.config.meshes.trainer.tp or 1) > 1:
         yield "meshes.trainer.tp", 1
     if plan.worst.stage == "sync":
-        yield from _of_update(plan.config)
+        yield from _update_changes(plan.config)
 
 
-def _of_update(config: RunConfig) -> Iterator[tuple[str, object]]:
+def _update_changes(config: RunConfig) -> Iterator[tuple[str, object]]:
     if config.meshes.layout == "shared" and not config.rollout.release_during_update:
         yield "rollout.release_during_update", True
     if config.model.attention == "dot":
@@ -69,11 +69,14 @@ def _of_update(config: RunConfig) -> Iterator[tuple[str, object]]:
     if config.model.remat != "decoder":
         yield "model.remat", "decoder"
     prompts = config.data.prompts_per_step
-    micro = config.algorithm.micro_batch_prompts or prompts
-    yield from (("algorithm.micro_batch_prompts", size) for size in range(micro - 1, 0, -1) if prompts % size == 0)
+    yield from (
+        ("algorithm.micro_batch_prompts", size)
+        for size in range(config.micro_batch_prompts - 1, 0, -1)
+        if prompts % size == 0
+    )
 
 
-def _of_rollout(plan: Plan) -> Iterator[tuple[str, object]]:
+def _rollout_changes(plan: Plan) -> Iterator[tuple[str, object]]:
     config = plan.config
     if config.meshes.sampler.shard_vocab is False:
         yield "meshes.sampler.shard_vocab", None
@@ -88,18 +91,18 @@ def _of_rollout(plan: Plan) -> Iterator[tuple[str, object]]:
 
 
 def _fewer_kv_tokens(plan: Plan) -> Iterator[int]:
-    """As many as should fit, by what a token takes, in two digits; if that does not do, half."""
+    """Yield as many tokens as should fit by what a token takes, in two digits, and then half of the tokens."""
     tokens, spare = plan.config.rollout.kv_tokens, SPARE * plan.target.chip.memory_bytes
     if tokens is None:
         return
-    fitting = int(tokens * (1 - (plan.excess + spare) / plan.held.cache))
+    fitting = int(tokens * (1 - (plan.excess + spare) / plan.resident.cache))
     if 0 < fitting < tokens:
         digit = 10 ** max(0, len(str(fitting)) - 2)
         yield fitting // digit * digit
     yield tokens // 2
 
 
-def _with(config: RunConfig, name: str, value: object) -> RunConfig:
+def _overridden(config: RunConfig, name: str, value: object) -> RunConfig:
     tree = config.model_dump(mode="json")
     *sections, setting = name.split(".")
     section = tree
@@ -110,5 +113,5 @@ def _with(config: RunConfig, name: str, value: object) -> RunConfig:
 
 
 def _shown(value: object) -> str:
-    """As YAML has it."""
+    """Write a value as YAML has it."""
     return json.dumps(value).strip('"')

@@ -9,29 +9,29 @@ import pytest
 from tests.planning.figures import run_of
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import ConfigError
-from tpu_grpo.planning import changes
+from tpu_grpo.planning import suggestions
 
 
 @dataclass
 class FakePlan:
-    """Fits once its needs are within 100."""
+    """A plan that fits once every stage takes at most 100 bytes."""
 
     config: RunConfig
     needs: dict[str, float]
     target: Any = field(
         default_factory=lambda: SimpleNamespace(devices=range(16), chip=SimpleNamespace(memory_bytes=100))
     )
-    held: Any = field(default_factory=lambda: SimpleNamespace(cache=320))
+    resident: Any = field(default_factory=lambda: SimpleNamespace(cache=320))
     fast: bool = True
     programs: tuple[Any, ...] = (SimpleNamespace(name="decode of 64 rows"),)
 
     @property
-    def stages(self) -> list[Any]:
+    def memory(self) -> list[Any]:
         return [SimpleNamespace(stage=name, total=total) for name, total in self.needs.items()]
 
     @property
     def worst(self) -> Any:
-        return max(self.stages, key=lambda need: need.total)
+        return max(self.memory, key=lambda stage: stage.total)
 
     @property
     def excess(self) -> float:
@@ -52,10 +52,10 @@ def planner(needs: Any) -> Any:
 
 def suggested(monkeypatch: pytest.MonkeyPatch, needs: Any, **sections: Any) -> tuple[Any, list[str]]:
     said: list[str] = []
-    monkeypatch.setattr(changes, "make_plan", planner(needs))
+    monkeypatch.setattr(suggestions, "make_plan", planner(needs))
     config = run_of(**sections)
     plan: Any = FakePlan(config, needs(config))
-    return changes.suggest(plan, said.append), said
+    return suggestions.suggest(plan, said.append), said
 
 
 def test_changes_add_up_until_everything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,4 +128,4 @@ def test_settings_that_do_not_go_together_are_passed_over(monkeypatch: pytest.Mo
 def test_nothing_is_suggested_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     suggestion, said = suggested(monkeypatch, lambda config: {"update": 500.0})
     assert suggestion is None
-    assert len([line for line in said if line.startswith("trying")]) <= changes.MOST_TRIED
+    assert len([line for line in said if line.startswith("trying")]) <= suggestions.MOST_TRIED

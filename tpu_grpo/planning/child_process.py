@@ -1,10 +1,12 @@
-"""Planning in a process of its own, which can end without a word: libtpu aborts where a check of its own fails, a whole
-compilation may need more memory than there is, and none can be interrupted.
+"""Runs a plan in a child process, because compiling can end its process without a message.
+
+libtpu aborts where one of its own checks fails, a whole compilation may need more memory than there is, and no
+compilation can be interrupted.
 
 code = run_in_child()      # before jax is imported
 if code is not None:
-    return code              # the process that was started: the other has ended
-...                          # the other
+    return code            # in the parent, once the child has ended
+...                        # in the child
 """
 
 import os
@@ -26,7 +28,7 @@ ABORTED = (
 
 
 def run_in_child() -> int | None:
-    """None in a new process, which is to go on; in the one that called, the exit code of the new one once it has ended.
+    """Fork: return None in the child, which is to go on, and the child's exit code in the parent once it has ended.
 
     SIGINT, SIGTERM and SIGHUP end both at once: a plan has nothing to save.
     """
@@ -40,12 +42,12 @@ def run_in_child() -> int | None:
         return None
     asked: list[int] = []
 
-    def end(number: int, frame: Any) -> None:
+    def kill_child(number: int, frame: Any) -> None:
         del frame
         asked.append(number)
         os.kill(child, signal.SIGKILL)
 
-    previous = {number: signal.signal(number, end) for number in ENDING}
+    previous = {number: signal.signal(number, kill_child) for number in ENDING}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     try:
         _, status = os.waitpid(child, 0)
