@@ -17,12 +17,12 @@ from tpu_grpo.hosts import Hosts, Watch, host_log
 from tpu_grpo.metrics.compilations import CompilationCounter
 from tpu_grpo.metrics.jsonl import read_records
 from tpu_grpo.metrics.report import write_report
+from tpu_grpo.metrics.run_files import ADAPTERS_DIR, LOGS_DIR, METRICS_FILE
 from tpu_grpo.metrics.run_log import RunLog, open_run_log
-from tpu_grpo.metrics.sinks import METRICS_FILE
 from tpu_grpo.metrics.summary import build_summary, versions, write_summary
 from tpu_grpo.metrics.values import rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.models.adapters import write_adapters
-from tpu_grpo.run.directory import ADAPTERS, LOGS, continue_data, prepare_run_dir
+from tpu_grpo.run.directory import continue_data, prepare_run_dir
 from tpu_grpo.run.parts import Parts, build_parts, evaluate_policy
 from tpu_grpo.types import ScoredRollout
 
@@ -55,7 +55,7 @@ def train(
     """
     moved = prepare_run_dir(config) if hosts.is_first else None
     hosts.barrier("run directory")
-    with host_log(config.run_dir / LOGS, hosts.index), CompilationCounter() as compilations:
+    with host_log(config.run_dir / LOGS_DIR, hosts.index), CompilationCounter() as compilations:
         parts = build_parts(config, hosts)
         start = parts.learner.restored_step
         continue_data(config.run_dir, parts.task.prompts.describe(), start, hosts)
@@ -135,7 +135,7 @@ class Run:
         self.parts.learner.save(step, best=self.evaluations.best_step if self.config.checkpoint.keep_best else None)
         if adapters := self.parts.learner.adapters():
             if self.hosts.is_first:
-                directory = self.config.run_dir / ADAPTERS / str(step)
+                directory = self.config.run_dir / ADAPTERS_DIR / str(step)
                 write_adapters(directory, adapters, self.config.model.lora, self.config.model.path)
             self.hosts.barrier(f"adapters of step {step}")
 
@@ -149,11 +149,11 @@ class Run:
         if held_out is None or not due:
             return {}
         with self.watch.stage(f"evaluation after step {step}"):
-            evaluation, answered, names = evaluate_policy(self.parts.sampler, held_out, step)
+            evaluation, samples = evaluate_policy(self.parts.sampler, held_out, step)
             self.hosts.agree(f"tokens of the evaluation after step {step}", evaluation.digest)
         self.evaluations.add(evaluation)
         if self.hosts.is_first:
-            write_samples(self.config.run_dir, str(step), answered, names)
+            write_samples(self.config.run_dir, str(step), samples)
         self.log.note(describe(evaluation, len(held_out.prompts)))
         return evaluation.metrics()
 

@@ -121,7 +121,7 @@ def test_the_best_step_is_saved_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     values = {0: 0.1, 1: 0.5, 2: 0.4, 3: 0.9, 4: 0.2, 5: 0.3, 6: 0.3}
 
     def canned(sampler: Any, held_out: Any, step: int) -> Any:
-        return Evaluation(step, {"greedy": {"ascii_share": Estimate(values[step], 0, 1, 6)}}), (), {}
+        return Evaluation(step, {"greedy": {"ascii_share": Estimate(values[step], 0, 1, 6)}}), ()
 
     monkeypatch.setattr(pipeline, "evaluate_policy", canned)
     run = {"dir": str(tmp_path), "max_steps": 4, "seed": 5}

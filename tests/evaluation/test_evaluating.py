@@ -10,7 +10,15 @@ import pytest
 
 from tpu_grpo.config import EvaluationSection
 from tpu_grpo.errors import ConfigError
-from tpu_grpo.evaluation import Answered, Estimate, Evaluation, Plan, describe, evaluate, write_samples
+from tpu_grpo.evaluation import (
+    Estimate,
+    Evaluation,
+    EvaluationSamples,
+    EvaluationSettings,
+    describe,
+    evaluate,
+    write_samples,
+)
 from tpu_grpo.evaluation.statistics import wilson
 from tpu_grpo.metrics.values import tokens_digest
 from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, Scores
@@ -51,20 +59,17 @@ def scorer(calls: list[tuple[str, object]], *values: Mapping[str, Sequence[float
 
 def evaluated(
     *values: Mapping[str, Sequence[float]],
-    names: Mapping[str, str] | None = None,
-    plan: Plan = Plan(0.7),  # noqa: B008
+    settings: EvaluationSettings = EvaluationSettings(0.7),  # noqa: B008
     sampled: Sequence[str] = (),
-) -> tuple[Evaluation, tuple[Answered, Answered]]:
+) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
     calls: list[tuple[str, object]] = []
-    shown = names or {name: name for name in values[0]}
-    answer = Policy(calls, sampled).answer
-    return evaluate(answer, scorer(calls, *values), PROMPTS, plan, step=4, display_names=shown)
+    return evaluate(Policy(calls, sampled).answer, scorer(calls, *values), PROMPTS, settings, step=4)
 
 
 def test_every_prompt_is_answered_greedily_then_sampled_and_scored_each_time() -> None:
     calls: list[tuple[str, object]] = []
     score = scorer(calls, {"r": [1, 0, 0]}, {"r": [1, 1, 0, 0, 1, 0]})
-    evaluate(Policy(calls).answer, score, PROMPTS, Plan(0.7, samples=2), step=4, display_names={"r": "r"})
+    evaluate(Policy(calls).answer, score, PROMPTS, EvaluationSettings(0.7, samples=2), step=4)
     texts = ("1+1=", "2+2=", "3+3=")
     assert calls == [
         ("answer", (texts, 0.0, 1)),
@@ -74,11 +79,10 @@ def test_every_prompt_is_answered_greedily_then_sampled_and_scored_each_time() -
     ]
 
 
-def test_means_by_mode_and_shown_name() -> None:
+def test_means_by_mode_and_reward() -> None:
     found, _ = evaluated(
-        {"gsm8k": [1, 0, 0.5], "my/r.py:brevity": [3, -3, 6]},
-        {"gsm8k": [0, 0, 0], "my/r.py:brevity": [1, 1, 1]},
-        names={"gsm8k": "gsm8k", "my/r.py:brevity": "brevity"},
+        {"gsm8k": [1, 0, 0.5], "brevity": [3, -3, 6]},
+        {"gsm8k": [0, 0, 0], "brevity": [1, 1, 1]},
     )
     assert found.step == 4
     assert found.means == {"greedy": {"gsm8k": 0.5, "brevity": 2.0}, "sampled": {"gsm8k": 0.0, "brevity": 1.0}}
@@ -116,9 +120,9 @@ def test_several_samples_by_hand() -> None:
     """
     texts = ["7", "7", "4", "5", "1", "2", "2", "3", "9", "9", "9", "9"]
     right = [1, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
-    plan = Plan(0.7, samples=4, k=(2, 4))
-    found, (_, sampled) = evaluated({"r": [1, 1, 1]}, {"r": right}, plan=plan, sampled=texts)
-    assert sampled.answers == tuple(texts)
+    settings = EvaluationSettings(0.7, samples=4, k=(2, 4))
+    found, (_, sampled) = evaluated({"r": [1, 1, 1]}, {"r": right}, settings=settings, sampled=texts)
+    assert sampled.final_answers == tuple(texts)
     assert {mode: means["r"] for mode, means in found.means.items()} == pytest.approx(
         {"greedy": 1, "sampled": 1 / 4, "pass@2": 4 / 9, "pass@4": 2 / 3, "maj@2": 1 / 2, "maj@4": 1 / 3}
     )
@@ -128,14 +132,14 @@ def test_several_samples_by_hand() -> None:
 def test_what_counts_as_correct_is_a_setting() -> None:
     values = [0.5, 0.4, 0.4, 0.6, 1.0, 0.0]
     for least, expected in ((0.5, 1.0), (0.6, 2 / 3), (1.0, 1 / 3), (1.1, 0.0)):
-        plan = Plan(0.7, samples=2, k=(2,), correct_from=least)
-        found, _ = evaluated({"r": [0, 0, 0]}, {"r": values}, plan=plan)
+        settings = EvaluationSettings(0.7, samples=2, k=(2,), correct_from=least)
+        found, _ = evaluated({"r": [0, 0, 0]}, {"r": values}, settings=settings)
         assert found.means["pass@2"]["r"] == pytest.approx(expected)
 
 
 def test_problems_with_fewer_than_k_samples_that_count_are_left_out_of_k() -> None:
-    plan = Plan(0.7, samples=2, k=(1, 2))
-    found, _ = evaluated({"r": [0, 0, 0]}, {"r": [1, NAN, 0, 1, NAN, NAN]}, plan=plan)
+    settings = EvaluationSettings(0.7, samples=2, k=(1, 2))
+    found, _ = evaluated({"r": [0, 0, 0]}, {"r": [1, NAN, 0, 1, NAN, NAN]}, settings=settings)
     assert {mode: e["r"].problems for mode, e in found.estimates.items()} == {
         "greedy": 3, "sampled": 2, "pass@1": 2, "pass@2": 1, "maj@1": 2, "maj@2": 1,
     }  # fmt: skip
@@ -144,26 +148,26 @@ def test_problems_with_fewer_than_k_samples_that_count_are_left_out_of_k() -> No
 
 
 def test_the_digest_is_of_all_tokens() -> None:
-    found, answered = evaluated({"r": [0, 0, 0]}, {"r": [0, 0, 0]})
-    assert found.digest == tokens_digest([c for part in answered for c in part.rollout.completions])
+    found, samples = evaluated({"r": [0, 0, 0]}, {"r": [0, 0, 0]})
+    assert found.digest == tokens_digest([c for part in samples for c in part.rollout.completions])
 
 
-def test_the_plan_follows_the_config() -> None:
+def test_the_settings_follow_the_config() -> None:
     section = EvaluationSection(samples=4, answer_pattern="a.b", correct_from=0.5)
-    plan = Plan.of(section, 0.8)
-    assert (plan.temperature, plan.samples, plan.k, plan.correct_from) == (0.8, 4, (2, 4), 0.5)
-    assert plan.answer_pattern is not None
-    assert plan.answer_pattern.search("xa\nby")
-    assert Plan.of(EvaluationSection(temperature=0.3), 0.8).temperature == 0.3
+    settings = EvaluationSettings.of(section, 0.8)
+    assert (settings.temperature, settings.samples, settings.k, settings.correct_from) == (0.8, 4, (2, 4), 0.5)
+    assert settings.answer_pattern is not None
+    assert settings.answer_pattern.search("xa\nby")
+    assert EvaluationSettings.of(EvaluationSection(temperature=0.3), 0.8).temperature == 0.3
     with pytest.raises(ConfigError, match=r"evaluation.answer_pattern must be a regular expression, got '\('"):
-        Plan.of(EvaluationSection(answer_pattern="("), 0.8)
+        EvaluationSettings.of(EvaluationSection(answer_pattern="("), 0.8)
 
 
 def test_samples_are_kept_with_what_was_found_about_them(tmp_path: Path) -> None:
-    plan = Plan(0.7, samples=2)
-    values = {"r": [1, NAN, 0]}, {"r": [1, 0, 0, 1, NAN, 0]}
-    _, answered = evaluated(*values, plan=plan, sampled=list("abcdef"))
-    path = write_samples(tmp_path, "4", answered, {"r": "shown"})
+    settings = EvaluationSettings(0.7, samples=2)
+    values = {"shown": [1, NAN, 0]}, {"shown": [1, 0, 0, 1, NAN, 0]}
+    _, samples = evaluated(*values, settings=settings, sampled=list("abcdef"))
+    path = write_samples(tmp_path, "4", samples)
     assert path == tmp_path / "evaluations" / "4.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 9

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from tpu_grpo.errors import DataError
-from tpu_grpo.metrics.plots import render_plots, series
+from tpu_grpo.metrics.lines import series
+from tpu_grpo.metrics.plots import render_plots
 from tpu_grpo.metrics.report import write_report
 from tpu_grpo.metrics.sinks import JsonlSink, SampleRow
 

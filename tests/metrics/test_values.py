@@ -6,7 +6,6 @@ import pytest
 
 from tests.metrics.samples import NAN, completion, scored_rollout
 from tpu_grpo.metrics.values import (
-    reward_names,
     rollout_metrics,
     sync_metrics,
     tokens_digest,
@@ -57,11 +56,6 @@ def test_digest_is_of_little_endian_lengths_and_ids() -> None:
 def test_digest_tells_boundaries_and_order_apart() -> None:
     layouts = ([[1, 2], [3]], [[1], [2, 3]], [[3], [1, 2]], [[1, 2, 3]])
     assert len({tokens_digest([completion(row) for row in rows]) for rows in layouts}) == len(layouts)
-
-
-def test_short_reward_names_stay_distinct() -> None:
-    names = ["gsm8k", "my/rewards.py:brevity", "a.py:score", "b.py:score"]
-    assert list(reward_names(names).values()) == ["gsm8k", "brevity", "a.py:score", "b.py:score"]
 
 
 def test_update_and_sync_add_their_seconds() -> None:

@@ -10,23 +10,22 @@ import json
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import CheckpointError, ConfigError
-from tpu_grpo.evaluation import BEST_FILE, EVALUATIONS, Evaluation, record_of, write_samples
+from tpu_grpo.evaluation import Evaluation, record_of, write_samples
 from tpu_grpo.hosts import Hosts, Watch
 from tpu_grpo.learner import freeze_untrained, parameters, read_policy
-from tpu_grpo.metrics.jsonl import jsonable, replace_text
+from tpu_grpo.metrics.jsonl import write_json
+from tpu_grpo.metrics.run_files import BEST_FILE, CHECKPOINTS_DIR, EVALUATIONS_DIR
 from tpu_grpo.models import Checkpoint, load_model
 from tpu_grpo.rollout.sampler import Sampler
 from tpu_grpo.run.meshes import Meshes, build_meshes
 from tpu_grpo.run.parts import evaluate_policy, open_engines, open_held_out, open_model, with_adapters
 
-CHECKPOINTS = "checkpoints"
 INITIAL, LATEST, BEST = "initial", "latest", "best"
 
 
@@ -50,7 +49,7 @@ def choose(config: RunConfig, which: str) -> Chosen:
         ConfigError: for anything else.
         CheckpointError: for a run that has no such checkpoint.
     """
-    directory = config.run_dir / CHECKPOINTS
+    directory = config.run_dir / CHECKPOINTS_DIR
     if which == INITIAL:
         return Chosen(directory, None)
     if which == BEST:
@@ -99,11 +98,11 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
             engines.replicas.compile_all()
         sampler = Sampler(engines.replicas, tokenizer, config)
         with watch.stage(f"evaluation of {chosen.name}"):
-            evaluation, answered, names = evaluate_policy(sampler, held_out, chosen.step or 0)
+            evaluation, samples = evaluate_policy(sampler, held_out, chosen.step or 0)
             hosts.agree(f"tokens of the evaluation of {chosen.name}", evaluation.digest)
     if hosts.is_first:
-        write_samples(config.run_dir, chosen.name, answered, names)
-        _write_numbers(config.run_dir / EVALUATIONS / f"{chosen.name}.json", record_of(evaluation))
+        write_samples(config.run_dir, chosen.name, samples)
+        write_json(config.run_dir / EVALUATIONS_DIR / f"{chosen.name}.json", record_of(evaluation))
     return chosen, evaluation
 
 
@@ -114,7 +113,3 @@ def _model(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes, chosen: Ch
     if chosen.step is not None:
         read_policy(chosen.directory, chosen.step, model)
     return model
-
-
-def _write_numbers(path: Path, record: dict[str, Any]) -> None:
-    replace_text(path, json.dumps(jsonable(record), indent=2, ensure_ascii=False) + "\n")

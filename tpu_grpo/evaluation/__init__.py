@@ -1,24 +1,30 @@
-"""Evaluation: held-out prompts answered greedily and sampled, what that says with which certainty, and the best step.
+"""This room answers held-out prompts greedily and sampled, says with which certainty how good they are, and which step
+was the best.
 
-evaluating.py   answers and scores -> estimates and samples: read this
-statistics.py   pass@k, majority votes, intervals;  answers.py: the answer that a vote counts
-log.py          evaluation.jsonl, and which step was the best;  samples.py: the samples, a file per evaluation
+evaluating.py   turns completions and scores into estimates: read this
+statistics.py   computes pass@k, majority votes and intervals;  answers.py finds the answer that a vote counts
+log.py          keeps evaluation.jsonl, and which step was the best;  samples.py writes a file per evaluation
 """
 
-from tpu_grpo.evaluation.evaluating import GREEDY, Answered, Evaluation, Plan, describe, evaluate
-from tpu_grpo.evaluation.log import BEST_FILE, EvaluationLog, evaluation_of, record_of
-from tpu_grpo.evaluation.samples import EVALUATIONS, write_samples
+from tpu_grpo.evaluation.evaluating import (
+    GREEDY,
+    Evaluation,
+    EvaluationSamples,
+    EvaluationSettings,
+    describe,
+    evaluate,
+)
+from tpu_grpo.evaluation.log import EvaluationLog, evaluation_of, record_of
+from tpu_grpo.evaluation.samples import write_samples
 from tpu_grpo.evaluation.statistics import Estimate
 
 __all__ = [
-    "BEST_FILE",
-    "EVALUATIONS",
     "GREEDY",
-    "Answered",
     "Estimate",
     "Evaluation",
     "EvaluationLog",
-    "Plan",
+    "EvaluationSamples",
+    "EvaluationSettings",
     "describe",
     "evaluate",
     "evaluation_of",

@@ -1,4 +1,4 @@
-"""The answer that a completion ends with, as a text that can be counted in a vote."""
+"""Finds the answer that a completion ends with, as a text that can be counted in a vote."""
 
 import re
 from decimal import Decimal
@@ -11,11 +11,12 @@ _GROUPED = re.compile(r"(?<=[0-9]),(?=[0-9]{3}\b)")
 
 
 def final_answer(text: str, pattern: re.Pattern[str] | None = None) -> str | None:
-    r"""The last answer of a completion, None if it has none.
+    r"""Return the last answer of a completion, None if it has none.
 
-    With a pattern, its last match: the first group, if it has one. Without, the last \boxed{...}, or <answer> tag, or
-    the number after ####, or the last number, or the whole text. White space and a full stop at the end do not count,
-    and numbers are equal by value: 1,000, $1000 and 1000.0 are one answer.
+    With a pattern it is its last match, or that match's first group, if it has one. Without a pattern it is the last
+    \boxed{...}, else what the last <answer> tag holds, else the number after ####, else the last number, else the whole
+    text. White space and a full stop at the end do not count, and numbers are equal by value: 1,000, $1000 and 1000.0
+    are one answer.
     """
     if pattern is not None:
         matches = list(pattern.finditer(text))

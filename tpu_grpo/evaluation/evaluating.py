@@ -1,8 +1,9 @@
-"""Answer held-out prompts and say how good they are.
+"""Completes held-out prompts and says how good the completions are.
 
-P problems, n samples of each, G completions in a rollout (1 or n). Per reward, over problems that it applies to:
+There are P problems, n samples of each, and G completions of each in a rollout (1 or n), in B = P*G rows. For each
+reward, over the problems that it applies to:
 
-    greedy   the mean of one greedy answer
+    greedy   the mean of one greedy completion
     sampled  the mean over problems of the mean of n samples
     pass@k   whether k samples hold a correct one: value >= correct_from
     maj@k    whether the most frequent answer of the first k samples is correct
@@ -26,31 +27,35 @@ from tpu_grpo.types import Prompt, Rollout, Scores
 GREEDY, SAMPLED = "greedy", "sampled"
 
 
-class Answers(Protocol):
-    """Answers prompts, n times each, greedily at temperature 0; the same every time it is asked."""
+class Generate(Protocol):
+    """Completes prompts; the same prompts get the same completions every time."""
 
     def __call__(self, prompts: Sequence[Prompt], *, temperature: float, samples: int = 1) -> Rollout:
-        """Completions, ``samples`` of a prompt after each other."""
+        """Return ``samples`` completions of every prompt, those of one after each other; greedy at temperature 0."""
         ...
 
 
-Scorer = Callable[[Rollout], Scores]
-"""Every reward's value of every row."""
+Score = Callable[[Rollout], Scores]
+"""Returns every reward's value of every row."""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What an evaluation does beside the greedy answers."""
+class EvaluationSettings:
+    """Says how prompts are sampled beside the greedy completions, and what is counted."""
 
     temperature: float
     samples: int = 1
+    """How many completions of each prompt are sampled."""
     k: tuple[int, ...] = ()
+    """Every k for which pass@k and maj@k are estimated; at most ``samples``."""
     correct_from: float = 1.0
+    """The least value of a reward at which a completion counts as correct."""
     answer_pattern: re.Pattern[str] | None = None
+    """Where the answer stands that a vote counts; see ``final_answer``."""
 
     @classmethod
     def of(cls, section: EvaluationSection, rollout_temperature: float) -> Self:
-        """What the config says.
+        """Take the settings from the config; a temperature that is unset is that of the rollout.
 
         Raises:
             ConfigError: for a pattern that is no regular expression.
@@ -67,25 +72,25 @@ class Plan:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """How good the policy was after ``step`` steps."""
+    """Says how good the policy was after ``step`` steps."""
 
     step: int
     estimates: Mapping[str, Mapping[str, Estimate]]
-    """mode (greedy, sampled, pass@k, maj@k) -> reward -> estimate."""
+    """Maps mode (greedy, sampled, pass@k, maj@k) and reward to the estimate."""
     tokens: Mapping[str, float] = field(default_factory=dict)
-    """greedy, sampled -> mean tokens of a completion."""
+    """Maps greedy and sampled to the mean tokens of a completion."""
     truncated: Mapping[str, float] = field(default_factory=dict)
-    """greedy, sampled -> share of completions cut at rollout.max_new_tokens."""
+    """Maps greedy and sampled to the share of completions that were cut at rollout.max_new_tokens."""
     digest: str = ""
-    """sha256 of all sampled tokens."""
+    """The SHA-256 (hex) of all sampled tokens."""
 
     @property
     def means(self) -> dict[str, dict[str, float]]:
-        """mode -> reward -> mean."""
+        """Map mode and reward to the mean."""
         return {mode: {name: e.value for name, e in found.items()} for mode, found in self.estimates.items()}
 
     def metrics(self) -> dict[str, float]:
-        """``evaluation/<mode>/<reward>``, ``evaluation/tokens/<mode>`` and ``evaluation/truncated/<mode>``."""
+        """Name the means ``evaluation/<mode>/<reward>``, and the rest ``evaluation/tokens|truncated/<mode>``."""
         return {
             **{f"evaluation/{mode}/{name}": v for mode, means in self.means.items() for name, v in means.items()},
             **{f"evaluation/tokens/{mode}": value for mode, value in self.tokens.items()},
@@ -94,64 +99,72 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Answered:
-    """Completions of one mode with their rewards, of which the samples are kept."""
+class EvaluationSamples:
+    """Holds all completions of one mode with what was found about them; B rows, those of a problem after each other."""
 
     mode: str
+    """``GREEDY`` or ``SAMPLED``."""
     rollout: Rollout
     scores: Scores
-    answers: tuple[str | None, ...]
-    """What a vote would count, per row."""
+    final_answers: tuple[str | None, ...]
+    """What a vote counts of each row; None where a completion gives no answer."""
 
 
 def evaluate(
-    answer: Answers,
-    score: Scorer,
-    prompts: Sequence[Prompt],
-    plan: Plan,
-    *,
-    step: int,
-    display_names: Mapping[str, str],
-) -> tuple[Evaluation, tuple[Answered, Answered]]:
-    """Answer every prompt once greedily and ``plan.samples`` times sampled, and score all.
+    generate: Generate, score: Score, prompts: Sequence[Prompt], settings: EvaluationSettings, *, step: int
+) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
+    """Complete every prompt once greedily and ``settings.samples`` times sampled, and score all.
 
     A reward that applies nowhere is left out, as are problems that it does not apply to.
+
+    Returns:
+        The estimates, and the greedy and the sampled completions they are of.
     """
-    answered = (
-        _answered(GREEDY, answer(prompts, temperature=0.0), score, plan),
-        _answered(SAMPLED, answer(prompts, temperature=plan.temperature, samples=plan.samples), score, plan),
+    temperature, samples = settings.temperature, settings.samples
+    both = (
+        _scored(GREEDY, generate(prompts, temperature=0.0), score, settings),
+        _scored(SAMPLED, generate(prompts, temperature=temperature, samples=samples), score, settings),
     )
-    estimates: dict[str, dict[str, Estimate]] = {}
-    for part in answered:
-        votes_PG = np.array(part.answers, dtype=object).reshape(len(prompts), -1)
-        for name, values_B in part.scores.by_name.items():
-            values_PG = values_B.reshape(len(prompts), -1)
-            found = {part.mode: _means(values_PG)}
-            if part.mode == SAMPLED:
-                found |= {f"pass@{k}": _pass(values_PG, plan, k) for k in plan.k}
-                found |= {f"maj@{k}": _majority(values_PG, votes_PG, plan, k) for k in plan.k}
-            for mode, values_P in found.items():
-                if len(values_P):
-                    estimates.setdefault(mode, {})[display_names[name]] = over_problems(np.array(values_P))
-    lengths = {part.mode: [len(c.token_ids) for c in part.rollout.completions] for part in answered}
-    cut = {part.mode: [c.finish_reason == "length" for c in part.rollout.completions] for part in answered}
+    completions = {of_mode.mode: of_mode.rollout.completions for of_mode in both}
     evaluation = Evaluation(
         step,
-        estimates,
-        tokens={mode: float(np.mean(counts)) for mode, counts in lengths.items()},
-        truncated={mode: float(np.mean(flags)) for mode, flags in cut.items()},
-        digest=tokens_digest([c for part in answered for c in part.rollout.completions]),
+        estimates=_estimates(both, settings),
+        tokens={mode: float(np.mean([len(c.token_ids) for c in found])) for mode, found in completions.items()},
+        truncated={
+            mode: float(np.mean([c.finish_reason == "length" for c in found])) for mode, found in completions.items()
+        },
+        digest=tokens_digest([c for found in completions.values() for c in found]),
     )
-    return evaluation, answered
+    return evaluation, both
 
 
-def _answered(mode: str, rollout: Rollout, score: Scorer, plan: Plan) -> Answered:
-    answers = tuple(final_answer(text, plan.answer_pattern) for text in rollout.texts)
-    return Answered(mode, rollout, score(rollout), answers)
+def _scored(mode: str, rollout: Rollout, score: Score, settings: EvaluationSettings) -> EvaluationSamples:
+    answers = tuple(final_answer(text, settings.answer_pattern) for text in rollout.texts)
+    return EvaluationSamples(mode, rollout, score(rollout), answers)
+
+
+def _estimates(
+    samples_by_mode: Sequence[EvaluationSamples], settings: EvaluationSettings
+) -> dict[str, dict[str, Estimate]]:
+    """Average every reward in every mode over the problems that it applies to."""
+    estimates: dict[str, dict[str, Estimate]] = {}
+    for samples in samples_by_mode:
+        problems = len(samples.rollout.batch.prompts)
+        votes_PG = np.array(samples.final_answers, dtype=object).reshape(problems, -1)
+        for name, values_B in samples.scores.by_name.items():
+            values_PG = values_B.reshape(problems, -1)
+            found = {samples.mode: _means(values_PG)}
+            if samples.mode == SAMPLED:
+                found |= {f"pass@{k}": _pass(values_PG, settings, k) for k in settings.k}
+                found |= {f"maj@{k}": _majority(values_PG, votes_PG, settings, k) for k in settings.k}
+            for mode, values_P in found.items():
+                if len(values_P):
+                    estimates.setdefault(mode, {})[name] = over_problems(np.array(values_P))
+    return estimates
 
 
 def _known(values_PG: Float[np.ndarray, "P G"], least: int = 1) -> list[np.ndarray]:
-    """Per problem the values of rows the reward applies to, for problems with at least ``least`` of them."""
+    """List per problem the values of rows that the reward applies to, for problems with at least ``least`` of them."""
     known = [values_G[~np.isnan(values_G)] for values_G in values_PG]
     return [values for values in known if len(values) >= least]
 
@@ -160,21 +173,24 @@ def _means(values_PG: Float[np.ndarray, "P G"]) -> list[float]:
     return [float(np.mean(values)) for values in _known(values_PG)]
 
 
-def _pass(values_PG: Float[np.ndarray, "P G"], plan: Plan, k: int) -> list[float]:
-    return [pass_at_k(len(v), int((v >= plan.correct_from).sum()), k) for v in _known(values_PG, k)]
+def _pass(values_PG: Float[np.ndarray, "P G"], settings: EvaluationSettings, k: int) -> list[float]:
+    return [pass_at_k(len(v), int((v >= settings.correct_from).sum()), k) for v in _known(values_PG, k)]
 
 
-def _majority(values_PG: Float[np.ndarray, "P G"], votes_PG: np.ndarray, plan: Plan, k: int) -> list[float]:
+def _majority(
+    values_PG: Float[np.ndarray, "P G"], votes_PG: np.ndarray, settings: EvaluationSettings, k: int
+) -> list[float]:
+    """Vote per problem over the first k rows that the reward applies to; problems with fewer are left out."""
     found = []
     for values_G, votes_G in zip(values_PG, votes_PG, strict=True):
         rows = np.flatnonzero(~np.isnan(values_G))[:k]
         if len(rows) == k:
-            found.append(majority(list(votes_G[rows]), list(values_G[rows] >= plan.correct_from)))
+            found.append(majority(list(votes_G[rows]), list(values_G[rows] >= settings.correct_from)))
     return found
 
 
 def describe(evaluation: Evaluation, prompts: int) -> str:
-    """One line: ``held out (512 prompts) after step 0: greedy exact_answer 0.291 [0.253, 0.332]; ...``."""
+    """Describe on one line: ``held out (512 prompts) after step 0: greedy exact_answer 0.291 [0.253, 0.332]; ...``."""
     shown = [
         f"{mode} " + ", ".join(f"{name} {estimate}" for name, estimate in estimates.items())
         for mode, estimates in evaluation.estimates.items()

@@ -1,4 +1,4 @@
-"""``evaluation.jsonl``: one line per evaluation, continued when a run is; and ``best.json``: which was the best."""
+"""Keeps ``evaluation.jsonl``, with a line per evaluation, continued when a run is, and ``best.json``, the best step."""
 
 import json
 import math
@@ -9,14 +9,12 @@ from typing import Any
 from tpu_grpo.evaluation.evaluating import Evaluation
 from tpu_grpo.evaluation.statistics import Estimate
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.metrics.jsonl import encode_line, jsonable, keep_records, read_records, replace_text
-from tpu_grpo.metrics.report import EVALUATION_FILE
-
-BEST_FILE = "best.json"
+from tpu_grpo.metrics.jsonl import encode_line, jsonable, keep_records, read_records, write_json
+from tpu_grpo.metrics.run_files import BEST_FILE, EVALUATION_FILE
 
 
 class EvaluationLog:
-    """The evaluations of a run, the same on every host; host 0 keeps the files.
+    """Remembers the evaluations of a run, the same on every host; host 0 keeps the files.
 
     Args:
         run_dir: the run's directory.
@@ -35,10 +33,8 @@ class EvaluationLog:
 
     def _kept(self, start_step: int) -> list[dict[str, Any]]:
         path = self._directory / EVALUATION_FILE
-        if not path.exists():
-            return []
         keep_records(path, lambda record: 0 < start_step >= record["step"])  # a fresh start keeps none
-        return list(read_records(path))
+        return list(read_records(path, missing_ok=True))
 
     def add(self, evaluation: Evaluation) -> None:
         """Remember an evaluation, and which one is now the best."""
@@ -48,16 +44,16 @@ class EvaluationLog:
         with (self._directory / EVALUATION_FILE).open("ab") as file:
             file.write(encode_line(record_of(evaluation)))
         if self.best is not None:
-            replace_text(self._directory / BEST_FILE, json.dumps(self._described(self.best), indent=2) + "\n")
+            write_json(self._directory / BEST_FILE, self._described(self.best))
 
     @property
     def best(self) -> Evaluation | None:
-        """The evaluation with the highest value, the first of equal ones; None if none has the value."""
+        """Return the evaluation with the highest value, the first of equal ones; None if none has the value."""
         return best_of(self.done, self._best)
 
     @property
     def best_step(self) -> int | None:
-        """Its step."""
+        """Return the step of the best evaluation; None if there is none."""
         return None if self.best is None else self.best.step
 
     def _described(self, best: Evaluation) -> dict[str, Any]:
@@ -66,7 +62,7 @@ class EvaluationLog:
         return jsonable({"step": best.step, "of": self._best, "value": estimate.value, "interval": interval(estimate)})
 
     def summary(self) -> dict[str, Any]:
-        """The first and the last evaluation and the best step, as summary.json has them."""
+        """Return the first and the last evaluation and the best step, as summary.json has them."""
         if not self.done:
             return {}
         return {
@@ -78,24 +74,24 @@ class EvaluationLog:
 
 
 def best_of(evaluations: Sequence[Evaluation], of: str) -> Evaluation | None:
-    """The first of those with the highest ``mode/reward``."""
+    """Find the evaluation with the highest ``mode/reward``, the first of equal ones."""
     found = [(estimate.value, e) for e in evaluations if (estimate := value_of(e, of)) is not None]
     return max(found, key=lambda pair: pair[0])[1] if found else None
 
 
 def value_of(evaluation: Evaluation, of: str) -> Estimate | None:
-    """The estimate that ``mode/reward`` names, if it is there."""
+    """Look up the estimate that ``mode/reward`` names, if it is there."""
     mode, _, reward = of.partition("/")
     return evaluation.estimates.get(mode, {}).get(reward)
 
 
 def interval(estimate: Estimate) -> list[float]:
-    """Low, high, and the number of problems."""
+    """Return the low and the high end of an estimate's interval, and its number of problems."""
     return [estimate.low, estimate.high, estimate.problems]
 
 
 def record_of(evaluation: Evaluation) -> dict[str, Any]:
-    """A line of evaluation.jsonl."""
+    """Make a line of evaluation.jsonl."""
     intervals = {
         f"{mode}/{name}": interval(e) for mode, found in evaluation.estimates.items() for name, e in found.items()
     }
@@ -103,7 +99,7 @@ def record_of(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def evaluation_of(record: dict[str, Any]) -> Evaluation:
-    """The evaluation that a line of evaluation.jsonl holds, by this version or one before it."""
+    """Read the evaluation back from a line of evaluation.jsonl, written by this version or one before it."""
     estimates: dict[str, dict[str, Estimate]] = {}
     lengths: dict[str, dict[str, float]] = {"tokens": {}, "truncated": {}}
     intervals = record.get("intervals", {})

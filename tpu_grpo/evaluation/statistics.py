@@ -1,4 +1,4 @@
-"""What a few samples say about a policy: pass@k, majority votes, and 95 % intervals.
+"""Computes what a few samples say about a policy: pass@k, majority votes, and 95 % intervals.
 
 Everything is an average over problems, of which each counts once; samples of one problem are not independent of each
 other, so intervals are over problems (Miller 2024, arXiv 2411.00640, sections 2 and 3).
@@ -19,7 +19,7 @@ Z = 1.959963984540054
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over problems with its 95 % interval; low and high are NaN for one problem, of which nothing is known."""
+    """Holds a mean over problems with its 95 % interval; low and high are NaN where a single problem tells none."""
 
     value: float
     low: float
@@ -31,7 +31,7 @@ class Estimate:
 
 
 def over_problems(values_P: Float[np.ndarray, " P"]) -> Estimate:
-    """The mean of one value per problem: by Wilson's interval where all are 0 or 1, else by the normal distribution."""
+    """Average one value per problem; the interval is Wilson's where all are 0 or 1, else a normal distribution's."""
     count, mean = len(values_P), float(np.mean(values_P))
     if np.isin(values_P, (0.0, 1.0)).all():
         return Estimate(mean, *wilson(int(values_P.sum()), count), count)
@@ -42,17 +42,21 @@ def over_problems(values_P: Float[np.ndarray, " P"]) -> Estimate:
 
 
 def wilson(successes: int, count: int) -> tuple[float, float]:
-    """The score interval of a proportion (Wilson 1927, JASA 22, p. 209): within [0, 1], and not empty at either end."""
+    """Compute a proportion's score interval (Wilson 1927, JASA 22, p. 209), within [0, 1] and not empty at its ends."""
     centre = (successes + Z**2 / 2) / (count + Z**2)
     half = Z * math.sqrt(successes * (count - successes) / count + Z**2 / 4) / (count + Z**2)
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """The chance that k of a problem's samples, drawn without replacement, hold a correct one; unbiased for k new ones.
+    """Estimate without bias the chance that k samples of a problem hold a correct one, from its ``samples`` ones.
 
-    1 - C(n - c, k) / C(n, k), as a product (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    The chance for k of them that are drawn without replacement is 1 - C(n - c, k) / C(n, k), computed as a product
+    (Chen et al. 2021, arXiv 2107.03374, eq. 1).
     Of 4 samples with 1 correct: pass@1 = 1/4, pass@2 = 1 - C(3, 2) / C(4, 2) = 1/2, pass@4 = 1.
+
+    Raises:
+        ValueError: for a k below 1 or above the number of samples.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"k must be from 1 to the number of samples, {samples}, got {k}")
@@ -62,11 +66,11 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """How right the most frequent answer is: maj@k of k samples, 0 if none of them has an answer.
+    """Say how right the most frequent answer is, which is maj@k of k samples; 0 if none of them has an answer.
 
     Answers that are equally frequent count in equal parts, as if one of them were drawn; samples that gave the same
     answer and were judged differently count by their mean.
-    For the answers 7 7 4 4 -, of which 7 is correct: 1/2.
+    For the answers 7 7 4 4 -, of which 7 is correct, it is 1/2.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:

@@ -1,11 +1,12 @@
-"""What a run measured, and where it is written.
+"""This room turns what a run measured into values, and writes and shows them.
 
-values.py       records of the stages -> metric values under the contract's names
-compilations.py XLA compilations of this process
-run_log.py      the facade a run talks to: one call per step, to every sink
-sinks.py        what a sink is, and the one that writes metrics.jsonl and samples.jsonl
-console.py      progress bar, or plain lines where there is no terminal
-wandb_sink.py   Weights & Biases
-summary.py      summary.json
-report.py       report.html, with plots.py and report_style.py
+values.py       turns the records of the stages into metric values, under the contract's names
+compilations.py counts the programs that XLA compiles in this process
+run_log.py      is the facade that a run talks to: one call per step, passed on to every sink
+sinks.py        defines what a sink is, and the one that writes metrics.jsonl and samples.jsonl
+console.py      shows a progress bar, or plain lines where there is no terminal
+wandb_sink.py   logs to Weights & Biases
+summary.py      writes summary.json
+report.py       writes report.html, with plots.py and what is in templates/
+run_files.py    names every file of a run;  jsonl.py, lines.py: how they are written, and what is read back from them
 """

@@ -1,4 +1,4 @@
-"""How many programs XLA compiled in this process: after the second step of a run there should be none."""
+"""Counts the programs that XLA compiles in this process: after the second step of a run there should be none."""
 
 import threading
 from types import TracebackType
@@ -7,7 +7,7 @@ from typing import Any
 import jax.monitoring
 
 BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
-"""Recorded by jax (0.8.1) each time an executable is made, and not when a call finds it in memory."""
+"""The event that jax (0.8.1) records each time an executable is made, and not when a call finds it in memory."""
 
 
 class CompilationCounter:
@@ -31,7 +31,7 @@ class CompilationCounter:
 
     @property
     def count(self) -> int:
-        """Compilations so far, from any thread."""
+        """How many programs were compiled so far, from any thread."""
         return self._count
 
     def close(self) -> None:

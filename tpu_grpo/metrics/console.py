@@ -1,4 +1,4 @@
-"""What a person watching the run sees: a progress bar, or plain lines where there is no terminal."""
+"""Shows a run to the person who watches it: as a progress bar, or as plain lines where there is no terminal."""
 
 import random
 import time
@@ -10,6 +10,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 from rich.text import Text
 
+from tpu_grpo.metrics.lines import names_in
 from tpu_grpo.metrics.sinks import SampleRow
 from tpu_grpo.metrics.values import MetricValue
 
@@ -81,7 +82,7 @@ class ConsoleSink:
 
 
 class _Bar:
-    """A rich progress bar at a step, with a line of figures."""
+    """Draws a rich progress bar at a step, with a line of figures."""
 
     def __init__(self, console: Console, start_step: int, max_steps: int) -> None:
         self._progress = Progress(
@@ -105,7 +106,7 @@ class _Bar:
 
 
 def pick_rows(step: int, rows: Sequence[SampleRow], count: int) -> list[SampleRow]:
-    """At most ``count`` rows: the best and the worst by reward, then others at random, the same ones for a step."""
+    """Pick at most ``count`` rows: the best, the worst, and others at random, which are the same ones for a step."""
     ranked = sorted(rows, key=lambda row: -row.reward)
     if len(ranked) <= count:
         return ranked
@@ -114,7 +115,7 @@ def pick_rows(step: int, rows: Sequence[SampleRow], count: int) -> list[SampleRo
 
 
 def visible(text: str, limit: int) -> str:
-    """Text for one cell: control characters as escapes, and the middle left out beyond ``limit`` characters.
+    """Make text fit for one cell: write control characters as escapes, and cut out the middle beyond ``limit`` ones.
 
     >>> visible("2 + 2 =\\n4", 80)
     '2 + 2 =\\\\n4'
@@ -134,7 +135,7 @@ def _describe(metrics: Mapping[str, MetricValue]) -> str:
 
 
 def _sample_table(step: int, rows: Sequence[SampleRow]) -> Table:
-    names = list(dict.fromkeys(name for row in rows for name in row.rewards))
+    names = names_in(row.rewards for row in rows)
     table = Table(title=Text(f"samples of step {step}"), title_justify="left", show_lines=True, expand=True)
     table.add_column("prompt", ratio=2, overflow="fold")
     table.add_column("completion", ratio=3, overflow="fold")

@@ -4,8 +4,9 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from tpu_grpo.errors import DataError
 
 
 def encode_line(record: Mapping[str, Any]) -> bytes:
-    """One record as a line of JSON, newline included.
+    """Encode one record as a line of JSON, newline included.
 
     NaN and infinities, which JSON does not have, become null. A lone surrogate in a text is written as its escape,
     so that the file stays UTF-8 and the text still reads back as it was.
@@ -23,7 +24,7 @@ def encode_line(record: Mapping[str, Any]) -> bytes:
 
 
 def jsonable(value: Any) -> Any:
-    """The value with numpy scalars as Python's and non-finite numbers as None, at any depth."""
+    """Return the value with numpy scalars as Python's and numbers that are not finite as None, at any depth."""
     if isinstance(value, Mapping):
         return {str(key): jsonable(v) for key, v in value.items()}
     if isinstance(value, list | tuple):
@@ -35,12 +36,16 @@ def jsonable(value: Any) -> Any:
     return value
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a file, in order; a last line that a kill left torn is passed over.
+def read_records(path: Path, *, missing_ok: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file, in order; a last line that a kill left torn is passed over.
+
+    With ``missing_ok`` a file that is not there holds no records.
 
     Raises:
         DataError: for any other line that is not a JSON object.
     """
+    if missing_ok and not path.exists():
+        return
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             record = _parse(line)
@@ -57,16 +62,16 @@ def keep_records(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
     """Rewrite a file with the records for which ``keep`` holds, as a whole or not at all; a missing file stays so.
 
     Raises:
-        DataError: as ``read_records``.
+        DataError: as ``read_records`` does; the file is then as it was.
     """
-    if not path.exists():
-        return
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.writelines(encode_line(record) for record in read_records(path) if keep(record))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    if path.exists():
+        with _replacing(path) as file:
+            file.writelines(encode_line(record) for record in read_records(path) if keep(record))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as indented JSON, as a whole or not at all; numbers that are not finite become null."""
+    replace_text(path, json.dumps(jsonable(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -76,9 +81,16 @@ def replace_text(path: Path, text: str) -> None:
 
 def replace_bytes(path: Path, data: bytes) -> None:
     """Write a file as a whole or not at all."""
+    with _replacing(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file that takes the place of ``path`` once it is complete and on disk."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
-        file.write(data)
+        yield file
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -1,11 +1,10 @@
-"""The plots of the report, as SVG that takes its text colour from the page and so fits light and dark."""
+"""Draws the plots of the report, as SVG that takes its text colour from the page and so fits light and dark."""
 
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -15,21 +14,23 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-Lines = Sequence[Mapping[str, Any]]
+from tpu_grpo.metrics.lines import Lines, is_number, number_or_zero, series
 
 COLOURS = ("#3b82c4", "#e07b39", "#2fa37a", "#b05fb8", "#c9a227", "#d1495b", "#6c8ea0", "#8a6d3b")
 INK = "#010203"
 """Stands for the page's text colour while matplotlib draws."""
 FIGURE_INCHES = (6.4, 3.3)
 EVALUATION_LENGTHS = ("evaluation/tokens/", "evaluation/truncated/")
-"""Of evaluations, but not between 0 and 1 as rewards mostly are, or not better when higher."""
+"""What evaluations measure beside rewards: it is not between 0 and 1, or not better when it is higher."""
+LEGEND_CHARACTERS, HANDLE_CHARACTERS = 84, 5
+"""How wide the legend is in characters, and how many of them a line and its gap to the next label take."""
 MARKED_STEPS = 20
 """Up to this many steps, points are marked: a line through two of them says little."""
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot ready for the page."""
+    """Holds a plot that is ready for the page."""
 
     title: str
     note: str
@@ -46,18 +47,9 @@ class _Spec:
 
 
 def render_plots(lines: Lines) -> list[Plot]:
-    """The plots that these metrics allow, in reading order."""
-    names = {name for line in lines for name, value in line.items() if _is_number(value)}
+    """Draw the plots that these metrics allow, in reading order."""
+    names = {name for line in lines for name, value in line.items() if is_number(value)}
     return [Plot(s.title, s.note, _render(s, lines)) for s in _SPECS if any(map(s.metrics, names))]
-
-
-def series(lines: Lines, name: str) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
-    """Steps and values of a metric, over the N lines that name it; a null value is NaN, which leaves a gap."""
-    points = [(line["step"], line[name]) for line in lines if name in line]
-    return (
-        np.array([step for step, _ in points], np.float64),
-        np.array([value if _is_number(value) else np.nan for _, value in points], np.float64),
-    )
 
 
 # --- what each plot shows --------------------------------------------------------------------------------------------
@@ -77,7 +69,7 @@ def _draw_reward(figure: Figure, lines: Lines) -> None:
 
 def _draw_evaluation(figure: Figure, lines: Lines) -> None:
     axes = _axes(figure)
-    names = sorted({n for line in lines for n, v in line.items() if _is_evaluation(n) and _is_number(v)})
+    names = sorted({n for line in lines for n, v in line.items() if _is_evaluation(n) and is_number(v)})
     _draw_lines(axes, lines, {n: n.removeprefix("evaluation/") for n in names}, COLOURS, marked=True)
     _legend(axes)
 
@@ -109,9 +101,9 @@ def _draw_agreement(figure: Figure, lines: Lines) -> None:
 
 def _draw_stages(figure: Figure, lines: Lines) -> None:
     axes = _axes(figure)
-    stages = {name: label for name, label in _STAGES.items() if any(_is_number(line.get(name)) for line in lines)}
+    stages = {name: label for name, label in _STAGES.items() if any(is_number(line.get(name)) for line in lines)}
     steps = np.array([line["step"] for line in lines], np.float64)
-    seconds = [np.array([_or_zero(line.get(name)) for line in lines]) for name in stages]
+    seconds = [np.array([number_or_zero(line.get(name)) for line in lines]) for name in stages]
     edges = np.append(steps - 0.5, steps[-1] + 0.5)
     bottom = np.zeros(len(steps))
     for values, label, colour in zip(seconds, stages.values(), cycle(COLOURS), strict=False):
@@ -129,7 +121,7 @@ def _draw_speed(figure: Figure, lines: Lines) -> None:
 
 
 def _draw_update(figure: Figure, lines: Lines) -> None:
-    shown = [name for name in _UPDATE if any(_is_number(line.get(name)) for line in lines)]
+    shown = [name for name in _UPDATE if any(is_number(line.get(name)) for line in lines)]
     columns = 2 if len(shown) > 1 else 1
     grid = figure.subplots(-(-len(shown) // columns), columns, squeeze=False).ravel()
     for axes in grid[len(shown) :]:
@@ -220,11 +212,14 @@ def _draw_lines(
 
 
 def _legend(axes: Axes) -> None:
-    """Above the plot, where it hides nothing; a single line needs none."""
-    handles, _ = axes.get_legend_handles_labels()
+    """Put a legend above the plot, where it hides nothing; a single line needs none."""
+    handles, labels = axes.get_legend_handles_labels()
     if len(handles) > 1:
         place = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderaxespad": 0.2}
-        axes.legend(**place, ncols=4, fontsize=9, frameon=False, labelcolor=INK, handlelength=1.4, columnspacing=1.2)
+        columns = min(4, max(1, LEGEND_CHARACTERS // (max(map(len, labels)) + HANDLE_CHARACTERS)))
+        axes.legend(
+            **place, ncols=columns, fontsize=9, frameon=False, labelcolor=INK, handlelength=1.4, columnspacing=1.2
+        )
 
 
 def _from_zero(axes: Axes) -> None:
@@ -232,7 +227,7 @@ def _from_zero(axes: Axes) -> None:
 
 
 def _logarithmic(axes: Axes, values: Float[np.ndarray, " N"]) -> None:
-    """Whole decades around the positive values; without any the axis stays linear."""
+    """Show whole decades around the positive values; without any the axis stays linear."""
     positive = values[values > 0]
     if len(positive):
         low, high = np.floor(np.log10(positive.min())), np.ceil(np.log10(positive.max()))
@@ -266,7 +261,7 @@ def _render(spec: _Spec, lines: Lines) -> str:
 
 
 def _inline(figure: Figure, prefix: str) -> str:
-    """The drawing as an ``<svg>`` element without namespaces, metadata or fixed size, in the page's text colour."""
+    """Return the drawing as an ``<svg>`` element without namespaces, metadata or fixed size, in the page's colour."""
     file = io.StringIO()
     figure.savefig(file, format="svg", metadata={"Date": None})
     svg = file.getvalue()
@@ -275,11 +270,3 @@ def _inline(figure: Figure, prefix: str) -> str:
     svg = re.sub(r'\s(xmlns(:\w+)?|width|height|version)="[^"]*"', "", svg[: svg.index(">")]) + svg[svg.index(">") :]
     svg = re.sub(r'(<g id=")', rf"\g<1>{prefix}_", svg)
     return svg.replace(INK, "currentColor")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _or_zero(value: Any) -> float:
-    return float(value) if _is_number(value) else 0.0

@@ -1,4 +1,4 @@
-"""The one thing a run tells its metrics to.
+"""The run log is the one thing that a run tells its metrics to.
 
 with open_run_log(config, start_step=0) as log:          # on host 0; RunLog([]) on the others
     log.step({"step": 1, **rollout_metrics(scored), ...})
@@ -16,7 +16,7 @@ from jaxtyping import Float
 from tpu_grpo.config import RunConfig
 from tpu_grpo.metrics.console import ConsoleSink
 from tpu_grpo.metrics.sinks import JsonlSink, SampleRow, Sink
-from tpu_grpo.metrics.values import MetricValue, reward_names
+from tpu_grpo.metrics.values import MetricValue
 from tpu_grpo.metrics.wandb_sink import WandbSink
 from tpu_grpo.types import ScoredRollout
 
@@ -39,7 +39,7 @@ class RunLog:
             sink.samples(step, rows)
 
     def note(self, text: str) -> None:
-        """Tell whoever watches; not part of the record."""
+        """Show a line to whoever watches; it is not part of the record."""
         for sink in self._sinks:
             if isinstance(sink, ConsoleSink):
                 sink.note(text)
@@ -60,7 +60,7 @@ class RunLog:
 
 
 def open_run_log(config: RunConfig, start_step: int) -> RunLog:
-    """The sinks a config asks for. ``start_step`` is the number of steps already done, 0 for a new run.
+    """Open the sinks that a config asks for. ``start_step`` is the number of steps already done, 0 for a new run.
 
     Raises:
         DataError: for metrics or samples of an earlier part of the run that are broken.
@@ -79,19 +79,18 @@ def open_run_log(config: RunConfig, start_step: int) -> RunLog:
 
 
 def sample_rows(scored: ScoredRollout, advantages: Float[np.ndarray, " B"]) -> list[SampleRow]:
-    """The B rows of a step as people read them, in order.
+    """Return the B rows of a step as people read them, in order.
 
     Raises:
         ValueError: for a number of advantages that is not B.
     """
     rollout, scores = scored.rollout, scored.scores
     rows = zip(rollout.row_prompts, rollout.completions, rollout.texts, advantages, strict=True)
-    names = reward_names(scores.by_name)
     return [
         SampleRow(
             prompt=prompt.text,
             completion=text,
-            rewards={short: _applicable(scores.by_name[name][row]) for name, short in names.items()},
+            rewards={name: _applicable(rewards_B[row]) for name, rewards_B in scores.by_name.items()},
             reward=float(scores.total[row]),
             advantage=float(advantage),
             tokens=len(completion.token_ids),

@@ -1,4 +1,4 @@
-"""What a sink is, and the one every run has: ``metrics.jsonl`` and ``samples.jsonl``."""
+"""Defines what a sink is, and the one every run has, which writes ``metrics.jsonl`` and ``samples.jsonl``."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,31 +6,29 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from tpu_grpo.metrics.jsonl import encode_line, keep_records
+from tpu_grpo.metrics.run_files import METRICS_FILE, SAMPLES_FILE
 from tpu_grpo.metrics.values import MetricValue
 from tpu_grpo.types import FinishReason
-
-METRICS_FILE = "metrics.jsonl"
-SAMPLES_FILE = "samples.jsonl"
 
 
 @dataclass(frozen=True)
 class SampleRow:
-    """One row of a step as people read it."""
+    """Holds one row of a step as people read it."""
 
     prompt: str
     completion: str
     rewards: Mapping[str, float | None]
-    """By short name, before weighting; None where a reward does not apply."""
+    """The value of each reward by its name in the metrics, before weighting; None where a reward does not apply."""
     reward: float
-    """The weighted sum."""
+    """The weighted sum of the rewards."""
     advantage: float
     tokens: int
-    """Sampled tokens of the completion."""
+    """How many tokens of the completion were sampled."""
     finish_reason: FinishReason
 
 
 class Sink(Protocol):
-    """Somewhere metrics go. Calls come from one thread: ``write`` once per step, ``samples`` at some steps."""
+    """Takes the metrics of a run somewhere. One thread calls ``write`` once per step, and ``samples`` at some steps."""
 
     def write(self, metrics: Mapping[str, MetricValue]) -> None:
         """Take the metrics of one step; they include ``step``."""

@@ -1,16 +1,17 @@
-"""``summary.json``: what a run came to, in one small file."""
+"""Builds and writes ``summary.json``, which says in one small file what a run came to."""
 
 import importlib.metadata
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.metrics.jsonl import jsonable, replace_text
+from tpu_grpo.metrics.jsonl import write_json
+from tpu_grpo.metrics.lines import numbers
+from tpu_grpo.metrics.run_files import SUMMARY_FILE
 
-SUMMARY_FILE = "summary.json"
 EDGE_STEPS = 5
+"""How many steps at either end of a run its first and its last reward are means of."""
 PACKAGES = (
     "tpu-grpo",
     "jax",
@@ -34,7 +35,7 @@ def build_summary(
     versions: Mapping[str, str],
     evaluation: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The last value of every metric, and what only the whole run can tell.
+    """Collect the last value of every metric, and what only the whole run can tell.
 
     ``steps`` is the last step. ``rewards/first_mean`` and ``rewards/last_mean`` are means of ``rewards/mean`` over the
     first and the last five steps that have one; with fewer than ten steps they share some. ``evaluation`` is added
@@ -43,11 +44,8 @@ def build_summary(
     summary: dict[str, Any] = {}
     for line in metrics_lines:
         summary.update(line)
-    rewards = [line["rewards/mean"] for line in metrics_lines if line.get("rewards/mean") is not None]
-    if rewards:
-        first, last = rewards[:EDGE_STEPS], rewards[-EDGE_STEPS:]
-        summary["rewards/first_mean"] = sum(first) / len(first)
-        summary["rewards/last_mean"] = sum(last) / len(last)
+    if rewards := numbers(metrics_lines, "rewards/mean"):
+        summary["rewards/first_mean"], summary["rewards/last_mean"] = edge_means(rewards)
     summary["steps"] = summary.get("step", 0)
     return {**summary, **evaluation, "params_digest": params_digest, "versions": dict(versions)}
 
@@ -55,13 +53,18 @@ def build_summary(
 def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
     """Write ``summary.json`` as a whole or not at all; numbers that are not finite become null."""
     path = run_dir / SUMMARY_FILE
-    text = json.dumps(jsonable(summary), indent=2, ensure_ascii=False, allow_nan=False)
-    replace_text(path, text + "\n")
+    write_json(path, summary)
     return path
 
 
+def edge_means(values: Sequence[float]) -> tuple[float, float]:
+    """Return the means of the first and of the last five values, of which there is at least one."""
+    first, last = values[:EDGE_STEPS], values[-EDGE_STEPS:]
+    return sum(first) / len(first), sum(last) / len(last)
+
+
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide what a run computes; what is not installed is left out."""
+    """Look up the versions of Python and of the packages that decide what a run computes, as far as installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -1,10 +1,10 @@
-"""From the records of the stages to metric values, under the names of ``metrics.jsonl``.
+"""Turns the records of the stages into metric values, under the names of ``metrics.jsonl``.
 
 Array suffixes: P prompts, G completions per prompt, B = P*G rows. A mean over rows is a plain mean of the B rows.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -15,7 +15,7 @@ MetricValue = float | int | str
 
 
 def rollout_metrics(scored: ScoredRollout) -> dict[str, float | str]:
-    """Values of ``rewards/*``, ``groups/*``, ``completions/*`` and ``rollout/*`` for one step.
+    """Compute ``rewards/*``, ``groups/*``, ``completions/*`` and ``rollout/*`` for one step.
 
     Standard deviations are population ones; times are in seconds. A reward that applies to no row has no mean.
     """
@@ -31,30 +31,17 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, float | str]:
 
 
 def update_metrics(result: UpdateResult) -> dict[str, float]:
-    """The learner's ``update/*`` and ``agreement/*`` as they are, and ``update/seconds``."""
+    """Pass on the learner's ``update/*`` and ``agreement/*``, and add ``update/seconds``."""
     return {**{name: float(value) for name, value in result.metrics.items()}, "update/seconds": float(result.seconds)}
 
 
 def sync_metrics(result: SyncResult) -> dict[str, float | int]:
-    """``weights/*``: seconds and bytes of one weight sync."""
+    """Report the seconds and the bytes of one weight sync as ``weights/*``."""
     return {"weights/sync_seconds": float(result.seconds), "weights/bytes_moved": int(result.bytes_moved)}
 
 
-def reward_names(names: Iterable[str]) -> dict[str, str]:
-    """Short names for rewards as configured: the function for ``path.py:function``, others as they are.
-
-    Where two would be the same, they keep their configured names, so that no metric stands for two rewards.
-
-    >>> reward_names(["gsm8k", "my/rewards.py:brevity", "a.py:score", "b.py:score"])
-    {'gsm8k': 'gsm8k', 'my/rewards.py:brevity': 'brevity', 'a.py:score': 'a.py:score', 'b.py:score': 'b.py:score'}
-    """
-    short = {name: name.rpartition(":")[2] or name for name in names}
-    shorts = list(short.values())
-    return {name: s if shorts.count(s) == 1 else name for name, s in short.items()}
-
-
 def zero_variance_fraction(totals_PG: Float[np.ndarray, "P G"]) -> float:
-    """Fraction of groups whose G rewards are all equal, and which therefore teach nothing.
+    """Return the fraction of groups whose G rewards are all equal, and which therefore teach nothing.
 
     For groups ``[1 1 1]``, ``[0 1 0]`` and ``[0 0 0]`` it is 2/3.
     """
@@ -62,7 +49,7 @@ def zero_variance_fraction(totals_PG: Float[np.ndarray, "P G"]) -> float:
 
 
 def tokens_digest(completions: Sequence[Completion]) -> str:
-    """SHA-256 (hex) of all sampled token ids, for comparing two rollouts bit by bit.
+    """Compute the SHA-256 (hex) of all sampled token ids, by which two rollouts are compared bit by bit.
 
     The hashed bytes are, for each row in order, the number of its tokens as a little-endian int64 and then its token
     ids as little-endian int32. The lengths keep ``[1 2] [3]`` apart from ``[1] [2 3]``.
@@ -76,12 +63,11 @@ def tokens_digest(completions: Sequence[Completion]) -> str:
 
 def _reward_values(scores: Scores) -> dict[str, float]:
     values = {"rewards/mean": float(np.mean(scores.total)), "rewards/std": float(np.std(scores.total))}
-    for name, short in reward_names(scores.by_name).items():
-        rewards_B = scores.by_name[name]
+    for name, rewards_B in scores.by_name.items():
         applies_B = ~np.isnan(rewards_B)
         if applies_B.any():
-            values[f"rewards/{short}/mean"] = float(np.mean(rewards_B[applies_B]))
-            values[f"rewards/{short}/std"] = float(np.std(rewards_B[applies_B]))
+            values[f"rewards/{name}/mean"] = float(np.mean(rewards_B[applies_B]))
+            values[f"rewards/{name}/std"] = float(np.std(rewards_B[applies_B]))
     values |= {name: figure.value for name, figure in scores.figures.items()}
     return values | {"rewards/seconds": float(scores.seconds)}
 

@@ -1,4 +1,4 @@
-"""Weights & Biases. A run never waits long for it, and never ends because of it."""
+"""Logs to Weights & Biases; a run never waits long for it, and never ends because of it."""
 
 import netrc
 import os
@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from tpu_grpo.metrics.lines import names_in
+from tpu_grpo.metrics.run_files import WANDB_DIR
 from tpu_grpo.metrics.sinks import SampleRow
 from tpu_grpo.metrics.values import MetricValue
 
@@ -44,7 +46,8 @@ class WandbSink:
             mode = "offline"
             say(
                 "logging.wandb=online needs an API key and none was found; logging offline instead. Set WANDB_API_KEY "
-                f"or run `wandb login`; what was logged can be uploaded with `wandb sync {run_dir}/wandb/offline-run-*`"
+                "or run `wandb login`; what was logged can be uploaded with "
+                f"`wandb sync {run_dir / WANDB_DIR}/offline-run-*`"
             )
         try:
             self._run = self._start(run_dir, name, project, mode, config, timeout_seconds)
@@ -59,7 +62,7 @@ class WandbSink:
         """Log a table of the rows."""
         if self._run is None or not rows:
             return
-        names = list(dict.fromkeys(name for row in rows for name in row.rewards))
+        names = names_in(row.rewards for row in rows)
         columns: list[Any] = ["prompt", "completion", *names, "reward", "advantage", "tokens", "finish_reason"]
         data: list[Any] = [
             [r.prompt, r.completion, *map(r.rewards.get, names), r.reward, r.advantage, r.tokens, r.finish_reason]
@@ -82,10 +85,10 @@ class WandbSink:
         settings = self._wandb.Settings(
             init_timeout=timeout, login_timeout=timeout, finish_timeout=timeout, silent=True, console="off"
         )
-        (run_dir / "wandb").mkdir(parents=True, exist_ok=True)  # without it wandb would choose a temporary folder
+        (run_dir / WANDB_DIR).mkdir(parents=True, exist_ok=True)  # without it wandb would choose a temporary folder
         run = self._wandb.init(
             dir=str(run_dir.resolve()),
-            id=_run_id(run_dir / "wandb" / "run_id"),
+            id=_run_id(run_dir / WANDB_DIR / "run_id"),
             resume="allow",
             name=name,
             project=project,
@@ -116,7 +119,7 @@ class WandbSink:
 
 
 def has_credentials() -> bool:
-    """Whether wandb would find an API key or identity token without asking: in the environment or the netrc file."""
+    """Tell whether wandb would find an API key or an identity token without asking, in the environment or netrc."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or DEFAULT_SERVER).hostname or ""
@@ -129,7 +132,7 @@ def has_credentials() -> bool:
 
 
 def _run_id(path: Path) -> str:
-    """The id of this run's earlier part, or a new one, kept for the next part."""
+    """Return the id of this run's earlier part, or make a new one, which is kept for the next part."""
     if path.is_file() and (known := path.read_text().strip()):
         return known
     new = uuid.uuid4().hex[:12]

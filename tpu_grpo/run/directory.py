@@ -1,4 +1,4 @@
-"""The directory a run leaves its files in: kept, continued, or moved aside, never overwritten."""
+"""Prepares the directory that a run leaves its files in: it is made, continued, or moved aside, never overwritten."""
 
 import json
 from collections.abc import Mapping
@@ -8,15 +8,8 @@ from typing import Any
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import ConfigError, DataError
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.metrics.jsonl import replace_text
-
-CONFIG_FILE = "config.yaml"
-DATA_FILE = "data.json"
-"""What the data was: its digest, prompts by source, how many were dropped."""
-LOGS = "logs"
-"""Where every host keeps a log of its own."""
-ADAPTERS = "adapters"
-"""Where adapters are left on their own, by step."""
+from tpu_grpo.metrics.jsonl import write_json
+from tpu_grpo.metrics.run_files import CONFIG_FILE, DATA_FILE
 
 
 def prepare_run_dir(config: RunConfig) -> Path | None:
@@ -32,7 +25,7 @@ def prepare_run_dir(config: RunConfig) -> Path | None:
     """
     directory = config.run_dir
     try:
-        moved = _move_aside(directory) if config.checkpoint.resume == "never" and _used(directory) else None
+        moved = _move_aside(directory) if config.checkpoint.resume == "never" and _holds_files(directory) else None
         directory.mkdir(parents=True, exist_ok=True)
         (directory / CONFIG_FILE).write_text(config.to_yaml())
     except OSError as error:
@@ -44,7 +37,13 @@ def continue_data(directory: Path, described: Mapping[str, Any], start: int, hos
     """Remember what the data is, or see that a run that continues has the data it began with.
 
     The position in the data is the step, which means the same place only in the same prompts in the same order.
-    ``described`` holds their ``digest``; every host calls this, and host 0 reads and writes.
+    Every host calls this, and host 0 reads and writes.
+
+    Args:
+        directory: the run's directory.
+        described: what ``data.json`` says about the prompts, among it their ``digest``.
+        start: how many steps are done already, 0 for a new run.
+        hosts: the processes of the run.
 
     Raises:
         DataError: for other data than before, on every host.
@@ -59,10 +58,10 @@ def continue_data(directory: Path, described: Mapping[str, Any], start: int, hos
             f"over with checkpoint.resume=never, or remove {path} to read on in other data after step {start}"
         )
     if hosts.is_first and not before:
-        replace_text(path, json.dumps(described, indent=2, ensure_ascii=False) + "\n")
+        write_json(path, described)
 
 
-def _used(directory: Path) -> bool:
+def _holds_files(directory: Path) -> bool:
     return directory.is_dir() and any(directory.iterdir())
 
 

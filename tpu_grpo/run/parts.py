@@ -11,10 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import BUILTIN, RewardSpec, RunConfig
 from tpu_grpo.errors import ConfigError
-from tpu_grpo.evaluation import GREEDY, Answered, Evaluation, Plan, evaluate
+from tpu_grpo.evaluation import GREEDY, Evaluation, EvaluationSamples, EvaluationSettings, evaluate
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import Learner, LearnerInputs
-from tpu_grpo.metrics.values import reward_names
 from tpu_grpo.models import Checkpoint, builtin, load_model, read_checkpoint
 from tpu_grpo.models.abstract import is_abstract
 from tpu_grpo.models.adapters import load_adapters
@@ -53,7 +52,7 @@ class HeldOut:
 
     prompts: tuple[Prompt, ...]
     rewards: DistributedRewards
-    plan: Plan
+    settings: EvaluationSettings
     best: str
     """mode/reward that the best step is the highest of."""
 
@@ -195,7 +194,7 @@ def open_held_out(
 ) -> HeldOut | None:
     """Held-out prompts and their rewards, in the processes of ``rewards`` if these are the run's; None without any."""
     section = config.evaluation
-    plan = Plan.of(section, config.rollout.temperature)
+    settings = EvaluationSettings.of(section, config.rollout.temperature)
     prompts = open_evaluation_prompts(section, config.data, tokenizer)
     if prompts is None:
         return None
@@ -206,17 +205,14 @@ def open_held_out(
     else:
         judges = open_rewards(specs, columns)
     best = section.best or f"{GREEDY}/{specs[0].shown}"
-    return HeldOut(prompts, DistributedRewards(judges, hosts, _compared(specs)), plan, best)
+    return HeldOut(prompts, DistributedRewards(judges, hosts, _compared(specs)), settings, best)
 
 
 def evaluate_policy(
     sampler: Sampler, held_out: HeldOut, step: int
-) -> tuple[Evaluation, tuple[Answered, Answered], dict[str, str]]:
-    """Evaluate what the sampler's engines hold; also the samples, and the rewards' names as they are shown."""
-    names = reward_names(held_out.rewards.names)
-    score = held_out.rewards.score
-    found = evaluate(sampler.answer, score, held_out.prompts, held_out.plan, step=step, display_names=names)
-    return *found, names
+) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
+    """Evaluate the policy that the sampler's engines hold; returns the estimates and the samples they are of."""
+    return evaluate(sampler.answer, held_out.rewards.score, held_out.prompts, held_out.settings, step=step)
 
 
 def _compared(specs: Sequence[RewardSpec]) -> list[str]:
