@@ -2,16 +2,15 @@
 
     config = load_config("configs/demo_cpu.yaml", ["run.seed=1", "optimizer.learning_rate=3e-4"])
 
-    sections.py   the settings themselves: read this
-    places.py     those of devices and processes; rewards.py: those of a reward
-    data.py       those of data and of evaluation
-    training.py   those of what is trained; layers.py: ranges of layers
-    rules.py      what must hold between settings of different sections
-    loading.py    YAML and overrides -> RunConfig, with errors people can act on
-    listing.py    every setting with its type and default, for --help
-    dialect.py    the YAML that is read and written
+    sections.py     the settings of run, model, rollout, algorithm, optimizer, meshes, hosts, checkpoint and logging
+    data.py         the settings of data, rewards and evaluation
+    run_config.py   all sections together, and the rules between them
+    loading.py      reads YAML and overrides into a RunConfig, with errors people can act on
+    dialect.py      says which YAML is read and written
+    listing.py      lists every setting with its type and default, for --help
+    section.py      the base of every section, and types of values
 
-Imports nothing heavy, so that ``--help`` and a typing error cost nothing.
+Nothing heavy is imported, so that ``--help`` and a typing error cost nothing.
 """
 
 from tpu_grpo.config.data import (
@@ -22,27 +21,27 @@ from tpu_grpo.config.data import (
     DataSection,
     EvaluationSection,
     ReadingSection,
+    RewardSpec,
     SourceSpec,
+    check_rewards,
 )
-from tpu_grpo.config.layers import parse_layers
 from tpu_grpo.config.listing import settings
 from tpu_grpo.config.loading import load_config, parse_config
-from tpu_grpo.config.places import HostsSection, MeshesSection
-from tpu_grpo.config.rewards import RewardSpec, check_rewards
-from tpu_grpo.config.rules import CACHE_MARGIN_TOKENS
-from tpu_grpo.config.section import Section
+from tpu_grpo.config.run_config import CACHE_MARGIN_TOKENS, RunConfig
+from tpu_grpo.config.section import Section, parse_layers
 from tpu_grpo.config.sections import (
     AlgorithmSection,
     CheckpointSection,
+    HostsSection,
     LoggingSection,
+    LoraSection,
     LossAggregation,
+    MeshesSection,
     ModelSection,
     OptimizerSection,
     RolloutSection,
-    RunConfig,
     RunSection,
 )
-from tpu_grpo.config.training import LoraSection
 
 __all__ = [
     "BUILTIN",

@@ -1,17 +1,19 @@
-"""Where prompts come from, for training and for evaluation, and how they are written."""
+"""The settings of prompts, of the rewards that score their completions, and of evaluation on prompts held out."""
 
+import bisect
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from tpu_grpo.config.rewards import RewardSpec
-from tpu_grpo.config.section import PositiveInt, Section
+from tpu_grpo.config.section import Options, PlainName, PositiveInt, Section
 
 BUILTIN = "builtin:"
+"""A path that starts so names a built-in task."""
 GYM = "reasoning_gym:"
-"""Before a task of reasoning-gym."""
+"""A path that starts so names a task of reasoning-gym."""
 HUB = "hf:"
-"""Before the name of a dataset of the Hugging Face hub."""
+"""A path that starts so names a dataset of the Hugging Face hub."""
 BUILTIN_TASK = f"{BUILTIN}addition"
 
 
@@ -25,98 +27,189 @@ Columns = Annotated[dict[str, str], AfterValidator(_no_blanks)]
 
 
 class ReadingSection(Section):
-    """How a source is read, beside its path."""
+    """These settings say how a source is read, beside its path."""
 
     split: str | None = None
-    """Of a Hugging Face dataset: its split; when unset train, or test for an evaluation."""
+    """Read this split of a Hugging Face dataset; when unset train, or test for an evaluation."""
     subset: str | None = None
-    """Of a Hugging Face dataset: its configuration, e.g. main."""
-    options: dict[str, Any] = Field(default={})
-    """Keyword arguments of a function, of a reasoning-gym task, or of datasets.load_dataset."""
+    """Read this configuration of a Hugging Face dataset, e.g. main."""
+    options: Options = Field(default={})
+    """Pass these keyword arguments to a function, to a reasoning-gym task, or to datasets.load_dataset."""
     columns: Columns = Field(default={})
-    """Columns under other names, {name: column}, e.g. {question: problem}; a dot reaches into a column:
+    """Read columns under other names, {name: column}, e.g. {question: problem}; a dot reaches into a column:
     {answer: reward_model.ground_truth}."""
 
 
 class SourceSpec(ReadingSection):
-    """One source of a mixture."""
+    """This is one source of a mixture."""
 
     path: str
-    """As data.path."""
+    """Read this source's records from here; it takes everything that data.path takes."""
     weight: float = Field(default=1.0, gt=0.0)
-    """Its share of the prompts, beside the other sources' weights."""
-    name: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """What the column `source` and messages call it; source0, source1, ... when unset."""
+    """Take this source's share of the prompts in proportion to the other sources' weights."""
+    name: PlainName | None = None
+    """Call the source so in the column `source` and in messages; source0, source1, ... when unset."""
     prompt_template: str | None = None
-    """Instead of data.prompt_template."""
+    """Write this source's prompts with this template; data.prompt_template when unset."""
 
 
 class DataSection(ReadingSection):
-    """Where prompts come from and how they are written."""
+    """These settings say where prompts come from and how they are written."""
 
     path: str = BUILTIN_TASK
-    """A .jsonl, .parquet or .csv file; hf:NAME (a dataset of the Hugging Face hub) or the directory of one;
-    reasoning_gym:TASK; path.py:function or package.module:function; or builtin:addition (two-digit sums)."""
+    """Read the records from here: a .jsonl, .parquet or .csv file; hf:NAME (a dataset of the Hugging Face hub) or the
+    directory of one; reasoning_gym:TASK; path.py:function or package.module:function; or builtin:addition (two-digit
+    sums)."""
     sources: tuple[SourceSpec, ...] = ()
-    """A mixture, instead of data.path."""
+    """Mix these sources, instead of reading data.path alone."""
     prompt_template: str = "{question}"
-    """Python format string over the record's columns that gives the user's message."""
+    """Write the user's message with this Python format string over the record's columns."""
     messages: str | None = None
-    """A column that holds the conversation as a list of {role, content}, instead of data.prompt_template."""
+    """Take the conversation from this column, a list of {role, content}, instead of data.prompt_template."""
     system_prompt: str = ""
-    """A system message before it; none when empty."""
+    """Put this system message before the user's; none when empty."""
     examples: tuple[dict[str, Any], ...] = ()
-    """Records shown before every prompt with their answers (few-shot)."""
+    """Show these records with their answers before every prompt (few-shot)."""
     example_template: str = "{answer}"
-    """Python format string over an example's columns that gives its answer."""
+    """Write an example's answer with this Python format string over its columns."""
     chat_template: bool = True
     """Render the messages through the tokenizer's chat template; otherwise the user's message alone is the prompt."""
     thinking: bool | None = None
-    """The chat template's thinking switch (enable_thinking, or thinking); its own default when unset."""
+    """Set the chat template's thinking switch (enable_thinking, or thinking); the template's own default when unset."""
     prompts_per_step: PositiveInt = 8
-    """P: prompts of one step; each is sampled algorithm.group_size times."""
+    """Take P prompts in one step; each is sampled algorithm.group_size times."""
     max_prompt_tokens: PositiveInt = 512
-    """Longest prompt in tokens; the trainer pads prompts to it."""
+    """Accept prompts of up to this many tokens; the trainer pads prompts to it."""
     too_long: Literal["error", "drop"] = "error"
-    """What to do with a longer prompt; dropped ones are counted and reported."""
+    """Stop at a prompt longer than data.max_prompt_tokens, or drop it; dropped ones are counted and reported."""
     shuffle: bool = True
     """Shuffle every epoch, by run.seed."""
     curriculum: str | None = None
-    """A column by which every epoch is sorted, smallest first; equal values are shuffled. In a mixture, of every
-    source."""
+    """Sort every epoch by this column, smallest first; equal values are shuffled. In a mixture, every source is sorted
+    by it."""
+
+
+class RewardSpec(Section):
+    """This is one reward of the list."""
+
+    name: str
+    """Score with this reward: a shipped name (docs/rewards.md lists them), an installed entry point, path.py:function
+    or package.module:function."""
+    label: PlainName | None = None
+    """Call the reward so in metrics; by the shipped name or the function's when unset."""
+    weight: float | dict[int, float] = 1.0
+    """Multiply this reward by this factor in the sum; or by a schedule {step: factor}, with straight lines between the
+    steps named."""
+    options: Options = Field(default={})
+    """Pass these keyword arguments to the reward: at every call to a function, once to a class's constructor."""
+    only_if: str | None = None
+    """Ask this reward only about rows that another reward, named as in metrics, scores above 0; the other rows get 0
+    from this one."""
+    workers: int | None = Field(default=None, ge=0)
+    """Run the reward in this many processes of its own; 0 calls it in the main process, for what is cheap and cannot
+    hang. Unset: 1 for your own rewards and for shipped ones that run foreign code or long computations, 0 for the
+    rest."""
+    timeout: float = Field(default=60.0, gt=0.0)
+    """Give the reward this many seconds for a batch."""
+    on_error: Literal["stop", "skip", "value"] = "stop"
+    """Do this when the reward raises, is late, dies or returns what is not a number. stop: the run ends and says why;
+    skip: the rows concerned go without this reward, and one left without any takes its group's mean; value: they get
+    error_value."""
+    error_value: float = 0.0
+    """Give this value to the rows concerned when on_error is value."""
+    messages: bool = False
+    """Pass each prompt and completion as a list of one message, {role, content}, instead of as a text."""
+    recycle: PositiveInt = 1000
+    """Replace a worker process by a fresh one after this many calls."""
+    memory_gb: float = Field(default=8.0, gt=0.0)
+    """Let a worker process allocate this much memory, in GB."""
+    deterministic: bool | None = None
+    """Promise that the same text always gets the same value: hosts then compare it on one group a step. When unset
+    true, but false for the shipped judge; set it to false for a reward of your own that asks a model, or draws."""
+
+    @field_validator("weight")
+    @classmethod
+    def _schedule_has_steps(cls, value: float | dict[int, float]) -> float | dict[int, float]:
+        if isinstance(value, dict) and (not value or min(value) < 0):
+            raise ValueError(f"must be a number or a schedule {{step: factor}} of steps >= 0, got {value}")
+        return value
+
+    @property
+    def shown(self) -> str:
+        """Return the name that metrics call it by."""
+        return self.label or self.name.rpartition(":")[2]
+
+    def weight_at(self, step: int) -> float:
+        """Return the factor at a step: before the first step of a schedule its first value, after the last its last.
+
+        With ``{100: 0, 200: 1}`` it is 0 at step 100, 0.5 at step 150 and 1 from step 200 on.
+        """
+        if not isinstance(self.weight, dict):
+            return self.weight
+        steps = sorted(self.weight)
+        later = bisect.bisect_right(steps, step)
+        if later in (0, len(steps)):
+            return self.weight[steps[min(later, len(steps) - 1)]]
+        start, end = steps[later - 1], steps[later]
+        done = (step - start) / (end - start)
+        return (1.0 - done) * self.weight[start] + done * self.weight[end]
+
+
+def check_rewards(specs: Sequence[RewardSpec]) -> None:
+    """See that rewards are told apart and that ``only_if`` leads somewhere.
+
+    Raises:
+        ValueError: for two rewards of one name, a gate that is not there, or gates in a circle.
+    """
+    shown = [spec.shown for spec in specs]
+    if twice := sorted({name for name in shown if shown.count(name) > 1}):
+        raise ValueError(
+            f"rewards must have names of their own in the metrics, got {twice} twice; give one of them a label"
+        )
+    gates = {spec.shown: spec.only_if for spec in specs}
+    for name, gate in gates.items():
+        if gate is not None and gate not in gates:
+            raise ValueError(f"rewards: only_if of {name} must name another reward, got {gate!r}; there are {shown}")
+        passed = [name]
+        while gate is not None:
+            if gate in passed:
+                raise ValueError(f"rewards: only_if must not lead back, got {' <- '.join([*passed, gate])}; drop one")
+            passed.append(gate)
+            gate = gates[gate]
 
 
 class EvaluationSection(ReadingSection):
-    """Accuracy on prompts that are not trained on."""
+    """These settings measure accuracy on prompts that are not trained on."""
 
     path: str | None = None
-    """Data as in data.path; the built-in task brings its own held-out problems; none when unset."""
+    """Read held-out records from here, anything that data.path takes. When unset the built-in task is evaluated on
+    problems of its own, and other data not at all."""
     prompt_template: str | None = None
-    """Instead of data.prompt_template."""
+    """Write the prompts of the evaluation with this template; data.prompt_template when unset."""
     every: int = Field(default=0, ge=0)
-    """Evaluate after every this many steps; 0 only before the first and after the last."""
+    """Evaluate after every this many steps; 0 evaluates only before the first and after the last."""
     prompts: PositiveInt = 256
-    """Prompts per evaluation, each answered once greedily and evaluation.samples times sampled."""
+    """Take this many prompts per evaluation, each answered once greedily and evaluation.samples times sampled."""
     samples: PositiveInt = 1
-    """n: sampled answers per prompt."""
+    """Sample n answers per prompt."""
     temperature: float | None = Field(default=None, gt=0.0, le=100.0)
-    """Of the sampled answers, which no top-k, top-p or min-p filters; rollout.temperature when unset."""
+    """Sample the answers at this temperature, without top-k, top-p or min-p; rollout.temperature when unset."""
     k: tuple[PositiveInt, ...] | None = None
-    """For which k pass@k and maj@k are told; powers of 2 from 2 up to evaluation.samples when unset."""
+    """Report pass@k and maj@k for these k; powers of 2 from 2 up to evaluation.samples when unset."""
     correct_from: float = 1.0
-    """A sample counts as correct for pass@k and maj@k when the reward is at least this."""
+    """Count a sample as correct for pass@k and maj@k when the reward is at least this."""
     answer_pattern: str | None = None
-    """Regular expression whose last match (its first group, if it has one) is the answer that maj@k counts; when unset
-    boxed, tagged, after ####, or the last number."""
+    """Count for maj@k the answer that is the last match of this regular expression (its first group, if it has one);
+    when unset what is boxed, tagged or after ####, or else the last number."""
     rewards: tuple[RewardSpec, ...] | None = None
-    """Its own list of rewards; those of the run when unset."""
+    """Score evaluations with this list of rewards; with the run's when unset."""
     best: str | None = None
-    """What the best checkpoint is the highest of, e.g. greedy/gsm8k or pass@8/math; greedy of the first reward when
-    unset."""
+    """Keep as the best checkpoint the one with the highest of this, e.g. greedy/gsm8k or pass@8/math; greedy of the
+    first reward when unset."""
 
     @property
     def every_k(self) -> tuple[int, ...]:
-        """The k of pass@k and maj@k: of 6 samples 2 and 4, unless they are set."""
+        """Return the k of pass@k and maj@k: of 6 samples 2 and 4, unless they are set."""
         return self.k if self.k is not None else tuple(2**n for n in range(1, self.samples.bit_length()))
 
     @field_validator("k")

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
-from tpu_grpo.config.rewards import RewardSpec
+from tpu_grpo.config.data import RewardSpec
+from tpu_grpo.config.run_config import RunConfig
 from tpu_grpo.config.section import Section
-from tpu_grpo.config.sections import RunConfig
 
 
 def settings() -> Iterator[tuple[str, str, str, str]]:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from tpu_grpo.config.dialect import Loader
 from tpu_grpo.config.listing import settings
-from tpu_grpo.config.sections import RunConfig
+from tpu_grpo.config.run_config import RunConfig
 from tpu_grpo.errors import ConfigError
 
 

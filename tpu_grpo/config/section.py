@@ -1,14 +1,18 @@
-"""What every section of a config is made of."""
+"""What every section of a config is made of, and the types of value that several settings share."""
 
+import re
+from collections.abc import Iterator
 from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
+PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""A name that can be part of a file's name: letters, digits, dot, dash and underscore."""
 
 
 class Section(BaseModel):
-    """A part of the config: frozen, strict about its keys."""
+    """A part of the config; it is frozen and refuses keys that it does not know."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -21,5 +25,66 @@ class Section(BaseModel):
 
 
 def _kinds(annotation: Any) -> tuple[Any, ...]:
-    """The types a setting may have: ``bool | None`` has two."""
+    """Return the types a setting may have: ``bool | None`` has two."""
     return get_args(annotation) or (annotation,)
+
+
+class BareSwitch(str):
+    """This text is yes, no, on or off without quotes: YAML 1.1 reads a switch there, YAML 1.2 a text."""
+
+    __slots__ = ()
+
+
+def _refuse_bare_switches(options: dict[str, Any]) -> dict[str, Any]:
+    for name, value in options.items():
+        if (found := next(_bare_switches(value), None)) is not None:
+            raise ValueError(f"must say true or false, or put a text in quotes, got {name}: {found}")
+    return options
+
+
+def _bare_switches(value: Any) -> Iterator[str]:
+    match value:
+        case BareSwitch():
+            yield value
+        case list():
+            for entry in value:
+                yield from _bare_switches(entry)
+        case dict():
+            yield from _bare_switches(list(value.values()))
+
+
+Options = Annotated[dict[str, Any], AfterValidator(_refuse_bare_switches)]
+"""Keyword arguments; any non-empty text is true to Python, so that ``strict: no`` would mean its opposite."""
+
+
+def parse_layers(text: str) -> tuple[int, ...]:
+    """Return the layers that are named, ascending, each once: ``"28-29, 0"`` -> ``(0, 28, 29)``.
+
+    Both ends belong to a range.
+
+    Raises:
+        ValueError: for anything else than numbers and ranges between commas, or a range that ends before it starts.
+    """
+    layers: set[int] = set()
+    for part in text.split(","):
+        found = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part, re.ASCII)
+        if found is None:
+            raise ValueError(f"must name layers like 20-31 or 0-3,28-31, got {text!r}; layers are counted from 0")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last < first:
+            raise ValueError(f"must give ranges from low to high, got {part.strip()!r}; write {last}-{first}")
+        layers.update(range(first, last + 1))
+    return tuple(sorted(layers))
+
+
+def _as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value  # YAML's 5 is a number
+
+
+def _check_layers(value: str) -> str:
+    parse_layers(value)
+    return value
+
+
+LayerRanges = Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_layers)]
+"""Ranges of layers as people write them: 20-31, or 0-3,28-31, or 5."""

@@ -1,59 +1,86 @@
-"""Every setting of a run, once."""
+"""The settings of the run itself, of the policy, of sampling, of the algorithm and of the devices."""
 
+import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import yaml
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from tpu_grpo.config import rules
-from tpu_grpo.config.data import DataSection, EvaluationSection
-from tpu_grpo.config.dialect import Dumper
-from tpu_grpo.config.places import HostsSection, MeshesSection
-from tpu_grpo.config.rewards import RewardSpec
-from tpu_grpo.config.section import PositiveInt, Section
-from tpu_grpo.config.training import LayerRanges, LoraSection
+from tpu_grpo.config.section import LayerRanges, Options, PlainName, PositiveInt, Section
+
+LossAggregation = Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale"]
 
 
 class RunSection(Section):
-    """Which run this is."""
+    """These settings say which run this is."""
 
-    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    """Names the run; letters, digits, dot, dash and underscore."""
+    name: PlainName = "run"
+    """Name the run; with letters, digits, dot, dash and underscore."""
     dir: Path | None = None
-    """Where the run leaves its files; runs/<name> when unset."""
+    """Leave the run's files in this directory; in runs/<name> when unset."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Decides sampling, shuffling and built-in model teaching."""
+    """Seed sampling, shuffling and the teaching of the built-in model."""
     max_steps: PositiveInt = 100
-    """Steps of the whole run, resumed parts included; a step is one rollout with its updates."""
+    """End the whole run, resumed parts included, after this many steps; a step is one rollout with its updates."""
+
+
+class LoraSection(Section):
+    """Adapters (Hu et al. 2021, arXiv 2106.09685) add A B alpha / rank to weights W; only A and B are trained."""
+
+    rank: PositiveInt | None = None
+    """Train adapters with this many columns of A and rows of B; no adapters when unset."""
+    alpha: float = Field(default=16.0, gt=0.0)
+    """Scale the adapters by alpha / rank."""
+    targets: str = r"(q|k|v|o|gate|up|down)_proj"
+    """Give an adapter to the modules in whose path this regular expression is found, e.g. layers.3.attn.q_proj. The
+    default takes all projections of attention and MLP; experts have none."""
+    layers: LayerRanges | None = None
+    """Give adapters to these layers, e.g. 20-31 or 0-3,28-31; to all when unset."""
+    path: Path | None = None
+    """Start from these adapters: a directory that a run left under adapters/; they must have been made with this rank
+    and alpha, for the same modules."""
+
+    @field_validator("targets")
+    @classmethod
+    def _is_an_expression(cls, value: str) -> str:
+        try:
+            re.compile(value)
+        except re.error as error:
+            raise ValueError(
+                f"must be a regular expression, got {value!r} ({error}); an example: attn.(q|v)_proj"
+            ) from error
+        return value
 
 
 class ModelSection(Section):
-    """The policy."""
+    """These settings describe the policy, and what of it is trained."""
 
     path: str = "builtin:addition"
-    """A Hugging Face checkpoint directory, or builtin:addition (a small model taught on first use, then cached)."""
+    """Train this model: a Hugging Face checkpoint directory, or builtin:addition (a small model taught on first use,
+    then cached)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the trainer's parameters and both sides' computation; logits and log-probabilities are float32 throughout."""
+    """Hold the trainer's parameters and compute on both sides in this type; logits and log-probabilities are float32
+    throughout."""
     attention: Literal["auto", "flash", "dot"] = "auto"
-    """The trainer's. flash: Tunix's Pallas kernel (TPU), which stores no score of every token against every other; dot:
-    any device; auto: flash on TPU where the family has it, dot elsewhere."""
+    """Choose the trainer's attention. flash: Tunix's Pallas kernel (TPU), which stores no score of every token against
+    every other; dot: any device; auto: flash on TPU where the family has it, dot elsewhere."""
     remat: Literal["none", "block", "decoder"] = "none"
-    """What the backward pass recomputes instead of storing: nothing, attention, or whole layers."""
+    """Recompute in the backward pass, instead of storing: nothing, attention (block), or whole layers (decoder)."""
     train_layers: LayerRanges | None = None
-    """Layers that are trained, e.g. 20-31; embeddings, the last norm and the head are not trained then. All parameters
-    are when unset."""
+    """Train only these layers, e.g. 20-31, and neither embeddings nor the last norm nor the head; everything when
+    unset."""
     lora: LoraSection = LoraSection()
 
 
 class RolloutSection(Section):
-    """Sampling, and the engine that does it."""
+    """These settings say how completions are sampled, and describe the engine that does it."""
 
     attention: Literal["auto", "flash", "gather", "native"] = "auto"
-    """flash: sglang-jax's Pallas kernel, TPU only; gather: ours, any device; native: the library's reference, page size
-    1, for comparison; auto: flash on TPU, gather elsewhere."""
+    """Choose the engine's attention. flash: sglang-jax's Pallas kernel, TPU only; gather: ours, any device; native: the
+    library's reference, page size 1, for comparison; auto: flash on TPU, gather elsewhere."""
     temperature: float = Field(default=1.0, ge=0.0, le=100.0)
-    """0 is greedy, which gives every sample of a group the same tokens."""
+    """Divide the logits by this before sampling. 0 is greedy, which gives every sample of a group the same tokens and
+    is refused for training."""
     top_k: int = Field(default=0, ge=0)
     """Keep the k likeliest tokens; 0 keeps all."""
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
@@ -61,22 +88,22 @@ class RolloutSection(Section):
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     """Drop tokens less likely than this fraction of the likeliest; 0 keeps all."""
     max_new_tokens: PositiveInt = 256
-    """Longest completion in tokens, stop token included."""
+    """End a completion after this many tokens, stop token included."""
     max_running_requests: PositiveInt = 64
-    """Rows that decode at once, per engine."""
+    """Decode up to this many rows at once in each engine."""
     kv_tokens: PositiveInt | None = None
-    """Size of an engine's KV cache in tokens; enough for max_running_requests full-length rows when unset."""
+    """Give each engine's KV cache this many tokens; enough for max_running_requests full-length rows when unset."""
     page_size: PositiveInt = 1
-    """Tokens per page of the KV cache."""
+    """Divide the KV cache into pages of this many tokens."""
     prefill_tokens: PositiveInt = 2048
-    """Most prompt tokens processed at once; longer prompts are prefilled in chunks of this size."""
+    """Process up to this many prompt tokens at once; longer prompts are prefilled in chunks of this size."""
     prefix_cache: bool = True
     """Keep computed prefixes, so that a group's prompt is prefilled once."""
     batch_paddings: tuple[PositiveInt, ...] | None = None
-    """Decode batch sizes to compile; powers of 2 from 8 up to max_running_requests when unset."""
+    """Compile decode steps for these batch sizes; powers of 2 from 8 up to max_running_requests when unset."""
     release_during_update: bool = False
     """Free the engines' KV cache, and weights they do not share with the trainer, during the update; the weight sync
-    brings the weights back and the cache is made anew. Same tokens."""
+    brings the weights back and the cache is made anew. The tokens stay the same."""
 
     @field_validator("batch_paddings")
     @classmethod
@@ -86,41 +113,40 @@ class RolloutSection(Section):
         return value
 
 
-LossAggregation = Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale"]
-
-
 class AlgorithmSection(Section):
-    """GRPO (Shao et al. 2024, arXiv 2402.03300) and its variants."""
+    """These settings choose GRPO (Shao et al. 2024, arXiv 2402.03300), a variant of it, or an algorithm of your own."""
 
     name: str = "grpo"
-    """The algorithm: grpo, dr_grpo, rloo, or a class of your own as path.py:Class or package.module:Class."""
-    options: dict[str, Any] = Field(default={})
-    """Keyword arguments for the constructor of a class of your own."""
+    """Train with this algorithm: grpo, dr_grpo, rloo, or a class of your own as path.py:Class or
+    package.module:Class."""
+    options: Options = Field(default={})
+    """Pass these keyword arguments to the constructor of a class of your own."""
     group_size: int = 8
-    """G: completions sampled per prompt; their mean reward is the baseline."""
+    """Sample G completions per prompt; their mean reward is the baseline."""
     beta: float = Field(default=0.0, ge=0.0)
-    """Weight of the KL penalty against the initial policy; 0 keeps no reference model."""
+    """Weigh the KL penalty against the initial policy by this; 0 keeps no reference model."""
     iterations: PositiveInt = 1
-    """Updates on the same rollout."""
+    """Update this many times on the same rollout."""
     old_policy: Literal["rollout", "trainer"] = "rollout"
-    """Whose log-probabilities the ratio is taken against: the engine's, or the trainer's recomputed before the update
-    and corrected towards the engine by truncated importance weights."""
+    """Take the ratio against these log-probabilities: the engine's (rollout), or the trainer's, recomputed before the
+    update and corrected towards the engine by truncated importance weights (trainer)."""
     importance_cap: float = Field(default=2.0, gt=0.0)
-    """Truncation of those weights (old_policy=trainer only)."""
+    """Truncate the importance weights of old_policy=trainer at this."""
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """The ratio is clipped below at 1 - clip_low."""
+    """Clip the ratio below at 1 - clip_low."""
     clip_high: float | None = Field(default=None, gt=0.0)
-    """The ratio is clipped above at 1 + clip_high; clip_low when unset."""
+    """Clip the ratio above at 1 + clip_high; clip_low when unset."""
     advantage: Literal["grpo", "rloo", "drgrpo"] | None = None
-    """Advantages of another algorithm in place of its own: grpo divides by the group's standard deviation; rloo leaves
-    the row out of its baseline; drgrpo only centres. The algorithm's own when unset."""
+    """Use the advantages of another algorithm in place of its own: grpo divides by the group's standard deviation; rloo
+    leaves the row out of its baseline; drgrpo only centres. The algorithm's own when unset."""
     loss_aggregation: LossAggregation | None = None
-    """How token losses become one number; token means are taken per micro-batch. The algorithm's own when unset:
-    sequence-mean-token-mean for grpo, sequence-mean-token-scale for dr_grpo and rloo."""
+    """Make one number of the token losses in this way; token means are taken per micro-batch. The algorithm's own when
+    unset: sequence-mean-token-mean for grpo, sequence-mean-token-scale for dr_grpo and rloo."""
     kl_estimator: Literal["low_var_kl", "kl", "mse_kl"] = "low_var_kl"
-    """low_var_kl is the paper's (k3)."""
+    """Estimate the KL divergence by this; low_var_kl is the paper's (k3)."""
     micro_batch_prompts: PositiveInt | None = None
-    """Prompts (groups) per forward and backward pass; gradients accumulate over them. All at once when unset."""
+    """Take this many prompts (groups) per forward and backward pass; gradients accumulate over the passes. All at once
+    when unset."""
 
     @field_validator("group_size")
     @classmethod
@@ -131,109 +157,102 @@ class AlgorithmSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW with a warm-up, a schedule and gradient clipping."""
+    """These settings are AdamW's, with a warm-up, a schedule and gradient clipping."""
 
     learning_rate: float = Field(default=1e-6, ge=0.0)
-    """Peak learning rate."""
+    """Let the learning rate peak at this."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up: stay, or fall so that zero would come one update after the last."""
+    """After the warm-up keep the rate constant, or let it fall so that zero would come one update after the last."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Updates over which the rate rises linearly from 0."""
+    """Let the rate rise linearly from 0 over this many updates."""
     b1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """AdamW's decay of the first moment."""
+    """Decay AdamW's first moment by this."""
     b2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """AdamW's decay of the second moment."""
+    """Decay AdamW's second moment by this."""
     weight_decay: float = Field(default=0.0, ge=0.0)
-    """Decoupled weight decay."""
+    """Decay the weights by this, decoupled from the gradient."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
-    """Gradients are scaled down to this global norm."""
+    """Scale gradients down to this global norm."""
+
+
+class TrainerMeshSection(Section):
+    """These settings are the shape of the trainer's mesh."""
+
+    fsdp: PositiveInt | None = None
+    """Split parameters and batch rows over this many devices; over all that tp leaves when unset."""
+    tp: PositiveInt = 1
+    """Split heads and hidden units over this many devices."""
+
+
+class SamplerMeshSection(Section):
+    """These settings cut the sampler's devices into replicas, each an engine of its own."""
+
+    tensor: PositiveInt | None = None
+    """Split the model's heads and hidden units over this many devices in each replica; when unset, over the fewest that
+    hold at most 4 GiB of weights each."""
+    shard_vocab: bool | None = None
+    """Split the embedding and the output head over a replica's devices by vocabulary. true: refuse a number of devices
+    that does not divide the vocabulary; false: a copy on every device; unset: split where it divides. The tokens stay
+    the same."""
+
+
+class MeshesSection(Section):
+    """These settings say how devices are used."""
+
+    layout: Literal["shared", "split"] = "shared"
+    """Share devices or split them. shared: trainer and sampler both use all devices, in turn; split: of every host's
+    devices the first half is the trainer's and the second the sampler's."""
+    sync_temporary_mib: PositiveInt = 512
+    """Let the moving of weights take this much memory in MiB per device, beside the weights themselves."""
+    probe_every: int = Field(default=50, ge=0)
+    """Compare engines and trainer, by a few tokens and leaf by leaf, after the first sync and then after every this
+    many; 0 never compares."""
+    probe_bound: float | None = Field(default=None, gt=0.0)
+    """Stop the run when the compared log-probabilities differ by more than this on average; by 1e-3 in float32 and 0.2
+    in bfloat16 when unset."""
+    trainer: TrainerMeshSection = TrainerMeshSection()
+    sampler: SamplerMeshSection = SamplerMeshSection()
+
+
+class HostsSection(Section):
+    """These settings join several processes into one run."""
+
+    coordinator: str | None = None
+    """Meet the other processes at this host:port of process 0; only several processes off a TPU slice need it."""
+    count: PositiveInt = 1
+    """Expect this many processes in the run."""
+    index: int = Field(default=0, ge=0)
+    """Be this one of the processes, counted from 0."""
+    check: Literal["rollout", "step"] = "rollout"
+    """Let processes that share a replica compare its scheduling and tokens after every rollout, or before every step of
+    the engine, which names the first step that differs."""
+    start_timeout_seconds: float = Field(default=300.0, gt=0.0)
+    """Wait this many seconds for the other processes at start-up."""
+    lost_timeout_seconds: float = Field(default=40.0, ge=2.0)
+    """Take a process that gives no sign of life for this many seconds as lost, and end the others; a slow one does give
+    signs."""
 
 
 class CheckpointSection(Section):
-    """Saving and continuing a run."""
+    """These settings say when a run is saved and whether it is continued."""
 
     every: int = Field(default=0, ge=0)
     """Save after every this many steps, and at the end; 0 saves at the end only."""
     keep: PositiveInt = 2
-    """Newest checkpoints kept."""
+    """Keep this many of the newest checkpoints."""
     keep_best: bool = True
     """Also save after an evaluation that is the best so far (evaluation.best), and keep that checkpoint."""
     resume: Literal["auto", "never", "require"] = "auto"
-    """auto: continue from the newest checkpoint in run.dir if there is one; never: start anew (files of an earlier run
-    are moved aside, not deleted); require: fail without a checkpoint."""
+    """Continue an earlier run or start anew. auto: continue from the newest checkpoint in run.dir if there is one;
+    never: start anew (files of an earlier run are moved aside, not deleted); require: fail without a checkpoint."""
 
 
 class LoggingSection(Section):
-    """What is shown and where."""
+    """These settings say what is shown, and where."""
 
     samples_every: int = Field(default=10, ge=0)
-    """Show a table of samples every this many steps; 0 never."""
+    """Show a table of samples every this many steps; 0 never shows one."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Also log to Weights & Biases; online without an API key falls to offline, and says so."""
     wandb_project: str = "tpu_grpo"
-    """Its project there."""
-
-
-class RunConfig(Section):
-    """A whole run."""
-
-    run: RunSection = RunSection()
-    model: ModelSection = ModelSection()
-    data: DataSection = DataSection()
-    rollout: RolloutSection = RolloutSection()
-    rewards: tuple[RewardSpec, ...] = (RewardSpec(name="exact_answer"),)
-    """The rewards, summed with their weights."""
-    algorithm: AlgorithmSection = AlgorithmSection()
-    optimizer: OptimizerSection = OptimizerSection()
-    meshes: MeshesSection = MeshesSection()
-    hosts: HostsSection = HostsSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    evaluation: EvaluationSection = EvaluationSection()
-    logging: LoggingSection = LoggingSection()
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> "RunConfig":
-        for rule in rules.RULES:
-            rule(self)
-        return self
-
-    @property
-    def run_dir(self) -> Path:
-        """Where the run leaves its files."""
-        return (self.run.dir or Path("runs") / self.run.name).expanduser()
-
-    @property
-    def batch_rows(self) -> int:
-        """B: completions per step."""
-        return self.data.prompts_per_step * self.algorithm.group_size
-
-    @property
-    def micro_batch_prompts(self) -> int:
-        """Prompts of one forward and backward pass: all of a step's unless algorithm.micro_batch_prompts is set."""
-        return self.algorithm.micro_batch_prompts or self.data.prompts_per_step
-
-    @property
-    def micro_batch_rows(self) -> int:
-        """Completions of one forward and backward pass."""
-        return self.micro_batch_prompts * self.algorithm.group_size
-
-    @property
-    def micro_batches(self) -> int:
-        """Forward and backward passes that one optimizer step accumulates over."""
-        return self.data.prompts_per_step // self.micro_batch_prompts
-
-    @property
-    def context_tokens(self) -> int:
-        """Longest sequence: prompt and completion."""
-        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
-
-    @property
-    def data_paths(self) -> dict[str, str]:
-        """Every source that prompts are read from, by its setting: data.path, data.sources.0.path, evaluation.path."""
-        sources = {f"data.sources.{index}.path": source.path for index, source in enumerate(self.data.sources)}
-        held_out = {} if self.evaluation.path is None else {"evaluation.path": self.evaluation.path}
-        return (sources or {"data.path": self.data.path}) | held_out
-
-    def to_yaml(self) -> str:
-        """The resolved config, every setting written out."""
-        return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, width=120)
+    """Log to this project of Weights & Biases."""

@@ -1,18 +1,98 @@
-"""What must hold between settings of different sections; each rule raises ValueError with value and remedy."""
+"""The whole config: every section, what follows from their settings, and what must hold between them."""
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
-from tpu_grpo.config.data import BUILTIN_TASK, ReadingSection
-from tpu_grpo.config.rewards import check_rewards
+import yaml
+from pydantic import model_validator
 
-if TYPE_CHECKING:
-    from tpu_grpo.config.sections import RunConfig
+from tpu_grpo.config.data import BUILTIN_TASK, DataSection, EvaluationSection, ReadingSection, RewardSpec, check_rewards
+from tpu_grpo.config.dialect import Dumper
+from tpu_grpo.config.section import Section
+from tpu_grpo.config.sections import (
+    AlgorithmSection,
+    CheckpointSection,
+    HostsSection,
+    LoggingSection,
+    MeshesSection,
+    ModelSection,
+    OptimizerSection,
+    RolloutSection,
+    RunSection,
+)
 
 CACHE_MARGIN_TOKENS = 2
 """sglang-jax cuts a completion short when the cache has fewer tokens than this beside it."""
 
 
-def _micro_batches_divide(config: "RunConfig") -> None:
+class RunConfig(Section):
+    """A run is described by these sections; they fit together, or `ValueError` says what does not."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    rollout: RolloutSection = RolloutSection()
+    rewards: tuple[RewardSpec, ...] = (RewardSpec(name="exact_answer"),)
+    """Score completions with these rewards, summed with their weights."""
+    algorithm: AlgorithmSection = AlgorithmSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    meshes: MeshesSection = MeshesSection()
+    hosts: HostsSection = HostsSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    logging: LoggingSection = LoggingSection()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> "RunConfig":
+        for rule in _RULES:
+            rule(self)
+        return self
+
+    @property
+    def run_dir(self) -> Path:
+        """Return the directory where the run leaves its files."""
+        return (self.run.dir or Path("runs") / self.run.name).expanduser()
+
+    @property
+    def batch_rows(self) -> int:
+        """Return B, the completions of one step."""
+        return self.data.prompts_per_step * self.algorithm.group_size
+
+    @property
+    def micro_batch_prompts(self) -> int:
+        """Return the prompts of one forward and backward pass: all of a step's unless the setting says fewer."""
+        return self.algorithm.micro_batch_prompts or self.data.prompts_per_step
+
+    @property
+    def micro_batch_rows(self) -> int:
+        """Return the completions of one forward and backward pass."""
+        return self.micro_batch_prompts * self.algorithm.group_size
+
+    @property
+    def micro_batches(self) -> int:
+        """Return how many forward and backward passes one optimizer step accumulates over."""
+        return self.data.prompts_per_step // self.micro_batch_prompts
+
+    @property
+    def context_tokens(self) -> int:
+        """Return the tokens of the longest sequence, prompt and completion together."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def data_paths(self) -> dict[str, str]:
+        """Return every source's path by its setting: data.path, data.sources.0.path, evaluation.path."""
+        sources = {f"data.sources.{index}.path": source.path for index, source in enumerate(self.data.sources)}
+        held_out = {} if self.evaluation.path is None else {"evaluation.path": self.evaluation.path}
+        return (sources or {"data.path": self.data.path}) | held_out
+
+    def to_yaml(self) -> str:
+        """Return the resolved config as YAML, every setting written out."""
+        return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, width=120)
+
+
+# --- what must hold between settings of different sections; each rule raises ValueError with value and remedy ---------
+
+
+def _micro_batches_divide(config: RunConfig) -> None:
     prompts, micro = config.data.prompts_per_step, config.algorithm.micro_batch_prompts
     if micro is not None and prompts % micro:
         divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
@@ -22,13 +102,13 @@ def _micro_batches_divide(config: "RunConfig") -> None:
         )
 
 
-def _rewards_fit_together(config: "RunConfig") -> None:
+def _rewards_fit_together(config: RunConfig) -> None:
     if not config.rewards:
         raise ValueError("rewards must name at least one reward, got none; add e.g. {name: exact_answer}")
     check_rewards(config.rewards)
 
 
-def _cache_fits(config: "RunConfig") -> None:
+def _cache_fits(config: RunConfig) -> None:
     rollout, page = config.rollout, config.rollout.page_size
     needed = -(-(config.context_tokens + CACHE_MARGIN_TOKENS) // page) * page
     if rollout.kv_tokens is not None and rollout.kv_tokens < needed:
@@ -40,7 +120,7 @@ def _cache_fits(config: "RunConfig") -> None:
         )
 
 
-def _paddings_within_limit(config: "RunConfig") -> None:
+def _paddings_within_limit(config: RunConfig) -> None:
     paddings, most = config.rollout.batch_paddings, config.rollout.max_running_requests
     if paddings and max(paddings) > most:
         raise ValueError(
@@ -49,7 +129,7 @@ def _paddings_within_limit(config: "RunConfig") -> None:
         )
 
 
-def _native_pages(config: "RunConfig") -> None:
+def _native_pages(config: RunConfig) -> None:
     if config.rollout.attention == "native" and config.rollout.page_size != 1:
         raise ValueError(
             f"rollout.page_size must be 1 with rollout.attention=native, got {config.rollout.page_size}; the library's "
@@ -57,7 +137,7 @@ def _native_pages(config: "RunConfig") -> None:
         )
 
 
-def _release_makes_room(config: "RunConfig") -> None:
+def _release_makes_room(config: RunConfig) -> None:
     if config.rollout.release_during_update and config.meshes.layout == "split":
         raise ValueError(
             "rollout.release_during_update=true needs meshes.layout=shared, got split; the engines then hold nothing "
@@ -65,7 +145,7 @@ def _release_makes_room(config: "RunConfig") -> None:
         )
 
 
-def _groups_vary(config: "RunConfig") -> None:
+def _groups_vary(config: RunConfig) -> None:
     if config.rollout.temperature == 0.0:
         raise ValueError(
             "rollout.temperature must be > 0 for training, got 0.0; greedy completions of a group are all the same, so "
@@ -73,7 +153,7 @@ def _groups_vary(config: "RunConfig") -> None:
         )
 
 
-def _hosts_described(config: "RunConfig") -> None:
+def _hosts_described(config: RunConfig) -> None:
     hosts = config.hosts
     if hosts.index >= hosts.count:
         raise ValueError(f"hosts.index must be below hosts.count={hosts.count}, got {hosts.index}; indices start at 0")
@@ -83,7 +163,7 @@ def _hosts_described(config: "RunConfig") -> None:
         )
 
 
-def _trained_once(config: "RunConfig") -> None:
+def _trained_once(config: RunConfig) -> None:
     lora, layers = config.model.lora, config.model.train_layers
     if layers is not None and lora.rank is not None:
         raise ValueError(
@@ -95,7 +175,7 @@ def _trained_once(config: "RunConfig") -> None:
             raise ValueError(f"model.lora.{name}={value} needs model.lora.rank, got none; set it, e.g. to 16")
 
 
-def _one_kind_of_source(config: "RunConfig") -> None:
+def _one_kind_of_source(config: RunConfig) -> None:
     data = config.data
     if not data.sources:
         return
@@ -113,7 +193,7 @@ def _one_kind_of_source(config: "RunConfig") -> None:
         raise ValueError(f"data.sources must have names of their own, got {twice} twice; rename one")
 
 
-def _evaluation_tells_something(config: "RunConfig") -> None:
+def _evaluation_tells_something(config: RunConfig) -> None:
     section = config.evaluation
     if section.k is not None and (above := [k for k in section.k if k > section.samples]):
         raise ValueError(
@@ -135,7 +215,7 @@ def _evaluation_tells_something(config: "RunConfig") -> None:
             )
 
 
-RULES = (
+_RULES = (
     _micro_batches_divide,
     _rewards_fit_together,
     _cache_fits,
