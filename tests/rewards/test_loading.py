@@ -11,8 +11,8 @@ import pytest
 from tests.rewards.conftest import MakeFile
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.errors import RewardError
-from tpu_grpo.rewards import SHIPPED, LoadedReward, finding, load_reward, open_rewards, repeats_itself
-from tpu_grpo.rewards.answers import Batch
+from tpu_grpo.rewards import SHIPPED, LoadedReward, load_reward, loading, open_rewards, repeats_itself
+from tpu_grpo.rewards.batches import RewardBatch
 from tpu_grpo.rewards.calling import Caller
 
 COLUMNS = ("question", "answer")
@@ -27,7 +27,7 @@ def load(name: str, columns: tuple[str, ...] = COLUMNS, **options: Any) -> Loade
 def call(loaded: LoadedReward) -> Any:
     """What the function returns for TABLE."""
     columns = {name: TABLE[name] for name in loaded.arguments}
-    return Caller(loaded.call, loaded.target).raw(Batch(columns, step=7, size=1))
+    return Caller(loaded.call, loaded.target).raw_outputs(RewardBatch(columns, step=7, size=1))
 
 
 # --- what a function is called with ----------------------------------------------------------------------------------
@@ -114,7 +114,7 @@ def test_an_entry_point_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch):
         EntryPoint("brief", "tests.rewards.faulty:good", "tpu_grpo.rewards"),
         EntryPoint("gone", "nowhere:f", "x"),
     ]
-    monkeypatch.setattr(finding, "entry_points", lambda group: points if group == "tpu_grpo.rewards" else [])
+    monkeypatch.setattr(loading, "entry_points", lambda group: points if group == "tpu_grpo.rewards" else [])
     assert load("brief", ()).call.name == "brief"
     with pytest.raises(RewardError, match="reward gone, an entry point at nowhere:f, failed to load: ModuleNotFound"):
         load("gone", ())

@@ -15,8 +15,8 @@ from tests.rewards.conftest import MakeFile, make_rollout
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.errors import RewardError
 from tpu_grpo.rewards import LoadedReward, OpenReward, RewardSet, open_rewards
-from tpu_grpo.rewards.answers import Call
-from tpu_grpo.rewards.pool import Thread
+from tpu_grpo.rewards.batches import Call
+from tpu_grpo.rewards.executors import ThreadExecutor
 from tpu_grpo.types import Figure
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "b", "c", "d"], [{"answer": "a"}, {"answer": "d"}])
@@ -32,7 +32,7 @@ def open_function(function: Callable[..., Any], arguments: Sequence[str] = ("com
     """A function on a thread."""
     call = Call(function.__name__, function.__name__, spec.get("options", {}))
     settings = RewardSpec(name=function.__name__, workers=0, **spec)
-    return OpenReward(settings, LoadedReward(function, call, tuple(arguments)), Thread(call, function))
+    return OpenReward(settings, LoadedReward(function, call, tuple(arguments)), ThreadExecutor(call, function))
 
 
 def constant(values: Any, name: str = "r") -> Callable[..., Any]:
@@ -188,7 +188,7 @@ def test_the_same_reward_twice_under_labels():
 def test_a_set_fits_other_data_in_the_same_processes():
     rewards = open_rewards([RewardSpec(name="exact_answer")], ["answer"])
     other = rewards.for_columns(["answer", "source"])
-    assert other.rewards[0].place is rewards.rewards[0].place
+    assert other.rewards[0].executor is rewards.rewards[0].executor
     with pytest.raises(RewardError, match="requires the parameter 'answer'"):
         rewards.for_columns(["question"])
 

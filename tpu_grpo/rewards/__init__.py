@@ -1,17 +1,22 @@
-"""Rewards: the plugin protocol, loading, where they run, the ones that ship, and scoring a rollout with them.
+"""Rewards score the completions of a rollout; the files, in the order in which a completion passes them, are these.
 
-protocol.py   what a reward is: read this
-finding.py    a name -> a function or class;  loading.py: fitted to the data
-calling.py    one call, whatever the reward does;  answers.py: what goes in and comes out
-pool.py       worker processes or a thread;  processes.py, worker.py: both ends of a process
-scoring.py    a rollout -> Scores;  tables.py, asking.py: its steps
-shipped/      the rewards that ship
+distributed.py   each host scores some of the groups, and all get the scores of all
+scoring.py       a rollout -> Scores: every reward asked, weighted and summed
+batches.py       what goes to a reward and comes back: the rows in batches, the answers with their problems
+executors.py     where a reward runs: in a pool of workers, or on a thread
+worker.py        a worker process, from both ends
+calling.py       one call, whatever the reward does; and back the same way
+
+protocol.py      what a reward is: read this to write one
+loading.py       an entry of the config -> a reward that fits the data
+shipped/         the rewards that ship
+workbench.py     rewards tried on a file of completions, without a model
 """
 
+from tpu_grpo.rewards.distributed import DistributedRewards
 from tpu_grpo.rewards.loading import LoadedReward, load_reward, repeats_itself
 from tpu_grpo.rewards.protocol import Reward, per_sample
 from tpu_grpo.rewards.scoring import OpenReward, RewardSet, open_rewards
-from tpu_grpo.rewards.sharing import DistributedRewards
 from tpu_grpo.rewards.shipped import SHIPPED
 
 __all__ = [

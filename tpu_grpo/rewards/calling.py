@@ -1,7 +1,7 @@
-"""Calling one reward, in whatever process: a batch goes in, numbers and problems come out.
+"""A reward is called here, in whatever process: a batch goes in, numbers and problems come out.
 
 Nothing a reward does to itself is an exception here: what it raises and what it returns in place of numbers become
-Problems, which pass between processes and which the caller weighs by the config.
+Problems, which pass between processes and which ``on_error`` of the config decides about.
 """
 
 import asyncio
@@ -12,76 +12,83 @@ import traceback
 from collections.abc import Awaitable, Callable, Collection, Coroutine
 from typing import Any
 
-from tpu_grpo.rewards.answers import Answer, Batch, Call, Problem, failed, judge, number_or_none
+from tpu_grpo.rewards.batches import Answer, Call, Problem, RewardBatch, check_values, failed_answer, number_or_none
 from tpu_grpo.rewards.protocol import RESERVED_METRICS, SAMPLE_ARGUMENTS, TEXT_ARGUMENTS, TrainerState
 
 _LATE = object()
 _LONGEST_MESSAGE = 500
-_AS_ROW = {batch: row for row, batch in SAMPLE_ARGUMENTS.items()}
+_ROW_ARGUMENTS = {batch: row for row, batch in SAMPLE_ARGUMENTS.items()}
 SEARCH_SECONDS = 2.0
-"""How long to look for the row that makes a reward of a batch raise."""
+"""The row that makes a reward of a batch raise is looked for so long."""
 
 
 class Caller:
-    """A reward that is ready to be called; to be used from one thread."""
+    """A Caller holds a reward that is ready to be called; it is used from one thread."""
 
     def __init__(self, call: Call, target: Any):
-        """Build it, if it is a class, and call its ``setup``. Raises what these raise."""
+        """Build the reward, if it is a class, and call its ``setup``. Raises what these raise."""
         self._call = call
         self._loop = asyncio.Runner()
-        built = inspect.isclass(target)
-        self._reward: Any = target(**call.passed) if built else target
-        self._passed = {} if built else dict(call.passed)
+        is_class = inspect.isclass(target)
+        self._reward: Any = target(**call.passed_options) if is_class else target
+        self._passed_options = {} if is_class else dict(call.passed_options)
         function = target if inspect.isfunction(target) else type(self._reward).__call__
         self._code = getattr(inspect.unwrap(function), "__code__", None)
-        self._finish(_maybe(self._reward, "setup"))
+        self._resolve(_call_if_defined(self._reward, "setup"))
 
     def close(self) -> None:
-        """Call its ``close``. Raises what that raises."""
-        self._finish(_maybe(self._reward, "close"))
+        """Call the reward's ``close``. Raises what that raises."""
+        self._resolve(_call_if_defined(self._reward, "close"))
         self._loop.close()
 
-    def answer(self, batch: Batch, seconds: float) -> Answer:
-        """Ask about a batch; an async reward is cancelled after ``seconds``, another one is not."""
+    def answer(self, batch: RewardBatch, deadline: float) -> Answer:
+        """Ask about a batch that is given up on after ``deadline`` seconds; the answer comes a little earlier.
+
+        An async reward is cancelled then. A function of one row is not asked about further rows, and a function of a
+        batch runs on.
+        """
+        seconds = max(0.0, deadline - min(0.5, 0.1 * deadline))
         logged: dict[str, list[float]] = {}
         if self._call.concurrency is None:
             return self._answer_batch(batch, seconds, logged)
         return self._answer_rows(batch, seconds, self._call.concurrency, logged)
 
-    def raw(self, batch: Batch) -> Any:
-        """What the function returns for a batch, or a list of what it returns for each row; raises what it raises."""
+    def raw_outputs(self, batch: RewardBatch) -> Any:
+        """Return what the function returns for a batch, or a list of its results by row; raises what it raises."""
         if self._call.concurrency is None:
-            return self._finish(self._reward(**self._arguments(batch, {})))
-        return [self._finish(self._reward(**self._arguments(batch, {}, row))) for row in range(batch.size)]
+            return self._resolve(self._reward(**self._arguments(batch, {})))
+        return [self._resolve(self._reward(**self._arguments(batch, {}, row))) for row in range(batch.size)]
 
-    def _answer_batch(self, batch: Batch, seconds: float, logged: dict[str, list[float]]) -> Answer:
+    def _answer_batch(self, batch: RewardBatch, seconds: float, logged: dict[str, list[float]]) -> Answer:
         try:
-            values = self._finish(self._reward(**self._arguments(batch, logged)), seconds)
+            values = self._resolve(self._reward(**self._arguments(batch, logged)), seconds)
         except (Exception, SystemExit) as error:  # user code: anything can come
-            culprit = self._first_failing_row(batch) if self._call.search else None
-            return failed(batch.size, self._raised(error, culprit=culprit))
+            failing_row = self._find_failing_row(batch) if self._call.find_failing_row else None
+            return failed_answer(batch.size, self._raised(error, failing_row))
         if values is _LATE:
-            return failed(batch.size, Problem("late", "did not finish"))
-        numbers, problems = judge(values, batch.size)
+            return failed_answer(batch.size, Problem("late", "did not finish"))
+        numbers, problems = check_values(values, batch.size)
         return Answer(numbers, problems, logged)
 
-    def _answer_rows(self, batch: Batch, seconds: float, concurrency: int, logged: dict[str, list[float]]) -> Answer:
+    def _answer_rows(
+        self, batch: RewardBatch, seconds: float, concurrency: int, logged: dict[str, list[float]]
+    ) -> Answer:
         end = time.monotonic() + seconds
-        results = [self._one(self._arguments(batch, logged, row), end) for row in range(batch.size)]
+        results = [self._call_for_row(self._arguments(batch, logged, row), end) for row in range(batch.size)]
         if any(inspect.isawaitable(r) for r in results):
-            results = self._loop.run(self._all(results, seconds, concurrency))
+            results = self._loop.run(self._await_rows(results, seconds, concurrency))
         numbers, problems = [], []
         for row, result in enumerate(results):
             if isinstance(result, Problem):
                 number, found = math.nan, [result]
             else:
-                (number,), found = judge([result], 1)
+                (number,), found = check_values([result], 1)
             numbers.append(number)
             problems += [Problem(p.kind, p.text, row, trace=p.trace) for p in found]
         return Answer(numbers, problems, logged)
 
-    def _one(self, arguments: dict[str, Any], end: float) -> Any:
-        """What a call for one row returns, or the problem with it."""
+    def _call_for_row(self, arguments: dict[str, Any], end: float) -> Any:
+        """Return what a call for one row returns, or the problem with it."""
         if time.monotonic() >= end:
             return Problem("late", "did not get to it")
         try:
@@ -89,20 +96,20 @@ class Caller:
         except (Exception, SystemExit) as error:  # user code: anything can come
             return self._raised(error)
 
-    async def _all(self, results: list[Any], seconds: float, concurrency: int) -> list[Any]:
+    async def _await_rows(self, results: list[Any], seconds: float, concurrency: int) -> list[Any]:
         """Await all of them within ``seconds``; those that are not done by then are cancelled, and late."""
-        places = asyncio.Semaphore(concurrency)
+        slots = asyncio.Semaphore(concurrency)
 
-        async def one(result: Any) -> Any:
+        async def await_row(result: Any) -> Any:
             if not inspect.isawaitable(result):
                 return result
-            async with places:
+            async with slots:
                 try:
                     return await result
                 except (Exception, SystemExit) as error:  # user code: anything can come
                     return self._raised(error)
 
-        tasks = [asyncio.ensure_future(one(result)) for result in results]
+        tasks = [asyncio.ensure_future(await_row(result)) for result in results]
         _, late = await asyncio.wait(tasks, timeout=seconds)
         await _cancel(late)
         for task, result in zip(tasks, results, strict=True):
@@ -110,45 +117,48 @@ class Caller:
                 result.close()
         return [Problem("late", "did not finish") if task in late else task.result() for task in tasks]
 
-    def _finish(self, value: Any, seconds: float | None = None) -> Any:
-        """A value as it is, an awaitable's result within ``seconds``, or _LATE."""
+    def _resolve(self, value: Any, seconds: float | None = None) -> Any:
+        """Return a value as it is, or an awaitable's result, or _LATE if that takes longer than ``seconds``."""
         if not inspect.isawaitable(value):
             return value
-        return self._loop.run(_within(value, seconds))
+        return self._loop.run(_await_within(value, seconds))
 
-    def _arguments(self, batch: Batch, logged: dict[str, list[float]], row: int | None = None) -> dict[str, Any]:
-        """Keyword arguments for the batch, or for one row of it; lists are its own to change."""
+    def _arguments(self, batch: RewardBatch, logged: dict[str, list[float]], row: int | None = None) -> dict[str, Any]:
+        """Make the keyword arguments for the batch, or for one row of it; the reward may change the lists."""
         if row is None:
-            columns = {n: [self._given(n, v) for v in values] for n, values in batch.columns.items()}
+            columns = {n: [self._as_argument(n, v) for v in values] for n, values in batch.columns.items()}
         else:
-            columns = {_AS_ROW.get(n, n): self._given(n, values[row]) for n, values in batch.columns.items()}
+            columns = {
+                _ROW_ARGUMENTS.get(n, n): self._as_argument(n, values[row]) for n, values in batch.columns.items()
+            }
         extras = {
             "step": batch.step,
             "options": dict(self._call.options),
             "log_metric": _logger(logged),
             "trainer_state": TrainerState(batch.step),
         }
-        return {**columns, **{n: extras[n] for n in self._call.extras if n in extras}, **self._passed}
+        return {**columns, **{n: extras[n] for n in self._call.extras if n in extras}, **self._passed_options}
 
-    def _given(self, name: str, value: Any) -> Any:
+    def _as_argument(self, name: str, value: Any) -> Any:
+        """Wrap a text in a message where the reward expects messages."""
         if not self._call.messages or name not in TEXT_ARGUMENTS:
             return value
         return [{"role": "user" if name == "prompts" else "assistant", "content": value}]
 
-    def _raised(self, error: BaseException, culprit: int | None = None) -> Problem:
-        said = str(error)
-        said = said if len(said) <= _LONGEST_MESSAGE else f"{said[:_LONGEST_MESSAGE]}..."
-        text = f"raised {type(error).__name__}: {said} ({self._place(error)})"
-        return Problem("raised", text, culprit=culprit, trace="".join(traceback.format_exception(error)))
+    def _raised(self, error: BaseException, failing_row: int | None = None) -> Problem:
+        message = str(error)
+        message = message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}..."
+        text = f"raised {type(error).__name__}: {message} ({self._source_line(error)})"
+        return Problem("raised", text, failing_row=failing_row, trace="".join(traceback.format_exception(error)))
 
-    def _place(self, error: BaseException) -> str:
-        """The innermost line of the reward's own file in the traceback, or else of any file."""
+    def _source_line(self, error: BaseException) -> str:
+        """Name the innermost line of the reward's own file in the traceback, or else of any file."""
         frames = traceback.extract_tb(error.__traceback__)
         file = getattr(self._code, "co_filename", None)
         frame = next((f for f in reversed(frames) if f.filename == file), frames[-1])
         return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
-    def _first_failing_row(self, batch: Batch) -> int | None:
+    def _find_failing_row(self, batch: RewardBatch) -> int | None:
         """Call a reward that raised once more, a row at a time, up to the first row that raises.
 
         The run ends with this error either way, so a second call per row is a fair price for the name of the sample.
@@ -157,9 +167,9 @@ class Caller:
         for row in range(batch.size):
             if time.monotonic() - started > SEARCH_SECONDS:
                 return None
-            one = Batch({name: [values[row]] for name, values in batch.columns.items()}, batch.step, 1)
+            alone = RewardBatch({name: [values[row]] for name, values in batch.columns.items()}, batch.step, 1)
             try:
-                self._finish(self._reward(**self._arguments(one, {})), SEARCH_SECONDS)
+                self._resolve(self._reward(**self._arguments(alone, {})), SEARCH_SECONDS)
             except (Exception, SystemExit):  # user code: anything can come
                 return row
         return None
@@ -178,11 +188,11 @@ def _logger(logged: dict[str, list[float]]) -> Callable[[str, float], None]:
     return log_metric
 
 
-def _maybe(reward: Any, method: str) -> Any:
+def _call_if_defined(reward: Any, method: str) -> Any:
     return getattr(reward, method)() if callable(getattr(reward, method, None)) else None
 
 
-async def _within(value: Awaitable[Any], seconds: float | None) -> Any:
+async def _await_within(value: Awaitable[Any], seconds: float | None) -> Any:
     task = asyncio.ensure_future(_coroutine(value))
     _, late = await asyncio.wait([task], timeout=seconds)
     await _cancel(late)
@@ -197,7 +207,7 @@ def _coroutine(value: Awaitable[Any]) -> Coroutine[Any, Any, Any]:
 
 
 async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
-    """Cancel and let them tidy up for a moment; what resists is the deadline's business."""
+    """Cancel tasks and let them tidy up for a moment; what resists runs into the deadline of the whole batch."""
     for task in tasks:
         task.cancel()
     if tasks:

@@ -1,82 +1,101 @@
-"""From an entry of ``rewards`` in the config to a reward that is known to fit the data.
+"""An entry of ``rewards`` in the config is loaded: its name leads to a function or class that is known to fit the data.
 
     loaded = load_reward(RewardSpec(name="my_rewards.py:short", options={"limit": 40}), columns={"question", "answer"})
+
+    find_reward("gsm8k")                       # a shipped reward
+    find_reward("my_package_reward")           # an entry point of the group tpu_grpo.rewards of an installed package
+    find_reward("my_rewards.py:short")         # a file, relative to the working directory
+    find_reward("my_package.rewards:short")    # a module
 
 Everything that can be known without a completion is checked here: the name, the file, the function, its signature
 against the columns of the data and the options, and for shipped rewards the options' values.
 """
 
+import difflib
+import importlib
 import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.errors import RewardError
-from tpu_grpo.rewards.answers import Batch, Call
+from tpu_grpo.plugins import find_function
+from tpu_grpo.rewards.batches import Call, RewardBatch
 from tpu_grpo.rewards.calling import Caller
-from tpu_grpo.rewards.finding import find
 from tpu_grpo.rewards.protocol import EXTRAS, SAMPLE_ARGUMENTS, TEXT_ARGUMENTS, rows_at_a_time
 from tpu_grpo.rewards.shipped import SHIPPED
+
+ENTRY_POINTS = "tpu_grpo.rewards"
+"""An installed package offers rewards as entry points of this group."""
 
 
 @dataclass(frozen=True)
 class LoadedReward:
-    """A reward with the columns it is called with."""
+    """A LoadedReward holds a reward that was found, and the columns that it is called with."""
 
     target: Any
-    """The function, class or object."""
+    """This is the function, class or callable object."""
     call: Call
     arguments: tuple[str, ...]
-    """Of prompts, completions and the data columns, the ones passed."""
+    """These of prompts, completions and the data columns are passed."""
+
+    @property
+    def needs_token_ids(self) -> bool:
+        """Return whether the reward declares completion_ids, the token ids of the completions."""
+        return "completion_ids" in self.call.extras
+
+    @property
+    def batch_columns(self) -> list[str]:
+        """Name the columns of a batch for this reward: its arguments, and completion_ids where it declares them."""
+        return [*self.arguments, "completion_ids"] if self.needs_token_ids else list(self.arguments)
 
 
 @dataclass(frozen=True)
-class _Taken:
-    """What a signature takes by name."""
+class _Signature:
+    """A signature says what a function takes by name."""
 
     named: Mapping[str, inspect.Parameter]
-    anything: bool
-    """Whether it has ``**kwargs``."""
+    has_kwargs: bool
 
     def takes(self, name: str) -> bool:
-        return self.anything or name in self.named
+        return self.has_kwargs or name in self.named
 
 
 def load_reward(spec: RewardSpec, columns: Collection[str]) -> LoadedReward:
     """Find the reward that ``spec`` names and check that it can be called on data with these ``columns``.
 
     Raises:
-        RewardError: for a name that leads nowhere (see ``find``), a parameter that nothing fills, or an option it does
-            not take.
+        RewardError: for a name that leads nowhere (see ``find_reward``), a parameter that nothing fills, or an option
+            it does not take.
     """
-    target = find(spec.name)
+    target = find_reward(spec.name)
     is_class = inspect.isclass(target)
     if is_class and "__call__" not in dir(target):
         raise RewardError(f"reward {spec.name} must have a method __call__ that scores, got a class without; add one")
     function = target.__call__ if is_class else target
-    taken = _taken(spec.name, function, skip_self=is_class)
-    built_with = _taken(spec.name, target) if is_class else None
-    call_options = {} if built_with else spec.options
-    extras = tuple(name for name in EXTRAS if name in taken.named and name not in (*columns, *call_options))
-    _check_options(spec, built_with or taken, anything="options" in extras)
+    signature = _signature(spec.name, function, skip_self=is_class)
+    constructor = _signature(spec.name, target) if is_class else None
+    call_options = {} if constructor else spec.options
+    extras = tuple(name for name in EXTRAS if name in signature.named and name not in (*columns, *call_options))
+    _check_options(spec, constructor or signature, takes_all="options" in extras)
     concurrency = rows_at_a_time(function)
     offered = _offered(columns, by_row=concurrency is not None)
-    _check_filled(spec, taken, [*offered.values(), *call_options], extras)
-    if built_with:
-        _check_filled(spec, built_with, list(spec.options), ())
-    arguments = [n for n, shown in offered.items() if shown not in call_options and taken.takes(shown)]
-    passed = {n: v for n, v in spec.options.items() if (built_with or taken).takes(n)}
+    _check_filled(spec, signature, [*offered.values(), *call_options], extras)
+    if constructor:
+        _check_filled(spec, constructor, list(spec.options), ())
+    arguments = [n for n, shown in offered.items() if shown not in call_options and signature.takes(shown)]
     call = Call(
         name=spec.shown,
         source=spec.name,
-        passed=passed,
+        passed_options={n: v for n, v in spec.options.items() if (constructor or signature).takes(n)},
         options=spec.options,
         extras=extras,
         concurrency=concurrency,
         is_async=inspect.iscoroutinefunction(function),
         messages=spec.messages,
-        search=spec.on_error == "stop",
+        find_failing_row=spec.on_error == "stop",
     )
     loaded = LoadedReward(target, call, tuple(arguments))
     if spec.name in SHIPPED:
@@ -85,44 +104,64 @@ def load_reward(spec: RewardSpec, columns: Collection[str]) -> LoadedReward:
 
 
 def workers_of(spec: RewardSpec) -> int:
-    """Processes a reward gets: what the config says, or what suits it."""
+    """Return how many processes a reward gets: what the config says, or else what suits it."""
     if spec.workers is not None:
         return spec.workers
     return SHIPPED[spec.name].workers if spec.name in SHIPPED else 1
 
 
 def repeats_itself(spec: RewardSpec) -> bool:
-    """Whether a reward gives the same text the same value every time: what the config says, or what is known of it."""
+    """Return whether the same text always gets the same value, by the config or else by what is known of the reward."""
     if spec.deterministic is not None:
         return spec.deterministic
     return SHIPPED[spec.name].deterministic if spec.name in SHIPPED else True
 
 
-def _try_options(spec: RewardSpec, loaded: LoadedReward) -> None:
-    """Shipped rewards judge their options when they are built, on zero rows, or on a row without anything."""
+# --- a name -> what it stands for ------------------------------------------------------------------------------------
+
+
+def find_reward(name: str) -> Any:
+    """Return the function, class or callable object that ``name`` stands for.
+
+    Files are found relative to the working directory and may import modules that lie beside them.
+
+    Raises:
+        RewardError: for an unknown name, a file or module that is missing or fails to import, or one without it.
+    """
+    return find_function(name, "reward", RewardError) if ":" in name else _find_named(name)
+
+
+def _find_named(name: str) -> Any:
+    if name in SHIPPED:
+        module, _, attribute = SHIPPED[name].source.partition(":")
+        return getattr(importlib.import_module(f"tpu_grpo.rewards.shipped.{module}"), attribute)
+    installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    if name in installed:
+        return _load_entry_point(installed[name])
+    known = [*SHIPPED, *installed]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    others = f"installed: {', '.join(sorted(installed))}; " if installed else ""
+    raise RewardError(
+        f"{name!r} is not a shipped reward; {hint}(shipped: {', '.join(SHIPPED)}; {others}your own: path.py:function "
+        "or package.module:function)"
+    )
+
+
+def _load_entry_point(point: EntryPoint) -> Any:
     try:
-        if inspect.isclass(loaded.target):
-            loaded.target(**spec.options)
-        else:
-            Caller(loaded.call, loaded.target).raw(_nothing(loaded))
-    except (TypeError, ValueError) as error:
-        raise RewardError(f"reward {spec.name}, options {spec.options}: {error}") from error
+        return point.load()
+    except (Exception, SystemExit) as error:  # user code: anything can come
+        raise RewardError(
+            f"reward {point.name}, an entry point at {point.value}, failed to load: {type(error).__name__}: {error}; "
+            "repair or remove the package that brings it"
+        ) from error
 
 
-def _nothing(loaded: LoadedReward) -> Batch:
-    names = [*loaded.arguments, *(n for n in loaded.call.extras if n == "completion_ids")]
-    if loaded.call.concurrency is None:
-        return Batch(dict.fromkeys(names, ()), 0, 0)
-    return Batch({name: [""] if name in TEXT_ARGUMENTS else [None] for name in names}, 0, 1)
+# --- does it fit the data and the options? ---------------------------------------------------------------------------
 
 
-def _offered(columns: Collection[str], *, by_row: bool) -> dict[str, str]:
-    """Name of a column of the batch -> name of the argument that gets it."""
-    offered = {name: name for name in [*TEXT_ARGUMENTS, *columns]}
-    return offered | {batch: row for row, batch in SAMPLE_ARGUMENTS.items()} if by_row else offered
-
-
-def _taken(name: str, function: Any, *, skip_self: bool = False) -> _Taken:
+def _signature(name: str, function: Any, *, skip_self: bool = False) -> _Signature:
     try:
         parameters = list(inspect.signature(function).parameters.values())[1 if skip_self else 0 :]
     except (TypeError, ValueError) as error:
@@ -130,11 +169,17 @@ def _taken(name: str, function: Any, *, skip_self: bool = False) -> _Taken:
     if by_position := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
         raise RewardError(f"reward {name} must take its arguments by name, got positional-only {by_position}; drop '/'")
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return _Taken(named, any(p.kind is p.VAR_KEYWORD for p in parameters))
+    return _Signature(named, any(p.kind is p.VAR_KEYWORD for p in parameters))
 
 
-def _check_filled(spec: RewardSpec, taken: _Taken, offered: list[str], extras: Collection[str]) -> None:
-    for parameter in taken.named.values():
+def _offered(columns: Collection[str], *, by_row: bool) -> dict[str, str]:
+    """Map each column of a batch to the argument that gets it: ``completions`` to ``completion`` for one row."""
+    offered = {name: name for name in [*TEXT_ARGUMENTS, *columns]}
+    return offered | {batch: row for row, batch in SAMPLE_ARGUMENTS.items()} if by_row else offered
+
+
+def _check_filled(spec: RewardSpec, signature: _Signature, offered: list[str], extras: Collection[str]) -> None:
+    for parameter in signature.named.values():
         if parameter.default is parameter.empty and parameter.name not in (*offered, *extras):
             raise RewardError(
                 f"reward {spec.name} requires the parameter {parameter.name!r}, which is neither a column of the data "
@@ -143,9 +188,29 @@ def _check_filled(spec: RewardSpec, taken: _Taken, offered: list[str], extras: C
             )
 
 
-def _check_options(spec: RewardSpec, taken: _Taken, *, anything: bool) -> None:
+def _check_options(spec: RewardSpec, signature: _Signature, *, takes_all: bool) -> None:
     if texts := sorted(set(spec.options) & {*TEXT_ARGUMENTS, *SAMPLE_ARGUMENTS}):
         raise RewardError(f"reward {spec.name}: options must not be called {texts}; these are the texts of the rollout")
-    unknown = [name for name in spec.options if not taken.takes(name)]
-    if unknown and not anything:
-        raise RewardError(f"reward {spec.name} does not take the options {unknown}; it takes: {', '.join(taken.named)}")
+    unknown = [name for name in spec.options if not signature.takes(name)]
+    if unknown and not takes_all:
+        known = ", ".join(signature.named)
+        raise RewardError(f"reward {spec.name} does not take the options {unknown}; it takes: {known}")
+
+
+def _try_options(spec: RewardSpec, loaded: LoadedReward) -> None:
+    """Let a shipped reward check its options: they do so when they are built, on zero rows, or on an empty row."""
+    try:
+        if inspect.isclass(loaded.target):
+            loaded.target(**spec.options)
+        else:
+            Caller(loaded.call, loaded.target).raw_outputs(_empty_batch(loaded))
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"reward {spec.name}, options {spec.options}: {error}") from error
+
+
+def _empty_batch(loaded: LoadedReward) -> RewardBatch:
+    """Make a batch of zero rows, or of one row without anything for a function of one row."""
+    names = loaded.batch_columns
+    if loaded.call.concurrency is None:
+        return RewardBatch(dict.fromkeys(names, ()), 0, 0)
+    return RewardBatch({name: [""] if name in TEXT_ARGUMENTS else [None] for name in names}, 0, 1)

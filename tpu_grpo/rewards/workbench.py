@@ -1,4 +1,4 @@
-"""Trying rewards on completions that are there already, without a model.
+"""Rewards are tried on completions that are there already, without a model.
 
 A line of the file is ``{"completion": ..., "prompt": ..., <columns>}``, or holds ``completions``, a list, for a group.
 """
@@ -17,12 +17,12 @@ from tpu_grpo.errors import DataError
 from tpu_grpo.rewards.scoring import RewardSet, open_rewards
 from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, Scores
 
-_OWN = ("prompt", "completion", "completions", "completion_ids")
+_RESERVED_KEYS = ("prompt", "completion", "completions", "completion_ids")
 
 
 @dataclass(frozen=True)
-class Timed:
-    """How long a reward took for one row alone."""
+class RowTiming:
+    """A RowTiming says how long a reward took for one row alone."""
 
     seconds: float
     reward: str
@@ -31,23 +31,23 @@ class Timed:
 
 @dataclass(frozen=True)
 class Disagreement:
-    """Rows that one reward scores above 0 and another one does not."""
+    """A Disagreement lists the rows that one reward scores above 0 and another one does not."""
 
     first: str
     second: str
     rows: tuple[int, ...]
-    """Rows to which both apply and on which they disagree."""
-    of: int
-    """Rows to which both apply."""
+    """Both rewards apply to these rows, and they disagree."""
+    comparable: int
+    """It counts the rows to which both apply."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What rewards made of the completions of a file."""
+    """A Trial holds what rewards made of the completions of a file."""
 
     rollout: Rollout
     scores: Scores
-    slowest: tuple[Timed, ...]
+    slowest: tuple[RowTiming, ...]
     disagreements: tuple[Disagreement, ...]
 
 
@@ -69,7 +69,7 @@ def try_rewards(specs: Sequence[RewardSpec], path: Path, *, step: int = 0, slowe
 
 
 def read_completions(path: Path, step: int = 0) -> Rollout:
-    """The completions of a file as a rollout, a prompt per line. Raises DataError."""
+    """Read the completions of a file as a rollout, a prompt per line. Raises DataError."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -82,15 +82,17 @@ def read_completions(path: Path, step: int = 0) -> Rollout:
     groups = [r["completions"] if "completions" in r else [r["completion"]] for r in records]
     if len({len(group) for group in groups}) != 1:
         raise DataError(f"{path}: every line must hold as many completions, got {sorted({len(g) for g in groups})}")
-    prompts = [Prompt(r.get("prompt", ""), (), {k: v for k, v in r.items() if k not in _OWN}) for r in records]
+    prompts = [
+        Prompt(r.get("prompt", ""), (), {k: v for k, v in r.items() if k not in _RESERVED_KEYS}) for r in records
+    ]
     ids = [r.get("completion_ids") for r in records]
     completions = [_completion(i, text) for i, group in zip(ids, groups, strict=True) for text in group]
     texts = tuple(text for group in groups for text in group)
     return Rollout(PromptBatch(step, tuple(prompts)), len(groups[0]), tuple(completions), texts, seconds=0.0)
 
 
-def time_rows(rewards: RewardSet, rollout: Rollout) -> list[Timed]:
-    """Every reward on every row alone."""
+def time_rows(rewards: RewardSet, rollout: Rollout) -> list[RowTiming]:
+    """Time every reward on every row alone."""
     timed = []
     for row, prompt in enumerate(rollout.row_prompts):
         one = replace(
@@ -101,12 +103,12 @@ def time_rows(rewards: RewardSet, rollout: Rollout) -> list[Timed]:
             texts=rollout.texts[row : row + 1],
         )
         figures = rewards.score(one).figures
-        timed += [Timed(figures[f"rewards/{name}/seconds"].value, name, row) for name in rewards.names]
+        timed += [RowTiming(figures[f"rewards/{name}/seconds"].value, name, row) for name in rewards.names]
     return timed
 
 
 def disagreements(scores: Scores) -> list[Disagreement]:
-    """For each two rewards, the rows on which one is above 0 and the other is not."""
+    """Find, for each two rewards, the rows on which one is above 0 and the other is not."""
     found = []
     for (first, a), (second, b) in combinations(scores.by_name.items(), 2):
         both = ~np.isnan(a) & ~np.isnan(b)
@@ -128,6 +130,6 @@ def _record(path: Path, number: int, line: str) -> dict[str, Any]:
 
 
 def _completion(ids: Any, text: str) -> Completion:
-    """Without token ids, a completion counts one token per word."""
+    """Make a completion from its text and token ids; without these it counts one token per word."""
     tokens = np.asarray(ids if ids is not None else range(len(text.split())), np.int32)
     return Completion(tokens, np.zeros(len(tokens), np.float32), finish_reason="stop", cached_tokens=0)

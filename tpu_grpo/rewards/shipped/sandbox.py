@@ -19,7 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-WORKER_MARK = "TPU_GRPO_REWARD_WORKER"
+from tpu_grpo.rewards.worker import WORKER_MARK
+
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 
 
@@ -65,6 +66,6 @@ def run_tests(program: str, tests: Sequence[Any], limits: Limits) -> list[bool]:
 
 
 def _environment(home: str) -> dict[str, str]:
-    """Next to nothing; but the mark by which a worker's leftovers are found."""
+    """Make an environment of next to nothing, with the mark by which what a worker leaves behind is found."""
     kept = {name: os.environ[name] for name in (WORKER_MARK,) if name in os.environ}
     return {**kept, "PATH": os.defpath, "LANG": "C.UTF-8", "HOME": home, "OMP_NUM_THREADS": "1"}

@@ -1,4 +1,4 @@
-"""Rewards in processes of their own: what faults cost, who notices, and that nothing stays behind."""
+"""Rewards run in processes of their own: what faults cost, who notices, and that nothing stays behind."""
 
 import os
 import signal
@@ -18,8 +18,6 @@ from tests.rewards.conftest import make_rollout
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.errors import RewardError
 from tpu_grpo.rewards import RewardSet, open_rewards
-from tpu_grpo.rewards.answers import Call
-from tpu_grpo.rewards.tables import cut
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "bb", "ccc", "dddd"])
 GOOD = [1.0, 2.0, 3.0, 4.0]
@@ -136,7 +134,7 @@ def test_a_thread_cannot_be_ended_but_does_not_hold_up_the_step():
 @pytest.mark.parametrize("function", [faulty.sleeps, faulty.hangs])
 def test_workers_end_with_a_main_process_that_is_killed(function: Callable[..., Any]):
     script = f"""
-        from tests.rewards.test_pool import ROLLOUT, spec
+        from tests.rewards.test_executors import ROLLOUT, spec
         from tests.rewards import faulty
         from tpu_grpo.rewards import open_rewards
         rewards = open_rewards([spec(faulty.good), spec(faulty.{function.__name__}, timeout=100)], [])
@@ -159,7 +157,7 @@ def test_workers_end_with_a_main_process_that_is_killed(function: Callable[..., 
 
 def test_workers_end_at_the_exit_of_a_main_process_that_forgot_them():
     script = """
-        from tests.rewards.test_pool import ROLLOUT, spec
+        from tests.rewards.test_executors import ROLLOUT, spec
         from tests.rewards import faulty
         from tpu_grpo.rewards import open_rewards
         open_rewards([spec(faulty.good)], []).score(ROLLOUT)
@@ -199,25 +197,3 @@ def test_a_batch_is_cut_for_several_workers():
         by_worker = rewards.score(rollout).total.reshape(4, 2)
     assert (by_worker[:, 0] == by_worker[:, 1]).all()  # a group stays together
     assert len(set(by_worker[:, 0])) == 2
-
-
-@pytest.mark.parametrize(
-    ("rows", "workers", "call", "expected"),
-    [
-        (range(4), 1, Call("f", "f"), [[0, 1, 2, 3]]),
-        (range(8), 2, Call("f", "f"), [[0, 1], [2, 3], [4, 5], [6, 7]]),
-        ([0, 3, 4], 2, Call("f", "f"), [[0], [3], [4]]),
-        (
-            range(20),
-            2,
-            Call("f", "f"),
-            [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19]],
-        ),
-        (range(6), 1, Call("f", "f", concurrency=1), [[0, 1], [2, 3], [4, 5]]),
-        (range(6), 0, Call("f", "f", concurrency=1, is_async=True), [[0, 1, 2, 3, 4, 5]]),
-        (range(5), 2, Call("f", "f", concurrency=1, is_async=True), [[0, 1, 2], [3, 4]]),
-        ([], 2, Call("f", "f"), []),
-    ],
-)
-def test_cutting(rows: Any, workers: int, call: Call, expected: list[list[int]]):
-    assert cut(rows, 2, workers, call) == expected

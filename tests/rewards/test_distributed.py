@@ -1,10 +1,13 @@
-"""Rewards shared out over real processes: every host ends with what one host computes, and odd ones are found."""
+"""Rewards are distributed over real processes: every host ends with what one host computes, and odd ones are found."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.hosts.processes import run
+from tpu_grpo.rewards.distributed import encode_figures, merge_figures
+from tpu_grpo.types import Figure
 
 REWARDS = """
 import sys
@@ -80,3 +83,17 @@ def test_fewer_prompts_than_hosts(file: Path) -> None:
     ended = run(body.format(file=file, compared=["length"]), 2)
     for end in ended.values():
         assert "[1.0, 2.0]" in end.out.splitlines(), end
+
+
+def test_figures_of_hosts_are_merged_as_sums_means_and_maxima():
+    first = {"errors": Figure(2, "sum"), "seconds": Figure(0.5, "max"), "length": Figure(2.0, "mean", 1)}
+    second = {"errors": Figure(3, "sum"), "seconds": Figure(0.25, "max"), "length": Figure(5.0, "mean", 2)}
+    third = {"seconds": Figure(0.75, "max"), "other": Figure(1.0, "mean", 4)}
+    by_host = [json.loads(json.dumps(encode_figures(figures))) for figures in (first, second, third)]
+    assert merge_figures(by_host) == {
+        "errors": Figure(5, "sum", 2),
+        "seconds": Figure(0.75, "max", 3),
+        "length": Figure(4.0, "mean", 3),
+        "other": Figure(1.0, "mean", 4),
+    }
+    assert merge_figures([]) == {}

@@ -1,0 +1,201 @@
+"""A reward is asked about batches of a rollout's rows and answers with values and problems; these are the records.
+
+table = build_table(rollout, ["answer"], token_ids=False)           # all columns that the rewards need, each [B]
+batches = split_rows(range(table.size), group_size, workers, call)  # the rows of each batch: [[0, 1], [2, 3]]
+batch = table.batch(["completions", "answer"], batches[0])          # goes to the reward's process or thread
+answer = Answer([1.0, nan], [Problem("raised", "...", row=1)])      # comes back
+"""
+
+import math
+import reprlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, Literal
+
+from tpu_grpo.errors import RewardError
+from tpu_grpo.rewards.protocol import TEXT_ARGUMENTS
+from tpu_grpo.types import Rollout
+
+SHORT_REPR = reprlib.Repr(maxstring=120, maxother=120)
+"""Error messages show texts and values shortened by this."""
+_BATCHES_PER_WORKER = 4
+"""A worker gets several batches, so that one slow batch does not keep it busy while the others are done."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A Call says how a reward is found and called; worker processes are sent theirs."""
+
+    name: str
+    """The metrics show this name."""
+    source: str
+    """The config names the reward so; it is found by this name."""
+    passed_options: Mapping[str, Any] = field(default_factory=dict)
+    """These options are passed by name, to the function or to a class's constructor."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """A function that declares ``options`` gets all of them."""
+    extras: tuple[str, ...] = ()
+    """The function declares these of protocol.EXTRAS."""
+    concurrency: int | None = None
+    """An async function of one row runs for so many rows at a time; it is None for a function of a batch."""
+    is_async: bool = False
+    messages: bool = False
+    """If set, texts are passed as lists of one message."""
+    find_failing_row: bool = True
+    """If set, the row that makes a reward of a batch raise is looked for."""
+
+
+@dataclass(frozen=True)
+class RewardBatch:
+    """A RewardBatch holds the rows that a reward is asked about at once."""
+
+    columns: Mapping[str, Sequence[Any]]
+    """It holds the reward's arguments by name, each [size], and completion_ids where it declares them."""
+    step: int
+    size: int
+    """It counts the rows."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A Problem is what a reward did instead of giving a number."""
+
+    kind: Literal["raised", "late", "died", "wrong"]
+    text: str
+    """It says what happened, in words that follow the reward's name."""
+    row: int | None = None
+    """It concerns this row of the batch, from 0, or the whole batch when None."""
+    failing_row: int | None = None
+    """This row was found to raise on its own, where the whole batch is concerned."""
+    trace: str = ""
+    """It holds the text of the traceback, where there is one."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An Answer is what a reward says about a batch."""
+
+    values: list[float]
+    """It has one value per row, which is NaN where the reward does not apply or had a problem."""
+    problems: list[Problem] = field(default_factory=list)
+    logged: dict[str, list[float]] = field(default_factory=dict)
+    """The reward passed these values to log_metric, by name."""
+
+
+def failed_answer(size: int, problem: Problem) -> Answer:
+    """Make the answer to a batch of which no row has a value."""
+    return Answer([math.nan] * size, [problem])
+
+
+# --- what a reward returned ------------------------------------------------------------------------------------------
+
+
+def check_values(values: Any, expected: int) -> tuple[list[float], list[Problem]]:
+    """Turn what a reward returned into ``expected`` numbers, NaN for None, and the problems that were found."""
+    found = _length(values)
+    if found != expected:
+        got = f"a {type(values).__name__}" if found is None else f"{found} values"
+        text = f"must return a list of one number (or None) per completion, {expected} here, got {got}"
+        return [math.nan] * expected, [Problem("wrong", text)]
+    numbers, problems = [], []
+    for row, value in enumerate(values):
+        number = number_or_none(value)
+        if number is None:
+            text = f"must return finite numbers (or None where it does not apply), got {SHORT_REPR.repr(value)}"
+            problems.append(Problem("wrong", text, row))
+        numbers.append(math.nan if number is None else number)
+    return numbers, problems
+
+
+def _length(values: Any) -> int | None:
+    """Return the length of a list, tuple or array, None for anything else: generators, texts, sets, mappings."""
+    if isinstance(values, str | bytes | set | frozenset | Mapping) or not hasattr(values, "__len__"):
+        return None
+    if getattr(values, "shape", (0,)) == ():
+        return None
+    return len(values)
+
+
+def number_or_none(value: Any) -> float | None:
+    """Return a finite number as a float, NaN for None, and None for anything else."""
+    if value is None:
+        return math.nan
+    if getattr(value, "shape", None) == ():
+        value = value.item()  # a scalar of numpy or jax
+    try:
+        number = float(value) if isinstance(value, Real) else math.inf
+    except OverflowError:
+        number = math.inf
+    return number if math.isfinite(number) else None
+
+
+# --- what a reward is asked about ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    """A Table holds a rollout's rows as columns: the texts, their token ids, and what rewards need of the data."""
+
+    columns: dict[str, Sequence[Any]]
+    """Each column, by its name, has one value per row: [B]."""
+    step: int
+    group_size: int
+
+    @property
+    def size(self) -> int:
+        """Return the number of rows, B."""
+        return len(self.columns["completions"])
+
+    def batch(self, names: Sequence[str], rows: Sequence[int]) -> RewardBatch:
+        """Make a batch of some columns of some rows."""
+        return RewardBatch({name: [self.columns[name][row] for row in rows] for name in names}, self.step, len(rows))
+
+
+def build_table(rollout: Rollout, names: Collection[str], *, token_ids: bool) -> Table:
+    """Collect the texts, the data columns called ``names``, and with ``token_ids`` those of the completions.
+
+    Raises:
+        RewardError: for a row that lacks one of the columns.
+    """
+    rows = rollout.row_prompts
+    columns: dict[str, Sequence[Any]] = {"prompts": [p.text for p in rows], "completions": list(rollout.texts)}
+    if token_ids:
+        columns["completion_ids"] = [c.token_ids.tolist() for c in rollout.completions]
+    table = Table(columns, rollout.batch.step, rollout.group_size)
+    for name in sorted(set(names) - set(TEXT_ARGUMENTS)):
+        lacking = next((i for i, p in enumerate(rows) if name not in p.columns), None)
+        if lacking is not None:
+            raise RewardError(
+                f"rewards were opened for data with the column {name!r}, which {describe_row(lacking, table)} lacks; "
+                f"it has {sorted(rows[lacking].columns)}. Add the column to the data"
+            )
+        columns[name] = [p.columns[name] for p in rows]
+    return table
+
+
+def split_rows(rows: Sequence[int], group_size: int, workers: int, call: Call) -> list[list[int]]:
+    """Split rows into batches: one batch for one worker, otherwise a few batches per worker.
+
+    A batch is made of whole groups, unless the reward is a function of one row. With two workers and groups of 2, rows
+    0 to 7 become ``[[0, 1], [2, 3], [4, 5], [6, 7]]``. Async functions of one row get one batch per worker, since a
+    worker awaits all rows of a batch together.
+    """
+    by_row = call.concurrency is not None
+    if not rows or (workers <= 1 and not by_row):
+        return [list(rows)] if rows else []
+    most = max(1, workers) * (1 if call.is_async else _BATCHES_PER_WORKER)
+    keys = list(range(len(rows))) if by_row else [row // group_size for row in rows]
+    distinct = list(dict.fromkeys(keys))
+    each = math.ceil(len(distinct) / most)
+    batch_of = {key: i // each for i, key in enumerate(distinct)}
+    batches: list[list[int]] = [[] for _ in range(math.ceil(len(distinct) / each))]
+    for row, key in zip(rows, keys, strict=True):
+        batches[batch_of[key]].append(row)
+    return batches
+
+
+def describe_row(row: int, table: Table) -> str:
+    """Name a row in an error message by its number and the beginnings and ends of its texts."""
+    prompt, completion = table.columns["prompts"][row], table.columns["completions"][row]
+    return f"row {row} (prompt {SHORT_REPR.repr(prompt)}, completion {SHORT_REPR.repr(completion)})"
