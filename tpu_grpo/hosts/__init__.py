@@ -1,4 +1,4 @@
-"""The processes of a run: where they run, how they meet, what they agree on, and how they end together.
+"""The room of a run's processes: where they run, how they meet, what they agree on, and how they end together.
 
 choose_platform()
 hosts = start(coordinator, count, index)

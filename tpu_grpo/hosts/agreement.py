@@ -1,4 +1,4 @@
-"""What hosts tell each other, and what they must have in common.
+"""Lets hosts tell each other what they have, and checks what must be the same on all.
 
 Every host makes the same calls in the same order, on its main thread: the calls are numbered, and one that finds the
 others at another call, or does not find them at all, raises instead of waiting for ever.
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 ROOT = "tpu_grpo/exchange"
 SHOWN = 60
-"""Values up to this many characters are shown in messages; longer ones as a digest."""
+"""Messages show values of up to this many characters, and a digest of longer ones."""
 ABSENT = "no value"
 
 
 class Hosts:
-    """The processes of a run. With ``count == 1`` every call is trivial and nothing is sent.
+    """Connects the processes of a run. With ``count == 1`` every call is trivial and nothing is sent.
 
     Args:
         index: which of them this is.
@@ -56,7 +56,7 @@ class Hosts:
         self._exchanges = 0
 
     def among(self, members: Sequence[int]) -> "Hosts":
-        """Some of the hosts, this one included, with exchanges of their own that the others take no part in.
+        """Return some of the hosts, this one included, with exchanges that the others take no part in.
 
         Every member makes it, once for the same members. Its answers are in the order of ``members``.
         """
@@ -66,11 +66,11 @@ class Hosts:
 
     @property
     def is_first(self) -> bool:
-        """Whether this host writes the files that the run has once."""
+        """Say whether this host writes the files that the run has once."""
         return self.index == 0
 
     def gather(self, name: str, value: bytes, *, timeout_seconds: float | None = None) -> list[bytes]:
-        """The values of all members, in their order, on every one of them.
+        """Return the values of all members, in their order, on every one of them.
 
         Args:
             name: what is exchanged, for messages, the same on every host.
@@ -98,7 +98,7 @@ class Hosts:
         return [part[2] for part in parts]
 
     def gather_array(self, name: str, array: "Shaped[np.ndarray, '...']") -> "Shaped[np.ndarray, 'H ...']":
-        """The arrays of all hosts (the same shape and type on each) stacked by host, on every host.
+        """Stack the arrays of all hosts (the same shape and type on each) by host, on every host.
 
         Goes over the devices' interconnect, for what is too large for ``gather``. Raises as ``gather`` does.
         """
@@ -132,7 +132,7 @@ class Hosts:
         self.gather(name, b"", timeout_seconds=timeout_seconds)
 
     def broadcast(self, name: str, value: bytes | None, *, timeout_seconds: float | None = None) -> bytes:
-        """Host 0's value on every host; what the others pass is ignored. Raises as ``gather`` does."""
+        """Return host 0's value on every host; what the others pass is ignored. Raises as ``gather`` does."""
         if self.is_first and value is None:
             raise ValueError(f"host 0 must have a value for {name}, got None")
         mine = value if self.is_first and value is not None else b""
@@ -160,7 +160,7 @@ class Hosts:
             raise LockstepError("\n  ".join(["every host must have the same; start all from the same files", *lines]))
 
     def _listing(self, found: Sequence[str]) -> str:
-        """Who has what, fewest first: "host 1 has 'b'; hosts 0, 2, 3 have 'a'"."""
+        """Say who has what, fewest first: "host 1 has 'b'; hosts 0, 2, 3 have 'a'"."""
         groups: dict[str, list[int]] = {}
         for index, value in zip(self.members, found, strict=True):
             groups.setdefault(value, []).append(index)
@@ -171,7 +171,7 @@ class Hosts:
 
 
 def _short(value: str | bytes) -> str:
-    """The value itself if it can be shown, else a digest that differs wherever the value does."""
+    """Return the value itself if it can be shown, else a digest that differs wherever the value does."""
     if isinstance(value, str) and len(value) <= SHOWN and value.isprintable():
         return repr(value)
     data = value.encode() if isinstance(value, str) else value

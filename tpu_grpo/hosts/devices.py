@@ -1,4 +1,4 @@
-"""Which devices belong to which host, and the order in which meshes take them.
+"""Says which devices belong to which host, and in which order meshes take them.
 
 A slice numbers its devices along its wires, not host by host: of a v5e-16, host 0 has devices 0, 1, 4 and 5. Meshes
 that are to be cut at the hosts' borders take them in the order of ``by_host``.
@@ -9,20 +9,20 @@ from typing import Any
 
 
 def by_host(devices: Iterable[Any]) -> list[Any]:
-    """The devices of host 0, then those of host 1, and so on; each host's in the order of their numbers."""
+    """Return the devices of host 0, then those of host 1, and so on; each host's in the order of their numbers."""
     return sorted(devices, key=lambda device: (device.process_index, device.id))
 
 
 def hosts_of(devices: Iterable[Any]) -> tuple[int, ...]:
-    """Which hosts have any of the devices, ascending."""
+    """Return the numbers of the hosts that have any of the devices, ascending."""
     return tuple(sorted({device.process_index for device in devices}))
 
 
 def devices_per_host(devices: Sequence[Any]) -> int:
-    """How many of the devices each host has.
+    """Return how many of the devices each host has.
 
     Raises:
-        ValueError: if they do not all have as many.
+        ValueError: the hosts do not all have as many.
     """
     counts = {host: sum(device.process_index == host for device in devices) for host in hosts_of(devices)}
     if len(set(counts.values())) != 1:

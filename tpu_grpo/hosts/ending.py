@@ -1,4 +1,4 @@
-"""Ending this process from a thread that is not the main one, with one message.
+"""Ends this process from a thread that is not the main one, with one message.
 
 The main thread may be inside a collective that never returns, where no exception can reach it. ``os._exit`` ends it
 nevertheless; it also skips jax's own shutdown, which would wait for hosts that are gone.
@@ -15,20 +15,20 @@ from tpu_grpo.errors import LockstepError
 
 
 class Here:
-    """What a last message says about this process: set by whoever knows, read at the end."""
+    """Holds what a last message says about this process: set by whoever knows, read at the end."""
 
     index: int = 0
     stage: str = "start-up"
     log: Path | None = None
-    """This host's log file, once it has one."""
+    """This is the host's log file, once it has one."""
     leaving_with: int | None = None
-    """The exit code of a process that is already ending because of an error of its own, which it prints itself."""
+    """A process that is already ending because of an error of its own, which it prints itself, has this exit code."""
 
 
 here = Here()
 _ending = threading.Lock()
 LEAVING_SECONDS = 10.0
-"""How long the main thread has to print its own error and end."""
+"""The main thread has so long to print its own error and end."""
 FLUSH_SECONDS = 1.0
 
 
@@ -49,7 +49,7 @@ def end_process(message: str, code: int = LockstepError.exit_code) -> NoReturn:
 
 
 def _append(path: Path, line: str) -> None:
-    """Without the logging module, whose locks the main thread may hold."""
+    """Write without the logging module, whose locks the main thread may hold."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_APPEND)
     except OSError:  # the disk is gone too; stderr has the line
@@ -59,5 +59,5 @@ def _append(path: Path, line: str) -> None:
 
 
 def host_names(indices: Sequence[int]) -> str:
-    """For messages: "host 1" or "hosts 0, 2, 3"."""
+    """Name hosts in messages: "host 1" or "hosts 0, 2, 3"."""
     return f"host {indices[0]}" if len(indices) == 1 else f"hosts {', '.join(map(str, indices))}"

@@ -1,6 +1,6 @@
-"""Several hosts on one machine: one process each, with CPU devices of its own, for tests and laptops.
+"""Runs several hosts on one machine, each a process with CPU devices of its own, for tests and laptops.
 
-The order of things when host 1 of three fails with code 3:
+This is the order of things when host 1 of three fails with code 3:
 
     host 1 ends with 3            the others notice by themselves, or not; ``grace_seconds`` pass
     SIGTERM to those still there  ``KILL_AFTER_SECONDS`` pass
@@ -23,40 +23,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts.platform import DEVICE_COUNT_FLAG
 
 KILL_AFTER_SECONDS = 5.0
-"""Between SIGTERM and SIGKILL; also how long output is awaited that an ended host left to a process of its own."""
+"""This passes between SIGTERM and SIGKILL; output that an ended host left to another process is awaited as long."""
 
 LONGEST_WAIT_SECONDS = 1.0
 """Python runs signal handlers on the main thread only, and a signal that another thread received does not wake it."""
 
 OWN_SETTINGS = ("hosts.coordinator", "hosts.count", "hosts.index")
-
-
-@dataclass(frozen=True)
-class _Ended:
-    """A host is gone and everything it wrote is shown."""
-
-    index: int
-    code: int
-    """As subprocess has it: negative for a signal."""
-    at: float
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The user wants everything to end."""
-
-    reason: str
-
-
-type _Events = queue.SimpleQueue[_Ended | _Asked]
 
 
 def run_local_hosts(
@@ -77,25 +56,20 @@ def run_local_hosts(
     SIGINT, SIGTERM and SIGHUP meanwhile. Raises ConfigError before anything is started.
     """
     _check(command, arguments, hosts, devices_per_host, grace_seconds)
-    events: _Events = queue.SimpleQueue()
-    output = _Output(stdout or sys.stdout.buffer, stderr or sys.stderr.buffer, events)
+    supervisor = _Supervisor(stdout or sys.stdout.buffer, stderr or sys.stderr.buffer, grace_seconds)
     environment = host_environment(os.environ, devices_per_host)
     shared = [*command, *arguments, f"hosts.coordinator=127.0.0.1:{_free_port()}", f"hosts.count={hosts}"]
-    started: list[_Host] = []
-    with _signals_become(events):
+    with _handle_signals(supervisor.request_stop):
         try:
             for index in range(hosts):
-                started.append(_Host(index, [*shared, f"hosts.index={index}"], environment, output, events))
-            return _Watch(started, output, grace_seconds).until_all_ended(events)
+                supervisor.start(index, [*shared, f"hosts.index={index}"], environment)
+            return supervisor.wait()
         finally:
-            for host in started:
-                host.send(signal.SIGKILL)
-            for host in started:
-                host.waiter.join()
+            supervisor.kill_all()
 
 
 def host_environment(environment: Mapping[str, str], devices: int) -> dict[str, str]:
-    """A host's environment: ``devices`` CPU devices, and lines that are written when they are printed."""
+    """Return a host's environment: ``devices`` CPU devices, and lines that are written when they are printed."""
     kept = [flag for flag in environment.get("XLA_FLAGS", "").split() if flag.partition("=")[0] != DEVICE_COUNT_FLAG]
     own = {"XLA_FLAGS": " ".join([*kept, f"{DEVICE_COUNT_FLAG}={devices}"]), "JAX_PLATFORMS": "cpu"}
     return {"PYTHONUNBUFFERED": "1", **environment, **own}
@@ -123,20 +97,20 @@ def _check(command: Sequence[str], arguments: Sequence[str], hosts: int, devices
 
 
 def _free_port() -> int:
-    """A port that nobody listens on now; the host that takes it does so a moment later."""
+    """Return a port that nobody listens on now; the host that takes it does so a moment later."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 @contextlib.contextmanager
-def _signals_become(events: _Events) -> Iterator[None]:
-    """Signals that end a program are put into ``events`` instead."""
+def _handle_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
+    """Call ``request_stop`` with the name of a signal that would end this program."""
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup means to outlive the terminal
         numbers.append(signal.SIGHUP)
     before = {
-        number: signal.signal(number, lambda received, _: events.put(_Asked(signal.Signals(received).name)))
+        number: signal.signal(number, lambda received, _: request_stop(signal.Signals(received).name))
         for number in numbers
     }
     try:
@@ -147,17 +121,17 @@ def _signals_become(events: _Events) -> Iterator[None]:
 
 
 class _Output:
-    """Both streams of this process, one line at a time."""
+    """Both streams of this process, written one line at a time; ``on_closed`` is called when nobody reads one."""
 
-    def __init__(self, stdout: BinaryIO, stderr: BinaryIO, events: _Events):
+    def __init__(self, stdout: BinaryIO, stderr: BinaryIO, on_closed: Callable[[], None]):
         self.stdout, self.stderr = stdout, stderr
-        self._events = events
+        self._on_closed = on_closed
         self._lock = threading.Lock()  # one for both: they may be the same terminal
 
     def say(self, text: str) -> None:
-        self.line(self.stderr, b"[hosts] ", text.encode())
+        self.write_line(self.stderr, b"[hosts] ", text.encode())
 
-    def line(self, stream: BinaryIO, prefix: bytes, line: bytes) -> None:
+    def write_line(self, stream: BinaryIO, prefix: bytes, line: bytes) -> None:
         """Write one line, with a newline if it has none."""
         with self._lock:
             try:
@@ -167,17 +141,25 @@ class _Output:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, stream.fileno())
                 os.close(nowhere)
-                self._events.put(_Asked("nobody reads the output"))
+                self._on_closed()
 
 
-class _Host:
-    """One process, leading a process group, so that a terminal's Ctrl-C reaches this program alone."""
+class _HostProcess:
+    """One process that leads a process group, so that a terminal's Ctrl-C reaches this program alone.
+
+    Once it ended and everything it wrote is shown, ``on_exit`` is called on another thread, with its number, its exit
+    code as subprocess has it (negative for a signal), and the time at which it ended.
+    """
 
     def __init__(
-        self, index: int, command: Sequence[str], environment: Mapping[str, str], output: _Output, events: _Events
+        self,
+        index: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        output: _Output,
+        on_exit: Callable[[int, int, float], None],
     ):
-        self.index = index
-        self._output, self._events = output, events
+        self._index, self._output, self._on_exit = index, output, on_exit
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment, process_group=0
@@ -204,72 +186,89 @@ class _Host:
         for reader in readers:
             reader.start()
         code = self._process.wait()
-        at = time.monotonic()
+        ended = time.monotonic()
         self._kill_group()  # workers it left behind; their number cannot have been given away yet
         for reader in readers:
-            reader.join(timeout=max(0.0, at + KILL_AFTER_SECONDS - time.monotonic()))
-        self._events.put(_Ended(self.index, code, at))
+            reader.join(timeout=max(0.0, ended + KILL_AFTER_SECONDS - time.monotonic()))
+        self._on_exit(self._index, code, ended)
 
     def _copy(self, pipe: BinaryIO, stream: BinaryIO) -> None:
-        prefix = f"[{self.index}] ".encode()
+        prefix = f"[{self._index}] ".encode()
         with pipe:
             for line in pipe:
-                self._output.line(stream, prefix, line)
+                self._output.write_line(stream, prefix, line)
 
 
-class _Watch:
-    """Who still runs, and what happens to them next."""
+class _Supervisor:
+    """Knows which hosts still run and what happens to them next; everything but events runs on the main thread."""
 
-    def __init__(self, hosts: Sequence[_Host], output: _Output, grace_seconds: float):
-        self._live = {host.index: host for host in hosts}
-        self._output = output
+    def __init__(self, stdout: BinaryIO, stderr: BinaryIO, grace_seconds: float):
         self._grace_seconds = grace_seconds
-        self._failed: list[_Ended] = []
-        self._asked: set[str] = set()
-        """Why to end, so far."""
-        self._plan: list[tuple[float, signal.Signals]] = []
-        """When to send what to those still there, in order; empty while nothing is wrong."""
+        self._output = _Output(stdout, stderr, lambda: self.request_stop("nobody reads the output"))
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """Other threads and signal handlers leave here what the main thread is to call."""
+        self._started: list[_HostProcess] = []
+        self._live: dict[int, _HostProcess] = {}
+        self._failures: list[tuple[float, int]] = []
+        """Each failure is the time at which a host ended, and its exit code."""
+        self._stop_reasons: set[str] = set()
+        self._schedule: list[tuple[float, signal.Signals]] = []
+        """These signals go to the hosts still there at these times; there are none while nothing is wrong."""
 
-    def until_all_ended(self, events: _Events) -> int:
-        """The exit code of all."""
+    def start(self, index: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        host = _HostProcess(index, command, environment, self._output, self._report_exit)
+        self._started.append(host)
+        self._live[index] = host
+
+    def request_stop(self, reason: str) -> None:
+        """Have all hosts end, from any thread."""
+        self._events.put(lambda: self._stop(reason))
+
+    def _report_exit(self, index: int, code: int, ended: float) -> None:
+        self._events.put(lambda: self._exited(index, code, ended))
+
+    def wait(self) -> int:
+        """Wait until all hosts have ended; returns the exit code of all."""
         while self._live:
-            due = self._plan[0][0] - time.monotonic() if self._plan else LONGEST_WAIT_SECONDS
+            due = self._schedule[0][0] - time.monotonic() if self._schedule else LONGEST_WAIT_SECONDS
             with contextlib.suppress(queue.Empty):
-                match events.get(timeout=min(max(due, 0.0), LONGEST_WAIT_SECONDS)):
-                    case _Ended() as end:
-                        self._ended(end)
-                    case _Asked(reason):
-                        self._ask(reason)
-            while self._plan and self._live and self._plan[0][0] <= time.monotonic():
-                self._send(self._plan.pop(0)[1])
-        first = min(self._failed, key=lambda end: end.at, default=None)
-        return 0 if first is None else max(first.code, 1)
+                self._events.get(timeout=min(max(due, 0.0), LONGEST_WAIT_SECONDS))()
+            while self._schedule and self._live and self._schedule[0][0] <= time.monotonic():
+                self._send(self._schedule.pop(0)[1])
+        return max(min(self._failures)[1], 1) if self._failures else 0
 
-    def _ended(self, end: _Ended) -> None:
-        del self._live[end.index]
-        if end.code == 0:
+    def kill_all(self) -> None:
+        """Leave no host alive."""
+        for host in self._started:
+            host.send(signal.SIGKILL)
+        for host in self._started:
+            host.waiter.join()
+
+    def _exited(self, index: int, code: int, ended: float) -> None:
+        del self._live[index]
+        if code == 0:
             return
-        self._failed.append(end)
-        how = f"ended with exit code {end.code}" if end.code > 0 else f"was killed by {_signal_name(-end.code)}"
-        if self._live and not self._plan and not self._asked and len(self._failed) == 1:
+        self._failures.append((ended, code))
+        how = f"ended with exit code {code}" if code > 0 else f"was killed by {_signal_name(-code)}"
+        if self._live and not self._schedule and not self._stop_reasons and len(self._failures) == 1:
             stop = time.monotonic() + self._grace_seconds
-            self._plan = [(stop, signal.SIGTERM), (stop + KILL_AFTER_SECONDS, signal.SIGKILL)]
+            self._schedule = [(stop, signal.SIGTERM), (stop + KILL_AFTER_SECONDS, signal.SIGKILL)]
             how += f"; the others have {self._grace_seconds:g} s to end by themselves"
-        self._output.say(f"host {end.index} {how}")
+        self._output.say(f"host {index} {how}")
 
-    def _ask(self, reason: str) -> None:
+    def _stop(self, reason: str) -> None:
         now = time.monotonic()
-        again, first = reason in self._asked, not self._asked
-        self._asked.add(reason)
+        again, first = reason in self._stop_reasons, not self._stop_reasons
+        self._stop_reasons.add(reason)
         if again and reason == signal.SIGINT.name:  # others come twice by themselves: from a shell and its terminal
-            self._plan = [(now, signal.SIGKILL)]
+            self._schedule = [(now, signal.SIGKILL)]
         if not first:
             return
         self._output.say(
             f"stopping ({reason}): hosts have {self._grace_seconds:g} s to end; a second Ctrl-C kills them"
         )
-        kill = min([now + self._grace_seconds, *(at for at, number in self._plan if number == signal.SIGKILL)])
-        self._plan = [(now, signal.SIGTERM), (kill, signal.SIGKILL)]
+        kill = min([now + self._grace_seconds, *(at for at, number in self._schedule if number == signal.SIGKILL)])
+        self._schedule = [(now, signal.SIGTERM), (kill, signal.SIGKILL)]
 
     def _send(self, number: signal.Signals) -> None:
         self._output.say(f"{number.name} to host {', '.join(map(str, self._live))}")

@@ -1,4 +1,4 @@
-"""Every host's own log: ``<run.dir>/logs/host_<index>.log``, with the stages it went through and how it ended.
+"""Writes every host's own log, ``<run.dir>/logs/host_<index>.log``: the stages it went through and how it ended.
 
 Consoles show the run once, from host 0; what the others did, and what libraries warned of there, is here.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 from tpu_grpo.hosts.ending import here
 
 logger = logging.getLogger("tpu_grpo.host")
-"""Stages and errors of this host."""
+"""Stages and errors of this host are logged here."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Which backend jax uses and how it computes, decided before it is imported.
+"""Decides which backend jax uses and how it computes, before it is imported.
 
 Without a TPU in the machine, libtpu (installed for TPU machines by a dependency) would look for one at start-up and
 print complaints about missing hosts; naming the CPU keeps it from being loaded.
@@ -23,7 +23,7 @@ from pathlib import Path
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
 XNNPACK_FLAG = "--xla_cpu_use_xnnpack"
 TPU_DEVICE_FILES = ("accel*", "vfio/[0-9]*")
-"""Below /dev: v4 and older drivers, and v5e and newer."""
+"""TPUs have these files below /dev: with the drivers of v4 and older, and with those of v5e and newer."""
 
 
 def choose_platform(environment: MutableMapping[str, str] = os.environ, devices: Path = Path("/dev")) -> None:
@@ -35,7 +35,7 @@ def choose_platform(environment: MutableMapping[str, str] = os.environ, devices:
 
 
 def cpu_devices(environment: Mapping[str, str] = os.environ) -> int:
-    """Virtual CPU devices of this process, as XLA_FLAGS or JAX_NUM_CPU_DEVICES ask for; 0 off the CPU."""
+    """Return the virtual CPU devices that XLA_FLAGS or JAX_NUM_CPU_DEVICES ask for; 0 off the CPU."""
     if "cpu" not in environment.get("JAX_PLATFORMS", ""):
         return 0
     flags = re.findall(rf"{DEVICE_COUNT_FLAG}=(\d+)", environment.get("XLA_FLAGS", ""))

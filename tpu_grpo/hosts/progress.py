@@ -1,4 +1,4 @@
-"""How far this host is with what it does in step with others, compared with theirs beside the heartbeats.
+"""Compares how far this host is with what it does in step with others; heartbeats carry theirs.
 
 Hosts that drive one engine and decide differently launch different programs, and wait in collectives that never end:
 none of them gets to the comparison after the rollout. But each has noted what it decided before it launched it:
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from itertools import islice
 
 REMEMBERED = 4096
-"""Steps of each thing that are kept for comparison."""
+"""So many steps of each thing are kept for comparison."""
 
 
 class Progress:
-    """What this host has noted; written by the main thread, read by the watch's."""
+    """Holds what this host has noted; the main thread writes it, and the watch's threads read it."""
 
     def __init__(self) -> None:
         self._noted: dict[str, dict[int, str]] = {}
@@ -28,11 +28,11 @@ class Progress:
             del noted[old]
 
     def latest(self) -> dict[str, tuple[int, str]]:
-        """The last step of each thing, to be told to the others."""
+        """Return the last step of each thing, to be told to the others."""
         return {what: next(reversed(noted.items())) for what, noted in self._noted.copy().items() if noted}
 
     def contradiction(self, others: Mapping[str, tuple[int, str]]) -> str | None:
-        """What another host did otherwise than this one, by what it told; None if nothing is known."""
+        """Say what another host did otherwise than this one, by what it told; None if nothing is known."""
         for what, (step, digest) in others.items():
             own = self._noted.get(what, {}).get(step)
             if own is not None and own != digest:
@@ -41,4 +41,4 @@ class Progress:
 
 
 progress = Progress()
-"""This process's."""
+"""This process notes its progress here."""

@@ -1,4 +1,4 @@
-"""JAX's coordination service, behind the few calls this room needs: the only file that touches its private parts.
+"""Gives the calls of JAX's coordination service that this room needs; only this file touches its private parts.
 
 ``jax.distributed.initialize`` of jax 0.8.1 cannot be used as it is, for two reasons:
 
@@ -30,22 +30,22 @@ from tpu_grpo.hosts.ending import end_process, host_names
 
 LOOPBACK = "127.0.0.1"
 HEARTBEAT_SECONDS = 300
-"""After this jax itself gives a silent host up; far above the timeout of ``Watch``, which is to speak first."""
+"""jax itself gives a silent host up after this; it is far above the timeout of ``Watch``, which is to speak first."""
 SHUTDOWN_SECONDS = 60
-"""How long jax lets a host that ends wait for the others to end."""
+"""jax lets a host that ends wait so long for the others to end."""
 LEAVE_SECONDS = 10
-"""How long host 0 waits at its end for each other host to be done with the service."""
+"""Host 0 waits so long at its end for each other host to be done with the service."""
 GRACE_SECONDS = 2
-"""How much longer a client waits than the service, so that the service's answer, with the names, comes first."""
+"""A client waits so much longer than the service that the service's answer, with the names, comes first."""
 
 ROOT = "tpu_grpo/start"
 
 _kept: list[Any] = []
-"""Signal handlers made by ctypes, which must outlive their registration."""
+"""Signal handlers made by ctypes are kept here: they must outlive their registration."""
 
 
 class Service:
-    """The key-value store of the coordination service. Keys are paths; values are bytes, of any length."""
+    """Is the key-value store of the coordination service. Keys are paths; values are bytes, of any length."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
@@ -55,7 +55,7 @@ class Service:
         self._client.key_value_set_bytes(key, value, allow_overwrite=overwrite)
 
     def wait(self, key: str, seconds: float) -> bytes | None:
-        """The value once it is there, or None after so many seconds, even if the service is frozen."""
+        """Return the value once it is there, or None after so many seconds, even if the service is frozen."""
         from jax.errors import JaxRuntimeError
 
         try:
@@ -66,7 +66,7 @@ class Service:
             raise
 
     def list(self, directory: str) -> dict[str, bytes]:
-        """What is stored below a directory, by path below it. Blocks for as long as the service does not answer."""
+        """Return what is stored below a directory, by path below it. Blocks while the service does not answer."""
         prefix = f"{directory}/"
         return {key.removeprefix(prefix): value for key, value in self._client.key_value_dir_get_bytes(prefix)}
 
@@ -107,7 +107,7 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float) ->
 
 
 def serve_alone() -> None:
-    """A service on the loopback interface for this process alone, through which gloo connects its CPU devices.
+    """Start a service on the loopback interface for this process alone; gloo connects its CPU devices through it.
 
     Does nothing when jax has one already, or uses its devices already: then it is too late to choose.
     """
@@ -128,7 +128,7 @@ def serve_alone() -> None:
 
 
 def _leave_together(service: Service, state: Any, count: int, index: int) -> None:
-    """At exit: host 0, which runs the service, stays until no other host needs it any more."""
+    """Keep host 0, which runs the service, at its exit until no other host needs it any more."""
     with suppress(RuntimeError):  # the service is gone already
         service.put(f"{ROOT}/left/{index}", b"")
         if index == 0:
@@ -138,7 +138,7 @@ def _leave_together(service: Service, state: Any, count: int, index: int) -> Non
 
 
 def _service_and_client(coordinator: str, count: int, index: int, seconds: int) -> tuple[Any, Any]:
-    """What ``jax.distributed`` makes, with the arguments it does not pass on; the service on host 0 only."""
+    """Make what ``jax.distributed`` makes, with the arguments it does not pass on; the service on host 0 only."""
     from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
     service = None
@@ -183,7 +183,7 @@ def _never_called(*_: object) -> None:
 
 
 def _why_not_connected(client: Any) -> str:
-    """What the service said; the exception of ``connect`` lost it, and shutting the client down repeats it."""
+    """Return what the service said; the exception of ``connect`` lost it, and shutting the client down repeats it."""
     try:
         client.shutdown()
     except RuntimeError as error:
@@ -230,7 +230,7 @@ def _end_on_abort(client: Any) -> None:
 
 
 def _answers(call: Callable[[], object], *, within_seconds: float) -> bool:
-    """Whether a call returns in time; it runs on a thread of its own, since it may never come back."""
+    """Say whether a call returns in time; it runs on a thread of its own, since it may never come back."""
     answered = threading.Event()
 
     def ask() -> None:

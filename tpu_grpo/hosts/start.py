@@ -1,4 +1,4 @@
-"""Bringing the processes of a run together."""
+"""Brings the processes of a run together."""
 
 import os
 import re
@@ -18,7 +18,7 @@ def start(
     timeout_seconds: float = 300.0,
     environment: MutableMapping[str, str] = os.environ,
 ) -> Hosts:
-    """Meet the other hosts; before the first use of a device, and after ``choose_platform``.
+    """Meet the other hosts. Call it before the first use of a device, and after ``choose_platform``.
 
     One process with several CPU devices starts a service for itself, on the loopback interface: gloo needs one, and
     with gloo it computes what several processes with as many devices compute (see platform.py).
@@ -72,7 +72,7 @@ def _check(coordinator: str | None, count: int, index: int) -> None:
 
 
 def _tpu_slice(timeout_seconds: float) -> tuple[str | None, int, int]:
-    """(coordinator, count, index) from the TPU machine's environment or metadata; no coordinator off a slice."""
+    """Return (coordinator, count, index) from the TPU machine's environment or metadata; no coordinator off a slice."""
     from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
 
     for cluster in (GkeTpuCluster, GceTpuCluster):

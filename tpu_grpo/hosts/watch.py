@@ -1,4 +1,4 @@
-"""Noticing that a host died, hangs or failed, from wherever the main thread is.
+"""Notices that a host died, hangs or failed, wherever the main thread is.
 
 Two threads per process: one talks to the coordination service, and may block in it; the other only looks at the clock,
 and ends the process. Both run while the main thread computes, compiles or waits in a collective, all of which release
@@ -25,9 +25,9 @@ from tpu_grpo.hosts.progress import progress
 
 ROOT = "tpu_grpo/watch"
 OWN_ERROR_SECONDS = 1.0
-"""How long a host told of a failure has to come to the same error by itself, as hosts that disagree do."""
+"""A host told of a failure has so long to come to the same error by itself, as hosts that disagree do."""
 LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")
-"""What a runtime error begins with that is this host's own, and says nothing about another host."""
+"""Runtime errors that begin so are this host's own, and say nothing about another host."""
 
 
 class Watch:
@@ -176,7 +176,7 @@ class Watch:
 
 
 def _may_be_a_lost_host(error: BaseException) -> bool:
-    """Whether an error looks like a collective that broke; gloo's come as ValueError, others as jax's runtime error."""
+    """Say whether an error looks like a broken collective; gloo raises ValueError, others jax's runtime error."""
     from jax.errors import JaxRuntimeError
 
     if isinstance(error, ValueError) and "Gloo" in str(error):
@@ -185,7 +185,7 @@ def _may_be_a_lost_host(error: BaseException) -> bool:
 
 
 def _leave() -> None:
-    """At exit after a failure: end without jax's shutdown, which would wait for hosts that have ended."""
+    """End after a failure without jax's shutdown, which would wait for hosts that have ended."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
