@@ -32,7 +32,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandI
     for name in ("TPU_ZONE", "TPU_PROJECT", "TPU_TYPE", "WANDB_API_KEY", "HF_TOKEN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TPU_NAME", "grpo")
-    monkeypatch.setattr("tpu_grpo.launching.machine.POLL_SECONDS", 0.01)
+    monkeypatch.setattr("tpu_grpo.launching.tpu_slice.POLL_SECONDS", 0.01)
     yield made
     made.kill()
 

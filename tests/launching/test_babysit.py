@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -14,9 +15,12 @@ from tests.launching.stand_in import StandIn
 from tpu_grpo.commands.launch import main
 from tpu_grpo.errors import Interrupted, LaunchError, LockstepError
 from tpu_grpo.launching import babysit
-from tpu_grpo.launching.babysit import Babysitter, Hands, Patience, decide, pause
+from tpu_grpo.launching.babysit import Babysitter, decide, pause
 from tpu_grpo.launching.gcloud import GcloudError
-from tpu_grpo.launching.machine import Condition
+from tpu_grpo.launching.jobs import Job
+from tpu_grpo.launching.launcher import Launcher
+from tpu_grpo.launching.options import RetryPolicy
+from tpu_grpo.launching.tpu_slice import Condition, SliceState
 from tpu_grpo.launching.workers import WorkerStatus
 
 KEY = "abcd1234"
@@ -73,7 +77,7 @@ def test_pauses_double_up_to_ten_minutes() -> None:
 
 
 class Script:
-    """Hands that see what they are told to see, and note what they do. The clock only notes how long it would sleep."""
+    """A launcher that sees what it is told to see, and notes what it does; its clock notes how long it would sleep."""
 
     def __init__(self, *seen: Any):
         self.seen = list(seen)
@@ -82,12 +86,13 @@ class Script:
         self.slept: list[float] = []
         self.said: list[str] = []
         self._now: Any = None
+        self.tpu = self.workers = self
 
-    def look(self) -> tuple[Condition, str, int]:
+    def look(self) -> SliceState:
         self._now = self.seen.pop(0)
         if isinstance(self._now, Exception):
             raise self._now
-        return ("ready", "READY", 2) if isinstance(self._now, list) else (self._now, self._now, 2)
+        return SliceState("ready", "READY", 2) if isinstance(self._now, list) else SliceState(self._now, self._now, 2)
 
     def status(self) -> dict[int, WorkerStatus]:
         return dict(enumerate(self._now))
@@ -95,11 +100,12 @@ class Script:
     def logs(self, lines: int) -> str:
         return "[0] the last lines"
 
-    def __getattr__(self, name: str) -> Callable[[], None]:
-        return lambda: self.done.append(name)
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_: self.done.append(name)
 
-    def watch(self, **patience: Any) -> int:
-        return Babysitter(cast(Hands, self), KEY, Patience(**patience), self.slept.append, self.said.append).run()
+    def watch(self, **policy: Any) -> int:
+        launcher, job = cast(Launcher, self), cast(Job, SimpleNamespace(key=KEY))
+        return Babysitter(launcher, job, RetryPolicy(**policy), self.slept.append, self.said.append).run()
 
 
 def test_from_nothing_over_a_preemption_to_the_end() -> None:

@@ -15,76 +15,34 @@ The run goes on from its newest checkpoint, because it is started with checkpoin
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import Literal
 
 from tpu_grpo.errors import Interrupted, LaunchError, LockstepError
 from tpu_grpo.launching.gcloud import GcloudError
-from tpu_grpo.launching.machine import Condition
+from tpu_grpo.launching.jobs import Job
+from tpu_grpo.launching.launcher import Launcher
+from tpu_grpo.launching.options import RetryPolicy
+from tpu_grpo.launching.tpu_slice import Condition, SliceState
 from tpu_grpo.launching.workers import WorkerStatus
 
 type Action = Literal["create", "recreate", "wait", "start", "restart", "done", "fail"]
 
 FINAL_CODES = (1, 2)
 SHOWN_LINES = 30
+STOP_SECONDS = 60
+"""Workers whose run has failed on another one get this long to end."""
 FIRST_PAUSE, LONGEST_PAUSE = 15.0, 600.0
 
 
-class Hands(Protocol):
-    """What the loop does things with."""
-
-    def look(self) -> tuple[Condition, str, int]:
-        """Condition of the machine, what was said of it, and its number of workers."""
-        ...
-
-    def status(self) -> Mapping[int, WorkerStatus]:
-        """The newest run on every worker."""
-        ...
-
-    def create(self) -> None:
-        """Ask for the machine."""
-        ...
-
-    def delete(self) -> None:
-        """Give it back."""
-        ...
-
-    def setup(self) -> None:
-        """Give every worker the code and its environment."""
-        ...
-
-    def start(self) -> None:
-        """Start the run on every worker."""
-        ...
-
-    def stop(self) -> None:
-        """End what still runs."""
-        ...
-
-    def logs(self, lines: int) -> str:
-        """The end of every worker's log."""
-        ...
-
-
-@dataclass(frozen=True)
-class Patience:
-    """How long and how often."""
-
-    poll_seconds: float = 60.0
-    restarts: int = 10
-    """Starts on the same machine after a run ended early, and failures of gcloud in a row; preemptions do not count."""
-    grace_polls: int = 2
-    """Looks that the other workers get to end by themselves once one failed."""
-
-
 def decide(condition: Condition, workers: Mapping[int, WorkerStatus], expected: int, key: str, seen: bool) -> Action:
-    """What to do next.
+    """Choose what to do next.
 
     Args:
-        condition: of the machine.
-        workers: newest run of each; empty unless the machine is ready.
+        condition: what the machine is found to be.
+        workers: the newest run of each worker; empty unless the machine is ready.
         expected: how many workers there should be.
-        key: of our run; another's is not ours to judge.
+        key: the digest of our run; another run is not ours to judge.
         seen: whether our run was started, or seen running, by this watch; an older failure is no reason to give up.
 
     Raises:
@@ -107,20 +65,35 @@ def decide(condition: Condition, workers: Mapping[int, WorkerStatus], expected: 
 
 
 class Babysitter:
-    """The loop."""
+    """Keeps one job running on one slice.
+
+    Args:
+        launcher: the slice, and what is done on it.
+        job: what is to run.
+        policy: how often to look and to try again.
+        sleep: waits for so many seconds.
+        say: prints a line for the user.
+        run_dir: a directory that is refused if it lies on a worker's own disk; None if the user vouches for it.
+    """
 
     def __init__(
-        self, hands: Hands, key: str, patience: Patience, sleep: Callable[[float], None], say: Callable[[str], None]
+        self,
+        launcher: Launcher,
+        job: Job,
+        policy: RetryPolicy,
+        sleep: Callable[[float], None],
+        say: Callable[[str], None],
+        run_dir: Path | None = None,
     ):
-        self._hands, self._key, self._patience = hands, key, patience
+        self._launcher, self._job, self._policy, self._run_dir = launcher, job, policy, run_dir
         self._sleep, self._say = sleep, say
-        self._restarts = 0
-        self._failures = self._tries = 0
-        """Of gcloud in a row; those that only wait for capacity are not failures."""
+        self._last_line = ""
         self._seen = False
-        self._partly = 0
-        """Looks in a row at which some workers had ended and others not."""
-        self._said = ""
+        self._restarts = 0
+        self._partly_ended = 0
+        """Counts looks in a row at which some workers had ended and others not."""
+        self._failures = self._tries = 0
+        """Count errors of gcloud in a row; those that only wait for capacity are tries, not failures."""
 
     def run(self) -> int:
         """Watch until the run ended for good; returns its exit code: 0, or that of the first worker that failed.
@@ -131,99 +104,110 @@ class Babysitter:
         """
         while True:
             try:
-                code = self._once()
+                code = self._look_and_act()
                 self._failures = self._tries = 0
             except GcloudError as error:
-                self._count_failure(error)
+                self._wait_after(error)
                 continue
             if code is not None:
                 return code
 
-    def _once(self) -> int | None:
-        condition, said, expected = self._hands.look()
-        workers = self._hands.status() if condition == "ready" else {}
-        action = decide(condition, workers, expected, self._key, self._seen)
-        self._tell(f"{said}; {_summary(workers)}{action}")
+    def rehearse(self) -> None:
+        """Do every step once, as after a preemption; for a dry run, which prints the commands."""
+        self._launcher.tpu.look()
+        self._launcher.tpu.delete()
+        self._launcher.tpu.create()
+        state = self._launcher.tpu.look()
+        self._setup()
+        self._start(state)
+        self._launcher.workers.status()
+
+    def _look_and_act(self) -> int | None:
+        state = self._launcher.tpu.look()
+        workers = self._launcher.workers.status() if state.condition == "ready" else {}
+        action = decide(state.condition, workers, state.workers, self._job.key, self._seen)
+        self._say_once(f"{state.description}; {_summary(workers)}{action}")
         if action in ("restart", "fail", "done") and self._still_ending(workers):
             return None
         match action:
             case "create" | "recreate":
                 if action == "recreate":
-                    self._hands.delete()
-                self._hands.create()
+                    self._launcher.tpu.delete()
+                self._launcher.tpu.create()
                 self._sleep(FIRST_PAUSE)
             case "start":
-                self._hands.setup()
-                self._begin()
+                self._setup()
+                self._start(state)
             case "restart":
-                self._restart(workers)
+                self._restart(state, workers)
             case "done":
                 return 0
             case "fail":
                 return self._fail(workers)
             case "wait":
-                self._seen |= condition == "ready"
-                self._sleep(self._patience.poll_seconds)
+                self._seen |= state.condition == "ready"
+                self._sleep(self._policy.poll_seconds)
         return None
 
     def _still_ending(self, workers: Mapping[int, WorkerStatus]) -> bool:
         """Wait a little for workers that still run: they end by themselves, and say why."""
-        if not any(status.state == "running" for status in workers.values()):
-            self._partly = 0
+        running = any(status.state == "running" for status in workers.values())
+        if not running or self._partly_ended >= self._policy.grace_polls:
+            self._partly_ended = 0
             return False
-        self._partly += 1
-        if self._partly > self._patience.grace_polls:
-            self._partly = 0
-            return False
-        self._sleep(self._patience.poll_seconds)
+        self._partly_ended += 1
+        self._sleep(self._policy.poll_seconds)
         return True
 
-    def _restart(self, workers: Mapping[int, WorkerStatus]) -> None:
-        self._hands.stop()
-        if self._restarts >= self._patience.restarts:
-            self._say(self._hands.logs(SHOWN_LINES))
-            ended = f"the run must end within {self._patience.restarts} restarts, got {_summary(workers)}"
-            remedy = "look at the logs above; --restarts allows more"
-            kind = {3: LockstepError, 4: Interrupted}.get(_worst(workers) or 0, LaunchError)
-            raise kind(f"{ended}{remedy}")
-        self._sleep(pause(self._restarts))
-        self._restarts += 1
-        self._begin()
+    def _setup(self) -> None:
+        self._launcher.setup()
+        if self._run_dir is not None:
+            self._launcher.require_durable(self._run_dir)
 
-    def _begin(self) -> None:
-        self._hands.start()
+    def _start(self, state: SliceState) -> None:
+        self._launcher.start(self._job, state)
         self._seen = True
 
+    def _restart(self, state: SliceState, workers: Mapping[int, WorkerStatus]) -> None:
+        self._launcher.stop(STOP_SECONDS)
+        if self._restarts >= self._policy.restarts:
+            self._say(self._launcher.logs(SHOWN_LINES))
+            codes = [status.exit_code for status in workers.values() if status.exit_code]
+            by_code = {3: LockstepError, 4: Interrupted}
+            kind = by_code.get(codes[0], LaunchError) if len(set(codes)) == 1 else LaunchError
+            raise kind(
+                f"the run must end within {self._policy.restarts} restarts, got {_summary(workers)}"
+                "look at the logs above; --restarts allows more"
+            )
+        self._sleep(pause(self._restarts))
+        self._restarts += 1
+        self._start(state)
+
     def _fail(self, workers: Mapping[int, WorkerStatus]) -> int:
-        self._hands.stop()
-        code = next(s.exit_code for s in workers.values() if s.exit_code in FINAL_CODES)
-        failed = [worker for worker, status in workers.items() if status.exit_code in FINAL_CODES]
-        self._say(self._hands.logs(SHOWN_LINES))
+        self._launcher.stop(STOP_SECONDS)
+        failed = {worker: s.exit_code for worker, s in workers.items() if s.exit_code in FINAL_CODES and s.exit_code}
+        code = next(iter(failed.values()))
+        self._say(self._launcher.logs(SHOWN_LINES))
         self._say(f"worker {', '.join(map(str, failed))} ended with exit code {code}; not tried again")
-        assert code is not None
         return code
 
-    def _count_failure(self, error: GcloudError) -> None:
-        if not (
-            error.explanation.passes or error.explanation.kind in ("quota", "unknown", "worker", "missing", "exists")
-        ):
-            raise error
+    def _wait_after(self, error: GcloudError) -> None:
         self._failures += error.explanation.kind != "capacity"
-        if self._failures > self._patience.restarts:
+        if not error.explanation.retriable or self._failures > self._policy.restarts:
             raise error
         seconds = pause(self._tries)
         self._tries += 1
         self._say(f"{error}\nlooking again in {seconds:g} s")
         self._sleep(seconds)
 
-    def _tell(self, line: str) -> None:
-        if line != self._said:
+    def _say_once(self, line: str) -> None:
+        if line != self._last_line:
             self._say(line)
-        self._said = line
+        self._last_line = line
 
 
 def pause(times: int) -> float:
-    """Seconds before the next try: doubled each time, up to ten minutes."""
+    """Return the seconds before the next try: they double each time, up to ten minutes."""
     return min(FIRST_PAUSE * 2**times, LONGEST_PAUSE)
 
 
@@ -233,8 +217,3 @@ def _summary(workers: Mapping[int, WorkerStatus]) -> str:
         for worker, status in sorted(workers.items())
     ]
     return "".join(f"{word}; " for word in words)
-
-
-def _worst(workers: Mapping[int, WorkerStatus]) -> int | None:
-    codes = [status.exit_code for status in workers.values() if status.exit_code]
-    return codes[0] if codes and len(set(codes)) == 1 else None

@@ -10,7 +10,7 @@ ARCHIVE, FILE_LIST = "code.tar.gz", "files.new"
 
 
 def pack(checkout: Path, into: Path) -> str:
-    """Write the archive and the list of its files into a directory; returns the revision, with what differs from it.
+    """Write the archive and the list of its files into a directory, and return the ``revision``.
 
     Raises:
         ConfigError: the directory is no git work tree.
@@ -26,7 +26,7 @@ def pack(checkout: Path, into: Path) -> str:
 
 
 def revision(checkout: Path) -> str:
-    """The commit, and how many files differ from it: ``6af09c4 and 2 changed files``."""
+    """Name the commit, and how many files differ from it: ``6af09c4 and 2 changed files``."""
     commit = _git(checkout, "rev-parse", "--short", "HEAD").strip()
     changed = len(_git(checkout, "status", "--porcelain", "--untracked-files=all").splitlines())
     return commit + (f" and {changed} changed file{'s' if changed > 1 else ''}" if changed else "")

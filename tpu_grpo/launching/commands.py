@@ -6,79 +6,82 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpu_grpo.launching.settings import Settings
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.launching.options import Options
 
 type Command = list[str]
 
-TPUS = ("compute", "tpus")
-ALL = "all"
+TPU_VM = ("compute", "tpus", "tpu-vm")
+QUEUED_RESOURCES = ("compute", "tpus", "queued-resources")
+CREATION_FLAGS = (
+    *("service_account", "network", "subnetwork", "valid_until_duration"),
+    *("spot", "reserved", "internal_ips"),
+)
+WORKER_FLAGS = ("ssh_key_file", "internal_ip", "tunnel_through_iap")
 
 
-def create(settings: Settings) -> Command:
-    """Ask for the slice: a queued resource with one node, or the node itself. Returns before a queued one is there."""
-    runtime = settings.runtime or settings.slice.generation.runtime
-    kind = f"--accelerator-type={settings.slice.accelerator_type}"
-    if settings.how == "queued":
-        command = ["gcloud", *TPUS, "queued-resources", "create", settings.name, f"--node-id={settings.name}"]
+def create(options: Options) -> Command:
+    """Ask for the slice: a queued resource with one node, or the node itself. Returns before a queued one is there.
+
+    Raises:
+        ConfigError: no type of slice was given.
+    """
+    if options.slice is None:
+        raise ConfigError("--type must say which slice to create, got none; for example --type v5e-16")
+    runtime = options.runtime or options.slice.generation.runtime
+    kind = f"--accelerator-type={options.slice.accelerator_type}"
+    if options.how == "queued":
+        command = ["gcloud", *QUEUED_RESOURCES, "create", options.name, f"--node-id={options.name}"]
         command += [kind, f"--runtime-version={runtime}"]
     else:
-        command = ["gcloud", *TPUS, "tpu-vm", "create", settings.name, kind, f"--version={runtime}"]
-    valued = {
-        "--service-account": settings.service_account,
-        "--network": settings.network,
-        "--subnetwork": settings.subnetwork,
-        "--valid-until-duration": settings.valid_until,
-    }
-    switches = {"--spot": settings.spot, "--reserved": settings.reserved, "--internal-ips": settings.internal_ips}
-    command += [f"{flag}={value}" for flag, value in valued.items() if value is not None]
-    return command + [flag for flag, on in switches.items() if on] + _where(settings)
+        command = ["gcloud", *TPU_VM, "create", options.name, kind, f"--version={runtime}"]
+    return command + _flags(options, *CREATION_FLAGS)
 
 
-def describe_request(settings: Settings) -> Command:
-    """The queued resource, as JSON."""
-    return ["gcloud", *TPUS, "queued-resources", "describe", settings.name, *_where(settings), "--format=json"]
+def describe_request(options: Options) -> Command:
+    """Print the queued resource as JSON."""
+    return ["gcloud", *QUEUED_RESOURCES, "describe", options.name, *_flags(options), "--format=json"]
 
 
-def describe_node(settings: Settings) -> Command:
-    """The node with its workers, as JSON."""
-    return ["gcloud", *TPUS, "tpu-vm", "describe", settings.name, *_where(settings), "--format=json"]
+def describe_node(options: Options) -> Command:
+    """Print the node with its workers as JSON."""
+    return ["gcloud", *TPU_VM, "describe", options.name, *_flags(options), "--format=json"]
 
 
-def delete(settings: Settings) -> Command:
+def delete(options: Options) -> Command:
     """Give everything back; returns when it is gone."""
-    if settings.how == "queued":  # --force: its node too
-        return ["gcloud", *TPUS, "queued-resources", "delete", settings.name, "--force", *_where(settings)]
-    return ["gcloud", *TPUS, "tpu-vm", "delete", settings.name, *_where(settings)]
+    if options.how == "queued":  # --force: its node too
+        return ["gcloud", *QUEUED_RESOURCES, "delete", options.name, "--force", *_flags(options)]
+    return ["gcloud", *TPU_VM, "delete", options.name, *_flags(options)]
 
 
-def ssh(settings: Settings, remote: str, *, worker: int | str = ALL, outputs: Path | None = None) -> Command:
+def ssh(options: Options, remote: str, *, worker: int | str = "all", outputs: Path | None = None) -> Command:
     """Run a line of shell on workers; what worker i prints goes to ``outputs``/i.log, or to stdout and stderr."""
     logs = [f"--output-directory={outputs}"] if outputs else []
-    target = _login(settings)
-    return [*_connect(settings), "ssh", target, f"--worker={worker}", f"--command={remote}", *logs, *_ssh(settings)]
+    words = [_login(options), f"--worker={worker}", f"--command={remote}", *logs]
+    return [*_on_workers(options), "ssh", *words, *_flags(options, *WORKER_FLAGS)]
 
 
-def scp(settings: Settings, files: Sequence[Path], directory: str) -> Command:
+def scp(options: Options, files: Sequence[Path], directory: str) -> Command:
     """Copy local files into a directory of every worker, relative to the home directory there."""
-    target = f"{_login(settings)}:{directory}/"
-    return [*_connect(settings), "scp", *map(str, files), target, f"--worker={ALL}", *_ssh(settings)]
+    words = [*map(str, files), f"{_login(options)}:{directory}/", "--worker=all"]
+    return [*_on_workers(options), "scp", *words, *_flags(options, *WORKER_FLAGS)]
 
 
-def _connect(settings: Settings) -> Command:
-    track = ["alpha"] if settings.tunnel_through_iap else []
-    return ["gcloud", *track, *TPUS, "tpu-vm"]
+def _on_workers(options: Options) -> Command:
+    return ["gcloud", *(["alpha"] if options.tunnel_through_iap else []), *TPU_VM]
 
 
-def _login(settings: Settings) -> str:
-    return f"{settings.user}@{settings.name}" if settings.user else settings.name
+def _login(options: Options) -> str:
+    return f"{options.user}@{options.name}" if options.user else options.name
 
 
-def _ssh(settings: Settings) -> Command:
-    key = [f"--ssh-key-file={settings.ssh_key_file}"] if settings.ssh_key_file else []
-    switches = {"--internal-ip": settings.internal_ip, "--tunnel-through-iap": settings.tunnel_through_iap}
-    return key + [flag for flag, on in switches.items() if on] + _where(settings)
-
-
-def _where(settings: Settings) -> Command:
-    places = {"--zone": settings.zone, "--project": settings.project}
-    return [*(f"{flag}={value}" for flag, value in places.items() if value is not None), "--quiet"]
+def _flags(options: Options, *names: str) -> Command:
+    """Return the named options that were given, as gcloud's flags of the same names, and where the TPU is."""
+    given = {name: getattr(options, name) for name in (*names, "zone", "project")}
+    flags = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+        for name, value in given.items()
+        if value is not None and value is not False
+    ]
+    return [*flags, "--quiet"]

@@ -9,19 +9,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Explanation:
-    """A kind of failure."""
+    """A kind of failure, recognised by a pattern in what gcloud printed, whatever the case."""
 
     kind: str
     pattern: str
-    """Searched in what gcloud printed, whatever the case."""
     remedy: str
-    passes: bool = False
-    """Whether the same command may succeed later, with nothing changed."""
+    retriable: bool = False
+    """``babysit`` gives the same command again: it may succeed later."""
 
 
-UNKNOWN = Explanation("unknown", "", "look at what gcloud printed above; `gcloud info --show-log` has the details")
-WORKER = Explanation("worker", "", "see what the workers said; mend that, then give the command again")
-"""gcloud did its part."""
+UNKNOWN = Explanation(
+    "unknown", "", "look at what gcloud printed above; `gcloud info --show-log` has the details", retriable=True
+)
+WORKER = Explanation("worker", "", "see what the workers said; mend that, then give the command again", retriable=True)
+"""gcloud did its part, and a worker failed."""
 
 EXPLANATIONS = (
     Explanation(
@@ -55,13 +56,14 @@ EXPLANATIONS = (
         r"quota (limit|exceeded)|Quota '|QuotaFailure|exceeded.{0,40}quota",
         "the project may not use so many chips of this kind there: use a zone and a kind (--spot or not) that you have "
         "quota for, delete what you no longer use, or ask for more on the console's quota page",
+        retriable=True,
     ),
     Explanation(
         "capacity",
         r"no more capacity|Insufficient (reserved )?capacity|stockout|RESOURCE_POOL_EXHAUSTED|\"?code\"?: 13\b",
         "there are none free in this zone now: wait in the queue (--how queued), or try another zone or a smaller "
         "slice",
-        passes=True,
+        retriable=True,
     ),
     Explanation(
         "agent",
@@ -73,19 +75,25 @@ EXPLANATIONS = (
         "gone",
         r"terminal state|while in state PREEMPTED|is in state \"?(PREEMPTED|TERMINATED)",
         "it was preempted: delete it and create it anew, or let `babysit` do so",
-        passes=True,
+        retriable=True,
     ),
     Explanation(
         "maintenance",
         r"maintenance event|cannot be currently connected to",
         "wait until `status` shows READY and HEALTHY",
-        passes=True,
+        retriable=True,
     ),
-    Explanation("exists", r"ALREADY_EXISTS|already exists", "use it, delete it first, or take another --name"),
+    Explanation(
+        "exists",
+        r"ALREADY_EXISTS|already exists",
+        "use it, delete it first, or take another --name",
+        retriable=True,
+    ),
     Explanation(
         "missing",
         r"NOT_FOUND|was not found|not found: |could not be found",
         "check --name, --zone, --project and --how (`gcloud compute tpus tpu-vm list --zone=ZONE` shows what there is)",
+        retriable=True,
     ),
     Explanation(
         "ssh",
@@ -93,7 +101,7 @@ EXPLANATIONS = (
         r"|Network is unreachable|kex_exchange_identification|IAP tunneling",
         "a worker does not answer: wait a minute after its creation, load the key with `ssh-add`, allow port 22 in the "
         "network's firewall, or, without external addresses, use --internal-ip or --tunnel-through-iap",
-        passes=True,
+        retriable=True,
     ),
     Explanation(
         "permission",
@@ -104,12 +112,12 @@ EXPLANATIONS = (
         "passing",
         r"UNAVAILABLE|DEADLINE_EXCEEDED|\bINTERNAL\b(?!-)|50[0234]\b|Unable to find the server|Max retries exceeded",
         "a passing fault of the service or the network: try again in a minute",
-        passes=True,
+        retriable=True,
     ),
 )
 
 
 def explain(text: str) -> Explanation:
-    """The kind of failure that ``text``, printed by gcloud, speaks of."""
+    """Return the kind of failure that ``text``, printed by gcloud, speaks of."""
     found = (e for e in EXPLANATIONS if re.search(e.pattern, text, re.IGNORECASE | re.DOTALL))
     return next(found, UNKNOWN)

@@ -18,9 +18,9 @@ class GcloudError(LaunchError):
     """gcloud ended with an error.
 
     Args:
-        command: what was run.
-        code: its exit code.
-        output: what it printed.
+        command: the words that were run.
+        code: their exit code.
+        output: everything that gcloud printed.
         workers: what workers said meanwhile.
     """
 
@@ -36,29 +36,30 @@ class GcloudError(LaunchError):
 
 
 class Gcloud:
-    """The program, with everything it is told on ``out``."""
+    """Runs gcloud and prints every command to stderr.
 
-    def __init__(self, *, dry_run: bool = False, out: TextIO | None = None):
+    In a dry run commands are printed only; each succeeds and says nothing.
+    """
+
+    def __init__(self, *, dry_run: bool = False):
         self.dry_run = dry_run
-        """Print only; every command succeeds and says nothing."""
-        self._out = out or sys.stderr
         self._printed: set[str] = set()
 
     def say(self, text: str) -> None:
         """Print a line for the user."""
-        print(text, file=self._out, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
     def run(self, command: Sequence[str], *, show: bool = False, repeated: bool = False) -> str:
-        """Run a command to its end; returns its stdout.
+        """Run a command to its end and return its stdout.
 
         Args:
             command: words, beginning with gcloud.
-            show: pass on what it says on stderr while it runs.
-            repeated: it is run again and again; print it the first time only.
+            show: whether what it says on stderr is passed on while it runs.
+            repeated: whether it is run again and again, and printed the first time only.
 
         Raises:
             ConfigError: there is no gcloud.
-            GcloudError: it ended with an error, explained.
+            GcloudError: the command ended with an error, explained.
         """
         self._announce(command, repeated)
         if self.dry_run:
@@ -75,7 +76,7 @@ class Gcloud:
         return stdout
 
     def json(self, command: Sequence[str]) -> Any:
-        """What a command prints as JSON; None in a dry run."""
+        """Return what a command prints as JSON; None in a dry run."""
         text = self.run(command, repeated=True)
         try:
             return json.loads(text) if text else None
@@ -86,16 +87,10 @@ class Gcloud:
         """Start a command, its stdout and stderr as pipes. It gets no input, so that it cannot wait for an answer."""
         if announce:
             self._announce(command, repeated=False)
-        pipe = subprocess.PIPE
+        pipe, no_input = subprocess.PIPE, subprocess.DEVNULL
         try:
             return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=pipe,
-                stderr=pipe,
-                text=True,
-                encoding="utf-8",
-                errors="replace",
+                command, stdin=no_input, stdout=pipe, stderr=pipe, text=True, encoding="utf-8", errors="replace"
             )
         except FileNotFoundError:
             raise ConfigError(

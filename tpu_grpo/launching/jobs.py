@@ -1,4 +1,4 @@
-"""A run as the launcher hands it to the workers: words, environment, secrets."""
+"""A job is a run as the launcher hands it to the workers: words, environment, secrets."""
 
 import hashlib
 import os
@@ -16,25 +16,38 @@ from tpu_grpo.launching.tpus import Slice
 
 RUN_SCRIPT = "scripts/run.py"
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
-"""Passed on where they are set here."""
+"""These are passed on where they are set here."""
 LOOKS_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 CACHE = "../jax_cache"
-"""Seen from the checkout on a worker."""
+"""This is where a worker keeps compiled programs, seen from the checkout."""
 PYTHON = ".venv/bin/python"
 LOCAL_DISK = ("/home", "/root", "/tmp", "/var", "/opt", "/usr", "/etc")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker is to run."""
+    """What every worker is to run.
+
+    Args:
+        config: a file here, which is copied to the workers.
+        words: what follows it on the command line there.
+        script: the program of the checkout that is called with them.
+        environment: variables that may be seen.
+        secrets: variables that may not.
+        cache: where compiled programs are kept: a directory of the worker, or gs://.
+        libtpu_args: LIBTPU_INIT_ARGS, instead of the generation's; "" for none.
+
+    Raises:
+        ConfigError: a variable has no proper name, or a secret would be shown.
+    """
 
     config: Path
-    """A file here; it is copied to the workers."""
     words: tuple[str, ...] = ()
-    """What follows it on the command line there."""
     script: str = RUN_SCRIPT
     environment: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    cache: str = CACHE
+    libtpu_args: str | None = None
 
     def __post_init__(self) -> None:
         for name in [*self.environment, *self.secrets]:
@@ -53,36 +66,33 @@ class Job:
 
     @cached_property
     def content(self) -> bytes:
-        """Of the config file, when it was first asked for: later starts of this job are of the same run."""
+        """The config file's bytes when they were first asked for: later starts of this job are of the same run."""
         return self.config.read_bytes()
 
     @property
     def key(self) -> str:
-        """The same for the same config, words and script: by it a run is recognised."""
+        """A digest of config, words and script, by which a run is recognised."""
         return hashlib.sha256(repr((self.content, self.words, self.script)).encode()).hexdigest()[:8]
 
     def new_id(self, now: datetime) -> str:
-        """Names one start of it."""
+        """Return a name for one start of it."""
         return f"{now:%Y%m%d-%H%M%S}-{self.key}"
 
-    def command(self, job_id: str, chips: Slice | None, cache: str, libtpu_args: str | None) -> list[str]:
-        """The words that a worker runs in the checkout."""
-        variables = {**chip_environment(chips, cache, libtpu_args), **self.environment}
+    def command(self, job_id: str, target: Slice | None) -> list[str]:
+        """Return the words that a worker of the slice runs in the checkout."""
+        variables = {**chip_environment(target, self.cache, self.libtpu_args), **self.environment}
         config = f"../jobs/{job_id}/config.yaml"
         return ["env", *(f"{k}={v}" for k, v in variables.items()), PYTHON, self.script, config, *self.words]
 
     def secrets_file(self) -> str:
-        """Shell that sets the secrets."""
+        """Return lines of shell that set the secrets."""
         return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.secrets.items())
 
 
-def chip_environment(chips: Slice | None, cache: str, libtpu_args: str | None) -> dict[str, str]:
-    """Variables for a kind of TPU.
+def chip_environment(target: Slice | None, cache: str, libtpu_args: str | None) -> dict[str, str]:
+    """Return the variables for runs on a slice; the last two arguments are as in ``Job``.
 
-    Args:
-        chips: the slice; None leaves LIBTPU_INIT_ARGS to ``libtpu_args``.
-        cache: where compiled programs are kept: a directory of the worker, or gs://.
-        libtpu_args: instead of the family's; "" for none.
+    Without a slice, LIBTPU_INIT_ARGS is left to ``libtpu_args``.
     """
     variables = {
         "PYTHONUNBUFFERED": "1",  # lines are in the log when they are printed
@@ -90,12 +100,12 @@ def chip_environment(chips: Slice | None, cache: str, libtpu_args: str | None) -
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1",
     }
     if libtpu_args is None:
-        libtpu_args = " ".join(chips.generation.libtpu_args) if chips else ""
+        libtpu_args = " ".join(target.generation.libtpu_args) if target else ""
     return variables | ({"LIBTPU_INIT_ARGS": libtpu_args} if libtpu_args else {})
 
 
 def secrets_here(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Secrets to pass on: those always passed where they are set here, and those asked for by name.
+    """Return the secrets to pass on: those always passed where they are set here, and those asked for by name.
 
     Raises:
         ConfigError: one that was asked for is not set.
@@ -109,7 +119,7 @@ def secrets_here(names: Sequence[str], environment: Mapping[str, str] = os.envir
 
 
 def variables_from(texts: Sequence[str]) -> dict[str, str]:
-    """``NAME=VALUE`` texts as a mapping. Raises ConfigError for one without a name."""
+    """Return ``NAME=VALUE`` texts as a mapping. Raises ConfigError for one without a name."""
     pairs = [text.partition("=") for text in texts]
     if wrong := [text for text, (name, equals, _) in zip(texts, pairs, strict=True) if not (name and equals)]:
         raise ConfigError(f"--env must read NAME=VALUE, got {wrong[0]!r}; for example --env JAX_LOG_COMPILES=1")
@@ -117,10 +127,10 @@ def variables_from(texts: Sequence[str]) -> dict[str, str]:
 
 
 def checked_config(job: Job) -> RunConfig | None:
-    """The run's config, if it is a training run; its mistakes come out before a worker is bothered.
+    """Return the run's config, if it is a training run; its mistakes come out before a worker is bothered.
 
     Raises:
-        ConfigError: as ``load_config``, and for a missing file.
+        ConfigError: the file is missing, or ``load_config`` refuses it.
     """
     if not job.config.is_file():
         raise ConfigError(f"CONFIG must be a file here, got {job.config}; shipped ones are in configs/")
@@ -128,7 +138,7 @@ def checked_config(job: Job) -> RunConfig | None:
 
 
 def lost_with_the_machine(directory: Path) -> str | None:
-    """Why files in ``directory`` do not outlive a worker; None if nothing speaks against it from here."""
+    """Say why files in ``directory`` do not outlive a worker; None if nothing speaks against it from here."""
     if str(directory).startswith("gs:/"):
         return "is an address, and runs write to directories: mount the bucket"
     if not directory.is_absolute():

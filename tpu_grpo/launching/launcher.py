@@ -1,62 +1,33 @@
-"""The launcher's verbs beyond the machine itself: setup, run, status, logs, stop."""
+"""What the verbs do on a slice: set up, start, show and stop runs."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from tpu_grpo.errors import ConfigError, LaunchError
 from tpu_grpo.launching.code import ARCHIVE, FILE_LIST, pack
 from tpu_grpo.launching.gcloud import Gcloud
-from tpu_grpo.launching.jobs import CACHE, Job
-from tpu_grpo.launching.machine import Machine, MachineRoom
-from tpu_grpo.launching.settings import Settings
+from tpu_grpo.launching.jobs import Job
+from tpu_grpo.launching.options import Options
+from tpu_grpo.launching.tpu_slice import SliceState, TpuSlice
 from tpu_grpo.launching.tpus import Slice, parse_slice
 from tpu_grpo.launching.workers import Workers, WorkerStatus, answers, merged, remote_line
 
 LARGE_BYTES = 100 * 2**20
-OWN_DISK = ("ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "tmpfs", "zfs")
-
-
-@dataclass(frozen=True)
-class Equipment:
-    """What workers are set up with."""
-
-    checkout: Path
-    """Whose files they get."""
-    script: Path | None = None
-    """Run on each of them afterwards, in the checkout; mounts a bucket, for example."""
-    requirements: tuple[str, ...] = ()
-    """Packages beside those that the checkout pins, as pip takes them."""
-
-
-@dataclass(frozen=True)
-class Chips:
-    """How the chips are used by a run."""
-
-    cache: str = CACHE
-    """Where compiled programs are kept: a directory of the worker, or gs://."""
-    libtpu_args: str | None = None
-    """LIBTPU_INIT_ARGS; those for the kind of slice when None."""
+LOCAL_FILESYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "tmpfs", "zfs")
 
 
 class Launcher:
-    """One slice and what runs on it."""
+    """One slice and what runs on it; ``scratch`` is a directory of this process for files on their way."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        gcloud: Gcloud,
-        scratch: Path,
-        now: Callable[[], datetime] = lambda: datetime.now(UTC),
-    ):
-        self._settings, self._gcloud, self._now = settings, gcloud, now
-        self.machine = MachineRoom(settings, gcloud)
-        self.workers = Workers(settings, gcloud, scratch)
+    def __init__(self, options: Options, scratch: Path):
+        self._options = options
+        self.gcloud = Gcloud(dry_run=options.dry_run)
+        self.tpu = TpuSlice(options, self.gcloud)
+        self.workers = Workers(options, self.gcloud, scratch)
         self._packed: tuple[str, list[Path]] | None = None
 
-    def setup(self, equipment: Equipment) -> None:
+    def setup(self) -> None:
         """Copy the code to every worker and install its environment there; again for changed code.
 
         Raises:
@@ -64,39 +35,38 @@ class Launcher:
             LaunchError: a worker could not be reached or set up, or runs something.
         """
         if self._packed is None:  # once: a run that is set up again later goes on with the same code
-            self._packed = self._pack(equipment)
+            self._packed = self._pack()
         revision, files = self._packed
         self.workers.prepare()
         self.workers.copy(files)
         self.workers.call("unpack", revision)
-        self._gcloud.say("installing the environment on every worker; the first time takes minutes")
-        self.workers.call("install", *equipment.requirements)
+        self.gcloud.say("installing the environment on every worker; the first time takes minutes")
+        self.workers.call("install", *self._options.requirements)
 
-    def _pack(self, equipment: Equipment) -> tuple[str, list[Path]]:
-        scratch = self.workers.scratch
+    def _pack(self) -> tuple[str, list[Path]]:
+        checkout, script, scratch = self._options.code, self._options.setup_script, self.workers.scratch
         files = [scratch / ARCHIVE, scratch / FILE_LIST]
-        if equipment.script is not None:
-            if not equipment.script.is_file():
-                raise ConfigError(f"--setup-script must be a file here, got {equipment.script}; correct the path")
+        if script is not None:
+            if not script.is_file():
+                raise ConfigError(f"--setup-script must be a file here, got {script}; correct the path")
             files.append(scratch / "setup_script")
-            files[-1].write_bytes(equipment.script.read_bytes())
-        revision = pack(equipment.checkout, scratch)
+            files[-1].write_bytes(script.read_bytes())
+        revision = pack(checkout, scratch)
         size = (scratch / ARCHIVE).stat().st_size
-        self._gcloud.say(f"code: {equipment.checkout} at {revision}, {size / 2**20:.1f} MiB")
+        self.gcloud.say(f"code: {checkout} at {revision}, {size / 2**20:.1f} MiB")
         if size > LARGE_BYTES:
-            self._gcloud.say("that is much for code: have git ignore data and results, and rather use a bucket")
+            self.gcloud.say("that is much for code: have git ignore data and results, and rather use a bucket")
         return revision, files
 
-    def run(self, job: Job, chips: Chips, machine: Machine) -> str:
-        """Start a job on all workers of ``machine``, detached; returns the name of this start.
+    def start(self, job: Job, state: SliceState) -> str:
+        """Start a job on all workers, detached; returns the name of this start.
 
         Raises:
             LaunchError: a worker could not be reached, is not set up, or runs something already.
         """
-        job_id = job.new_id(self._now())
+        job_id = job.new_id(datetime.now(UTC))
         self._send(job)
-        words = job.command(job_id, _slice_of(machine, self._settings), chips.cache, chips.libtpu_args)
-        self.workers.call("start", job_id, *words)
+        self.workers.call("start", job_id, *job.command(job_id, self._known_slice(state)))
         return job_id
 
     def _send(self, job: Job) -> None:
@@ -106,7 +76,7 @@ class Launcher:
         if not job.secrets:
             self.workers.copy([config])
             return
-        self._gcloud.say(f"passing on {', '.join(job.secrets)}, by a file")
+        self.gcloud.say(f"passing on {', '.join(job.secrets)}, by a file")
         try:
             with open(os.open(secrets, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
                 file.write(job.secrets_file())
@@ -114,18 +84,25 @@ class Launcher:
         finally:
             secrets.unlink(missing_ok=True)
 
-    def require_shared(self, directory: Path) -> None:
+    def _known_slice(self, state: SliceState) -> Slice | None:
+        """Return the slice of what is there, else of --type; None for a generation without defaults."""
+        try:
+            return parse_slice(state.accelerator_type) if state.accelerator_type else self._options.slice
+        except ConfigError:
+            return None
+
+    def require_durable(self, directory: Path) -> None:
         """Raise ConfigError if ``directory`` lies on a worker's own disk, by what the workers say."""
         for worker, text in self.workers.call("filesystem", str(directory)).items():
             kind = answers(text).get("filesystem", "")
-            if kind in OWN_DISK:
+            if kind in LOCAL_FILESYSTEMS:
                 raise ConfigError(
                     f"run.dir must outlive the machine, got {directory}, which is on {kind} of worker {worker}; "
                     "mount a bucket or share there with --setup-script, or vouch for it with --run-dir-survives"
                 )
 
     def logs(self, lines: int) -> str:
-        """The end of every worker's log."""
+        """Return the end of every worker's log."""
         return merged(self.workers.call("logs", str(lines)))
 
     def stop(self, seconds: int) -> dict[int, WorkerStatus]:
@@ -137,37 +114,19 @@ class Launcher:
         self.workers.call("stop", str(seconds))
         after = self.workers.status()
         if still := [worker for worker, status in after.items() if status.state == "running"]:
-            raise LaunchError(
-                f"every run must have ended, got one running on worker {still}; look at it with {_by_hand()}"
-            )
+            look = f"`gcloud compute tpus tpu-vm ssh NAME --worker=N --command='{remote_line(['status'])}'`"
+            raise LaunchError(f"every run must have ended, got one running on worker {still}; look at it with {look}")
         return after
 
 
-def status_lines(machine: Machine, workers: dict[int, WorkerStatus]) -> list[str]:
-    """A table for people."""
-    kind = (
-        f"{machine.accelerator_type}, {machine.workers} worker{'s' * (machine.workers != 1)}: "
-        if machine.workers
-        else ""
-    )
-    lines = [f"{kind}{machine.said}"]
+def status_lines(state: SliceState, workers: dict[int, WorkerStatus]) -> list[str]:
+    """Return the lines of a table for people."""
+    count = f"{state.workers} worker{'s' * (state.workers != 1)}"
+    lines = [f"{state.accelerator_type}, {count}: {state.description}" if state.workers else state.description]
     for worker, status in sorted(workers.items()):
         known = {"pid": status.pid, "exit code": status.exit_code}
         facts = [status.state, *(f"{name} {value}" for name, value in known.items() if value is not None)]
-        lines.append(
-            f"[{worker}] {status.job or 'no run yet'}: {', '.join(facts)}  (code {status.revision or 'not there'})"
-        )
-        lines += [f"    {status.last}"] if status.last else []
+        code = f"(code {status.revision or 'not there'})"
+        lines.append(f"[{worker}] {status.job or 'no run yet'}: {', '.join(facts)}  {code}")
+        lines += [f"    {status.last_line}"] if status.last_line else []
     return lines
-
-
-def _slice_of(machine: Machine, settings: Settings) -> Slice | None:
-    """None for a generation without defaults."""
-    try:
-        return parse_slice(machine.accelerator_type) if machine.accelerator_type else settings.type
-    except ConfigError:
-        return None
-
-
-def _by_hand() -> str:
-    return f"`gcloud compute tpus tpu-vm ssh NAME --worker=N --command='{remote_line(['status'])}'`"

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from tpu_grpo.launching import commands
 from tpu_grpo.launching.gcloud import Gcloud, GcloudError
-from tpu_grpo.launching.settings import Settings
+from tpu_grpo.launching.options import Options
 
 WORKER_SCRIPT = Path(__file__).with_name("worker.sh")
 REMOTE_ROOT = ".tpu_grpo"
-"""Below the home directory of every worker."""
+"""This directory lies below the home directory of every worker."""
 REMOTE_SCRIPT = f"{REMOTE_ROOT}/{WORKER_SCRIPT.name}"
 SHOWN_LINES = 15
 
@@ -32,102 +32,97 @@ class WorkerStatus:
     job: str = ""
     pid: int | None = None
     exit_code: int | None = None
-    """As a shell has it: 128 + n for signal n."""
-    last: str = ""
-    """The last line of its log."""
+    """A shell's: 128 + n stands for signal n."""
+    last_line: str = ""
+    """The log ends with this line."""
     revision: str = ""
-    """Of the code there."""
+    """The worker's code has this revision."""
 
 
 class Workers:
-    """All workers of a slice."""
+    """All workers of a slice.
 
-    def __init__(self, settings: Settings, gcloud: Gcloud, scratch: Path):
-        self._settings, self._gcloud = settings, gcloud
-        self.scratch = scratch
-        """A directory of this process for files on their way."""
+    Args:
+        options: where the workers are and how they are reached.
+        gcloud: what reaches them.
+        scratch: a directory of this process for files on their way.
+    """
+
+    def __init__(self, options: Options, gcloud: Gcloud, scratch: Path):
+        self._options, self._gcloud, self.scratch = options, gcloud, scratch
 
     def prepare(self) -> None:
         """Make the directory on every worker, readable for its owner only, and put ``worker.sh`` there."""
-        self._on_all(f"mkdir -p -m 700 {REMOTE_ROOT}")
+        self._run_on_all(f"mkdir -p -m 700 {REMOTE_ROOT}")
         self.copy([WORKER_SCRIPT])
 
     def copy(self, files: Sequence[Path]) -> None:
         """Copy files to every worker, into ``REMOTE_ROOT``."""
-        self._gcloud.run(commands.scp(self._settings, files, REMOTE_ROOT))
+        self._gcloud.run(commands.scp(self._options, files, REMOTE_ROOT))
 
     def call(self, *words: str) -> dict[int, str]:
         """Run ``worker.sh words`` on every worker; returns what each printed. Raises GcloudError if one failed."""
-        return self._on_all(remote_line(words))
+        return self._run_on_all(remote_line(words))
 
-    def status(self, *, repeated: bool = True) -> dict[int, WorkerStatus]:
-        """The newest run on every worker."""
+    def status(self) -> dict[int, WorkerStatus]:
+        """Return the newest run on every worker."""
         line = remote_line(["status"])
-        texts = self._on_all(f"if [ -e {REMOTE_SCRIPT} ]; then {line}; else echo @state none; fi", repeated)
-        return {worker: _status(answers(text)) for worker, text in texts.items()}
+        line = f"if [ -e {REMOTE_SCRIPT} ]; then {line}; else echo @state none; fi"
+        return {worker: _status(answers(text)) for worker, text in self._run_on_all(line, repeated=True).items()}
 
     def follow(self, lines: int, workers: int) -> None:
         """Show logs as they grow, with the worker's number before every line, until every run ended."""
-        processes = [self._start_following(lines, worker) for worker in range(workers)]
+        line = remote_line(["logs", str(lines), "follow"])
+        follows = [commands.ssh(self._options, line, worker=worker) for worker in range(workers)]
         if self._gcloud.dry_run:
+            for command in follows:
+                self._gcloud.run(command)
             return
-        readers = []
+        processes = [self._gcloud.start(command, announce=True) for command in follows]
+        readers = [threading.Thread(target=_show, args=pair) for pair in enumerate(processes)]
         try:
-            for worker, process in enumerate(processes):
-                assert process is not None
-                readers += [threading.Thread(target=_show, args=(worker, process))]
-                readers[-1].start()
+            for reader in readers:
+                reader.start()
             for reader in readers:
                 reader.join()
         finally:
             for process in processes:
-                if process is not None and process.poll() is None:
+                if process.poll() is None:
                     process.terminate()
 
-    def _start_following(self, lines: int, worker: int) -> "subprocess.Popen[str] | None":
-        command = commands.ssh(self._settings, remote_line(["logs", str(lines), "follow"]), worker=worker)
-        if self._gcloud.dry_run:
-            self._gcloud.run(command)
-            return None
-        return self._gcloud.start(command, announce=True)
-
-    def _on_all(self, remote: str, repeated: bool = False) -> dict[int, str]:
+    def _run_on_all(self, remote: str, repeated: bool = False) -> dict[int, str]:
         outputs = self.scratch / "workers"
         if not self._gcloud.dry_run:
             shutil.rmtree(outputs, ignore_errors=True)
             outputs.mkdir(parents=True)
         try:
-            self._gcloud.run(commands.ssh(self._settings, remote, outputs=outputs), repeated=repeated)
+            self._gcloud.run(commands.ssh(self._options, remote, outputs=outputs), repeated=repeated)
         except GcloudError as error:
-            if said := _said(_read(outputs)):
+            ends = {worker: "\n".join(text.splitlines()[-SHOWN_LINES:]) for worker, text in _read(outputs).items()}
+            if said := merged(ends):
                 raise GcloudError(error.command, error.code, error.output, said) from error
             raise
         return _read(outputs)
 
 
 def remote_line(words: Sequence[str]) -> str:
-    """The line of shell that calls ``worker.sh`` with exactly these words."""
+    """Return the line of shell that calls ``worker.sh`` with exactly these words."""
     return shlex.join(["bash", REMOTE_SCRIPT, *words])
 
 
 def answers(text: str) -> dict[str, str]:
-    """The ``@key value`` lines of a worker's output."""
+    """Return the ``@key value`` lines of a worker's output."""
     return {match[1]: match[2] for match in re.finditer(r"^@(\w+) ?(.*)$", text, re.MULTILINE)}
 
 
 def merged(texts: Mapping[int, str]) -> str:
-    """Outputs of workers, one after the other, the worker's number before every line."""
+    """Join outputs of workers one after the other, the worker's number before every line."""
     return "\n".join(f"[{worker}] {line}" for worker, text in sorted(texts.items()) for line in text.splitlines())
 
 
 def _read(outputs: Path) -> dict[int, str]:
     files = {int(path.stem): path for path in outputs.glob("*.log") if path.stem.isdigit()}
     return {worker: files[worker].read_text(encoding="utf-8", errors="replace") for worker in sorted(files)}
-
-
-def _said(texts: Mapping[int, str]) -> str:
-    ends = {worker: "\n".join(text.splitlines()[-SHOWN_LINES:]) for worker, text in texts.items()}
-    return merged(ends)
 
 
 def _status(answer: Mapping[str, str]) -> WorkerStatus:

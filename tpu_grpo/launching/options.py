@@ -1,0 +1,247 @@
+"""The verbs of ``scripts/launch.py`` and their flags: each setting once, checked when it is parsed."""
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.launching.jobs import CACHE, RUN_SCRIPT, SECRETS
+from tpu_grpo.launching.tpus import Slice, parse_slice
+
+PROGRAM = "python scripts/launch.py"
+VARIABLES = {"name": "TPU_NAME", "zone": "TPU_ZONE", "project": "TPU_PROJECT", "type": "TPU_TYPE"}
+"""Environment variables that are read where a flag is missing; gcloud's own configuration follows them."""
+ABOUT = f"""Runs training on a Cloud TPU slice with gcloud: every command is printed before it is run.
+
+  {PROGRAM} create  --name grpo --type v5e-16 --zone us-west4-a --spot    ask for a slice, wait until it is ready
+  {PROGRAM} setup   --name grpo --zone us-west4-a                         code and environment on every worker
+  {PROGRAM} run     --name grpo --zone us-west4-a CONFIG [section.key=value ...]    start on all workers, detached
+  {PROGRAM} status | logs | stop | delete  --name grpo --zone us-west4-a
+  {PROGRAM} babysit --name grpo --type v5e-16 --zone us-west4-a --spot CONFIG ...    all of it, again after preemptions
+
+--name, --zone, --project and --type may come from {", ".join(VARIABLES.values())}; zone and project also from
+`gcloud config`. --dry-run prints the commands and runs none. What follows -- goes to the run as it is.
+docs/launching.md tells the whole way, and what to do when something goes wrong."""
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+
+class Options(argparse.Namespace):
+    """The parsed flags; the flags below describe them, and those of other verbs are absent."""
+
+    verb: str
+    name: str
+    zone: str | None
+    project: str | None
+    slice: Slice | None
+    """The slice of --type, which only ``create`` needs."""
+    how: Literal["queued", "vm"]
+    dry_run: bool
+    user: str | None
+    internal_ip: bool
+    tunnel_through_iap: bool
+    ssh_key_file: str | None
+
+    type: str | None
+    spot: bool
+    reserved: bool
+    runtime: str | None
+    service_account: str | None
+    network: str | None
+    subnetwork: str | None
+    internal_ips: bool
+    valid_until_duration: str | None
+    no_wait: bool
+
+    code: Path
+    requirements: list[str]
+    setup_script: Path | None
+
+    config: Path
+    words: list[str]
+    script: str
+    env: list[str]
+    secret: list[str]
+    compilation_cache: str
+    libtpu_args: str | None
+
+    poll: float
+    restarts: int
+    run_dir_survives: bool
+    lines: int
+    follow: bool
+    grace: int
+
+
+@dataclass(frozen=True)
+class RetryPolicy:
+    """How often ``babysit`` looks, and how often it tries again."""
+
+    poll_seconds: float = 60.0
+    restarts: int = 10
+    """This limits starts on the same machine after a run ended early, and failures of gcloud in a row.
+
+    Preemptions do not count.
+    """
+    grace_polls: int = 2
+    """The other workers get so many looks to end by themselves once one failed."""
+
+
+@dataclass(frozen=True)
+class Verb:
+    """One command and its flags, beside those that all have."""
+
+    about: str
+    flags: tuple[Callable[[argparse.ArgumentParser], None], ...] = ()
+
+
+def parse(arguments: Sequence[str]) -> Options:
+    """Return the parsed flags; argparse ends the process for help and for what it cannot parse.
+
+    Raises:
+        ConfigError: flags have impossible values, or exclude each other.
+    """
+    before, after = list(arguments), []
+    if "--" in before:
+        at = before.index("--")
+        before, after = before[:at], before[at + 1 :]
+    top = argparse.ArgumentParser(
+        usage=f"{PROGRAM} VERB [FLAGS] [CONFIG [section.key=value ...]]",
+        description=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="verbs:\n" + "\n".join(f"  {name:<8} {verb.about}" for name, verb in VERBS.items()),
+    )
+    top.add_argument("verb", choices=VERBS, metavar="VERB", help="below; `VERB --help` shows its flags")
+    verb = top.parse_args(before[:1]).verb
+    options = _verb_parser(verb).parse_intermixed_args(before[1:], Options(verb=verb))
+    if after:
+        if not hasattr(options, "words"):
+            top.error(f"{verb} takes no words after --, got {after}")
+        options.words = [*options.words, *after]
+    _check(options)
+    options.slice = parse_slice(options.type) if options.type is not None else None
+    return options
+
+
+def _check(options: Options) -> None:
+    if options.name is None:
+        raise ConfigError(f"--name must say which TPU, got none; give it, or set {VARIABLES['name']}")
+    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", options.name):
+        raise ConfigError(
+            f"--name must be lower-case letters, digits and dashes, beginning with a letter, got {options.name!r}"
+        )
+    if options.internal_ip and options.tunnel_through_iap:
+        raise ConfigError("--internal-ip and --tunnel-through-iap exclude each other, got both; leave one out")
+    if _slice_flags not in VERBS[options.verb].flags:
+        return
+    if options.spot and options.reserved:
+        raise ConfigError("--spot and --reserved exclude each other, got both; leave one out")
+    if options.how == "vm" and (limit := options.valid_until_duration):
+        raise ConfigError(f"--valid-until needs --how queued, got {limit}; a TPU VM does not wait")
+
+
+def _verb_parser(name: str) -> argparse.ArgumentParser:
+    words = " CONFIG [section.key=value ...]" if _job_flags in VERBS[name].flags else ""
+    usage = f"{PROGRAM} {name} [FLAGS]{words}"
+    parser = argparse.ArgumentParser(usage=usage, description=VERBS[name].about, allow_abbrev=False)
+    for add_flags in (_common_flags, *VERBS[name].flags):
+        add_flags(parser)
+    parser.set_defaults(**{name: os.environ.get(variable) or None for name, variable in VARIABLES.items()})
+    return parser
+
+
+def _common_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("which TPU").add_argument
+    add("--name", help=f"of the TPU ({VARIABLES['name']})")
+    add("--zone", help=f"({VARIABLES['zone']}, else gcloud's compute/zone)")
+    add("--project", help=f"({VARIABLES['project']}, else gcloud's core/project)")
+    how = "a queued resource, or a TPU VM at once (default: queued)"
+    add("--how", choices=("queued", "vm"), default="queued", help=how)
+    add("--dry-run", action="store_true", help="print the commands, run none")
+    add = parser.add_argument_group("how workers are reached").add_argument
+    add("--user", help="log in as this user (default: gcloud's choice)")
+    add("--internal-ip", action="store_true", help="by the internal address, from a machine in the same network")
+    add("--tunnel-through-iap", action="store_true", help="through Identity-Aware Proxy, with gcloud's alpha commands")
+    add("--ssh-key-file", help="instead of gcloud's own key")
+
+
+def _slice_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what to create").add_argument
+    add("--type", help=f"v5e-16, v6e-8, v5p-8, v4-32 ... ({VARIABLES['type']})")
+    add("--spot", action="store_true", help="cheaper, and may be taken away at any time")
+    add("--reserved", action="store_true", help="from the project's reservation")
+    add("--runtime", help="software version of the machines (default: the one for JAX on this kind of TPU)")
+    add("--service-account", help="what the machines act as; it needs access to your buckets")
+    add("--network", help="default: the project's network named default")
+    add("--subnetwork", help="default: the network's")
+    add("--internal-ips", action="store_true", help="machines without external addresses")
+    patience = "give up waiting in the queue after, for example, 6h"
+    add("--valid-until", dest="valid_until_duration", metavar="DURATION", help=patience)
+
+
+def _wait_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-wait", action="store_true", help="return once it is asked for")
+
+
+def _setup_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what workers get").add_argument
+    add("--code", type=Path, default=REPOSITORY, help="the checkout to copy, as it is (default: this one)")
+    more = "a package to install beside the pinned ones, such as gcsfs"
+    add("--with", dest="requirements", action="append", default=[], metavar="PACKAGE", help=more)
+    script = "a bash script that runs on every worker afterwards: mounts, ..."
+    add("--setup-script", type=Path, metavar="FILE", help=script)
+
+
+def _job_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("what to run").add_argument
+    add("config", metavar="CONFIG", type=Path, help="a config file here; it is copied to the workers")
+    add("words", metavar="section.key=value", nargs="*", help="passed to the run as they are")
+    script = "of the checkout, called with the config and the words (default: %(default)s)"
+    add("--script", default=RUN_SCRIPT, help=script)
+    variable = "set a variable for the run; printed and logged"
+    add("--env", action="append", default=[], metavar="NAME=VALUE", help=variable)
+    secret = f"pass on a variable unseen; always done for {' and '.join(SECRETS)}"
+    add("--secret", action="append", default=[], metavar="NAME", help=secret)
+    cache = "where compiled programs are kept: a directory, or gs:// (default: %(default)s)"
+    add("--compilation-cache", default=CACHE, help=cache)
+    add("--libtpu-args", help="LIBTPU_INIT_ARGS, instead of those for this kind of TPU; '' for none")
+
+
+def _retry_flags(parser: argparse.ArgumentParser) -> None:
+    add, default = parser.add_argument_group("how long to go on").add_argument, RetryPolicy()
+    poll = "between looks (default: %(default)s)"
+    add("--poll", type=float, default=default.poll_seconds, metavar="SECONDS", help=poll)
+    restarts = "of a run that ended early on its machine (default: %(default)s)"
+    add("--restarts", type=int, default=default.restarts, help=restarts)
+    add("--run-dir-survives", action="store_true", help="run.dir outlives the machine, though it does not look so")
+
+
+def _log_flags(parser: argparse.ArgumentParser) -> None:
+    lines = "of every worker's log, from its end (default: %(default)s)"
+    parser.add_argument("--lines", type=int, default=50, help=lines)
+    parser.add_argument("--follow", action="store_true", help="go on until the runs end; Ctrl-C ends the looking only")
+
+
+def _stop_flags(parser: argparse.ArgumentParser) -> None:
+    grace = "to save a checkpoint in, then it is killed (default: %(default)s)"
+    parser.add_argument("--grace", type=int, default=300, metavar="SECONDS", help=grace)
+
+
+VERBS = {
+    "create": Verb("ask for a slice, and wait until it is ready", (_slice_flags, _wait_flags)),
+    "setup": Verb("copy the code to every worker and install its environment with uv", (_setup_flags,)),
+    "run": Verb(
+        "start a run on all workers, detached: it goes on when this machine is off", (_slice_flags, _job_flags)
+    ),
+    "status": Verb("the slice's state, and on every worker the run's: process, exit code, last line"),
+    "logs": Verb("what the run printed on every worker", (_log_flags,)),
+    "stop": Verb("end the run on every worker; it saves a checkpoint first and ends with exit code 4", (_stop_flags,)),
+    "delete": Verb("give the slice back; what is on its disks is lost"),
+    "babysit": Verb(
+        "create, set up, run, and all of it again after a preemption, until the run has ended",
+        (_slice_flags, _setup_flags, _job_flags, _retry_flags),
+    ),
+}
