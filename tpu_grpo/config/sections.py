@@ -140,7 +140,7 @@ class AlgorithmSection(Section):
     """Use the advantages of another algorithm in place of its own: grpo divides by the group's standard deviation; rloo
     leaves the row out of its baseline; drgrpo only centres. The algorithm's own when unset."""
     loss_aggregation: LossAggregation | None = None
-    """Make one number of the token losses in this way; token means are taken per micro-batch. The algorithm's own when
+    """Reduce token losses to one number in this way; token means are taken per micro-batch. The algorithm's own when
     unset: sequence-mean-token-mean for grpo, sequence-mean-token-scale for dr_grpo and rloo."""
     kl_estimator: Literal["low_var_kl", "kl", "mse_kl"] = "low_var_kl"
     """Estimate the KL divergence by this; low_var_kl is the paper's (k3)."""
@@ -160,7 +160,7 @@ class OptimizerSection(Section):
     """These settings are AdamW's, with a warm-up, a schedule and gradient clipping."""
 
     learning_rate: float = Field(default=1e-6, ge=0.0)
-    """Let the learning rate peak at this."""
+    """Set the peak of the learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up keep the rate constant, or let it fall so that zero would come one update after the last."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -203,7 +203,7 @@ class MeshesSection(Section):
     """Share devices or split them. shared: trainer and sampler both use all devices, in turn; split: of every host's
     devices the first half is the trainer's and the second the sampler's."""
     sync_temporary_mib: PositiveInt = 512
-    """Let the moving of weights take this much memory in MiB per device, beside the weights themselves."""
+    """Let the weight sync take this much temporary memory in MiB per device, beside the weights themselves."""
     probe_every: int = Field(default=50, ge=0)
     """Compare engines and trainer, by a few tokens and leaf by leaf, after the first sync and then after every this
     many; 0 never compares."""
@@ -222,7 +222,7 @@ class HostsSection(Section):
     count: PositiveInt = 1
     """Expect this many processes in the run."""
     index: int = Field(default=0, ge=0)
-    """Be this one of the processes, counted from 0."""
+    """Give this process its number among them, counted from 0; process 0 coordinates the start."""
     check: Literal["rollout", "step"] = "rollout"
     """Let processes that share a replica compare its scheduling and tokens after every rollout, or before every step of
     the engine, which names the first step that differs."""

@@ -1,22 +1,45 @@
-"""What is trained when not everything is: ranges of layers, and what is refused."""
+"""Values that several settings share: options, and ranges of layers."""
 
-from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.config.asking import message
 from tpu_grpo.config import load_config, parse_layers
-from tpu_grpo.errors import ConfigError
 
 RANGES = st.lists(st.tuples(st.integers(0, 80), st.integers(0, 8)), min_size=1, max_size=6)
 
+# --- options ---------------------------------------------------------------------------------------------------------
 
-def message(*overrides: str) -> str:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, overrides)
-    return str(caught.value)
+
+@pytest.mark.parametrize(
+    ("override", "got"),
+    [
+        ("data.options={strict: no}", "data.options must say true or false, or put a text in quotes, got strict: no"),
+        ("algorithm.options={a: Off}", "algorithm.options must say true or false, or put a text in quotes, got a: Off"),
+        (
+            "rewards=[{name: r, options: {a: {b: [1, yes]}}}]",
+            "rewards.0.options must say true or false, or put a text in quotes, got a: yes",
+        ),
+    ],
+)
+def test_options_take_no_switch_that_python_would_read_as_a_text(override: str, got: str) -> None:
+    assert message(override) == got
+
+
+def test_options_take_switches_and_texts_in_quotes() -> None:
+    config = load_config(None, ["data.options={a: false, b: 'no', c: [\"on\"], d: north}"])
+    assert config.data.options == {"a": False, "b": "no", "c": ["on"], "d": "north"}
+
+
+def test_a_bare_no_is_a_text_where_a_text_is_meant() -> None:
+    (example,) = load_config(None, ["data.examples=[{question: 1 is even, answer: no}]"]).data.examples
+    assert example == {"question": "1 is even", "answer": "no"}
+
+
+# --- ranges of layers ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -62,28 +85,4 @@ def test_a_range_ascends() -> None:
         parse_layers("0, 31-20")
     assert message("model.train_layers=31-20") == (
         "model.train_layers must give ranges from low to high, got '31-20'; write 20-31"
-    )
-
-
-def test_a_single_layer_needs_no_quotes_and_survives_the_resolved_file(tmp_path: Path) -> None:
-    config = load_config(None, ["model.lora.rank=4", "model.lora.layers=3"])
-    assert config.model.lora.layers == "3"
-    (tmp_path / "config.yaml").write_text(config.to_yaml())
-    assert load_config(tmp_path / "config.yaml") == config
-
-
-def test_adapters_and_trained_layers_exclude_each_other() -> None:
-    assert "model.train_layers=0-1 and model.lora.rank=4 exclude each other" in message(
-        "model.train_layers=0-1", "model.lora.rank=4"
-    )
-
-
-@pytest.mark.parametrize("setting", ["layers=0", "path=somewhere"])
-def test_settings_of_adapters_need_a_rank(setting: str) -> None:
-    assert f"model.lora.{setting} needs model.lora.rank, got none" in message(f"model.lora.{setting}")
-
-
-def test_targets_are_an_expression() -> None:
-    assert "model.lora.targets must be a regular expression, got '(q'" in message(
-        "model.lora.rank=4", "model.lora.targets=(q"
     )

@@ -1,0 +1,124 @@
+"""Files and overrides: in which order settings are set, and what is said about those that are not settings."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.config.asking import REPOSITORY, file_message, message
+from tpu_grpo.config import RunConfig, load_config
+from tpu_grpo.errors import ConfigError
+
+# --- where values come from -------------------------------------------------------------------------------------------
+
+
+def test_overrides_replace_the_file_and_the_last_one_wins(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("run: {name: from_file, seed: 1, max_steps: 9}\n")
+    run = load_config(path, ["run.seed=2", "run.seed=3"]).run
+    assert (run.name, run.seed, run.max_steps) == ("from_file", 3, 9)
+
+
+def test_a_list_is_set_whole() -> None:
+    overrides = ["rewards=[{name: gsm8k, weight: 2}, {name: format, options: {limit: 1e-4}}]"]
+    first, second = load_config(None, overrides).rewards
+    assert (first.name, first.weight, first.options) == ("gsm8k", 2.0, {})
+    assert (second.name, second.weight, second.options) == ("format", 1.0, {"limit": 1e-4})
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("# nothing yet\n")
+    assert load_config(tmp_path / "c.yaml") == RunConfig()
+
+
+def test_loading_the_same_overrides_twice_gives_equal_configs() -> None:
+    overrides = ["run.seed=5", "meshes.trainer.tp=2"]
+    assert load_config(None, overrides) == load_config(None, overrides) != RunConfig()
+
+
+# --- keys that are not settings ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("rollouts.temperature=1", "rollouts is not a setting (got {'temperature': 1}); did you mean rollout?"),
+        ("rollout.temprature=1", "rollout.temprature is not a setting (got 1); did you mean rollout.temperature?"),
+        ("temperature=1", "temperature is not a setting (got 1); did you mean rollout.temperature?"),
+        ("meshes.trainr.fsdp=1", "meshes.trainr is not a setting (got {'fsdp': 1}); did you mean meshes.trainer?"),
+        ("meshes.trainer.fsdb=1", "meshes.trainer.fsdb is not a setting (got 1); did you mean meshes.trainer.fsdp?"),
+        (
+            "rewards=[{name: gsm8k, wieght: 2}]",
+            "rewards.0.wieght is not a setting (got 2); did you mean rewards[i].weight?",
+        ),
+        (
+            "foo.bar=1",
+            "foo is not a setting (got {'bar': 1}); known sections: run, model, data, rollout, algorithm, optimizer, "
+            "meshes, hosts, checkpoint, evaluation, logging, rewards",
+        ),
+        (
+            "hosts.zzzzzzzzz=1",
+            "hosts.zzzzzzzzz is not a setting (got 1); known in hosts: coordinator, count, index, "
+            "check, start_timeout_seconds, lost_timeout_seconds",
+        ),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(override: str, expected: str) -> None:
+    assert message(override) == expected
+
+
+def test_every_wrong_setting_is_reported_at_once() -> None:
+    lines = message("run.sed=1", "rollout.top_p=2", "algorithm.group_size=1").splitlines()
+    assert [line.split()[0] for line in lines] == ["run.sed", "rollout.top_p:", "algorithm.group_size"]
+
+
+@pytest.mark.parametrize("text", ["{1: 2}", "run: {2: 3}", "null: 1"])
+def test_a_key_that_is_not_text_is_a_config_error(tmp_path: Path, text: str) -> None:
+    assert "got" in file_message(tmp_path / "c.yaml", text)
+
+
+# --- overrides and files that cannot be read --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("override", ["run.seed", "=1", "configs/demo_cpu.yaml", ""])
+def test_an_override_needs_a_name_and_a_value(override: str) -> None:
+    assert message(override) == f"an override must read section.key=value, got {override!r}; example: run.seed=1"
+
+
+def test_an_override_must_be_yaml() -> None:
+    found = message("data.system_prompt=[a")
+    assert found.startswith("data.system_prompt: the value '[a' is not YAML (while parsing a flow sequence")
+    assert found.endswith("put a text in quotes of its own: data.system_prompt='\"...\"'")
+
+
+def test_an_entry_of_a_list_cannot_be_overridden_alone(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("rewards: [{name: gsm8k}]\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, ["rewards.0.weight=2"])
+    assert str(caught.value) == (
+        "rewards.0.weight: rewards is not a section; write lists whole, e.g. rewards='[{name: gsm8k}]'"
+    )
+
+
+def test_a_missing_file_lists_the_shipped_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    with pytest.raises(ConfigError) as caught:
+        load_config("nosuch.yaml")
+    shipped = sorted(f"configs/{path.name}" for path in (REPOSITORY / "configs").glob("*.yaml"))
+    assert "configs/demo_cpu.yaml" in shipped
+    assert str(caught.value) == f"config file not found: nosuch.yaml; shipped configs: {shipped}"
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"^config file not found: nosuch\.yaml; shipped configs: none here$"):
+        load_config("nosuch.yaml")
+
+
+@pytest.mark.parametrize(("text", "kind"), [("- run\n- model\n", "list"), ("just words", "str"), ("5", "int")])
+def test_a_file_holds_sections(tmp_path: Path, text: str, kind: str) -> None:
+    assert file_message(tmp_path / "c.yaml", text) == (
+        f"config file {tmp_path / 'c.yaml'} must hold sections (run:, model:, ...), got a {kind}"
+    )
+
+
+def test_a_directory_is_not_a_config_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is not readable YAML: .*Is a directory"):
+        load_config(tmp_path)

@@ -1,0 +1,126 @@
+"""The whole config: what follows from settings, which of them exclude each other, and how all are written out."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.config.asking import SHIPPED, leaves, message
+from tpu_grpo.config import RunConfig, load_config
+
+
+def test_sizes_that_follow_from_settings() -> None:
+    config = load_config(
+        None,
+        [
+            "data.prompts_per_step=6",
+            "algorithm.group_size=5",
+            "data.max_prompt_tokens=100",
+            "rollout.max_new_tokens=28",
+        ],
+    )
+    assert (config.batch_rows, config.context_tokens) == (30, 128)
+
+
+@pytest.mark.parametrize(("micro", "sizes"), [("null", (6, 30, 1)), ("6", (6, 30, 1)), ("2", (2, 10, 3))])
+def test_a_batch_is_one_micro_batch_unless_it_is_cut(micro: str, sizes: tuple[int, int, int]) -> None:
+    overrides = ["data.prompts_per_step=6", "algorithm.group_size=5", f"algorithm.micro_batch_prompts={micro}"]
+    config = load_config(None, overrides)
+    assert (config.micro_batch_prompts, config.micro_batch_rows, config.micro_batches) == sizes
+
+
+def test_run_dir_follows_the_name_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert load_config(None, ["run.name=x"]).run_dir == Path("runs/x")
+    assert load_config(None, ["run.name=x", "run.dir=/out/y"]).run_dir == Path("/out/y")
+    assert load_config(None, ["run.dir=~/y"]).run_dir == Path("/home/someone/y")
+
+
+def test_micro_batches_divide_the_prompts() -> None:
+    assert message("data.prompts_per_step=12", "algorithm.micro_batch_prompts=5") == (
+        "algorithm.micro_batch_prompts must divide data.prompts_per_step=12, got 5; use one of [1, 2, 3, 4, 6, 12]"
+    )
+    config = load_config(None, ["data.prompts_per_step=12", "algorithm.micro_batch_prompts=4"])
+    assert config.algorithm.micro_batch_prompts == 4
+
+
+@pytest.mark.parametrize(
+    ("page_size", "needed"),
+    [
+        (1, 142),  # 100 + 40 + 2 spare
+        (16, 144),  # nine pages hold 144, eight only 128
+        (71, 142),  # two pages exactly
+        (128, 256),
+    ],
+)
+def test_the_cache_holds_one_whole_request(page_size: int, needed: int) -> None:
+    sizes = ["data.max_prompt_tokens=100", "rollout.max_new_tokens=40", f"rollout.page_size={page_size}"]
+    assert message(*sizes, f"rollout.kv_tokens={needed - 1}") == (
+        f"rollout.kv_tokens must hold one whole request: >= {needed} tokens (data.max_prompt_tokens=100 + "
+        f"rollout.max_new_tokens=40, 2 spare, whole pages of {page_size}), got {needed - 1}; raise it or shorten "
+        "prompts or completions"
+    )
+    assert load_config(None, [*sizes, f"rollout.kv_tokens={needed}"]).rollout.kv_tokens == needed
+
+
+def test_releasing_memory_needs_shared_devices() -> None:
+    assert message("rollout.release_during_update=true", "meshes.layout=split") == (
+        "rollout.release_during_update=true needs meshes.layout=shared, got split; the engines then hold nothing on "
+        "the trainer's devices: leave it false"
+    )
+    assert load_config(None, ["rollout.release_during_update=true"]).rollout.release_during_update
+
+
+def test_native_attention_has_pages_of_one() -> None:
+    assert message("rollout.attention=native", "rollout.page_size=16") == (
+        "rollout.page_size must be 1 with rollout.attention=native, got 16; the library's native attention is wrong "
+        "for larger pages: use gather (or flash on TPU)"
+    )
+    assert load_config(None, ["rollout.attention=native"]).rollout.page_size == 1
+    assert load_config(None, ["rollout.attention=gather", "rollout.page_size=16"]).rollout.page_size == 16
+
+
+def test_training_does_not_sample_greedily() -> None:
+    assert message("rollout.temperature=0") == (
+        "rollout.temperature must be > 0 for training, got 0.0; greedy completions of a group are all the same, so "
+        "every advantage is zero. Try 1.0"
+    )
+
+
+def test_a_reward_is_listed_once() -> None:
+    assert message("rewards=[{name: gsm8k}, {name: format}, {name: gsm8k, weight: 2}]") == (
+        "rewards must have names of their own in the metrics, got ['gsm8k'] twice; give one of them a label"
+    )
+
+
+def test_adapters_and_trained_layers_exclude_each_other() -> None:
+    assert "model.train_layers=0-1 and model.lora.rank=4 exclude each other" in message(
+        "model.train_layers=0-1", "model.lora.rank=4"
+    )
+
+
+@pytest.mark.parametrize("setting", ["layers=0", "path=somewhere"])
+def test_settings_of_adapters_need_a_rank(setting: str) -> None:
+    assert f"model.lora.{setting} needs model.lora.rank, got none" in message(f"model.lora.{setting}")
+
+
+def test_the_resolved_yaml_writes_every_setting_out() -> None:
+    assert list(leaves(yaml.safe_load(RunConfig().to_yaml()))) == list(leaves(RunConfig().model_dump()))
+
+
+def test_there_are_shipped_configs() -> None:
+    assert {"demo_cpu.yaml", "gsm8k_cpu_check.yaml"} <= {path.name for path in SHIPPED}
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_every_shipped_config_loads_and_round_trips(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    again = tmp_path / "again.yaml"
+    again.write_text(config.to_yaml())
+    assert load_config(again) == config
+    assert load_config(again).to_yaml() == config.to_yaml()
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_config_is_named_after_its_file(path: Path) -> None:
+    assert load_config(path).run.name == path.stem

@@ -1,0 +1,166 @@
+"""Settings: what they default to, and what one alone cannot be."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from tests.config.asking import message, value_of
+from tpu_grpo.config import RunConfig, load_config
+
+HELP = "`--help` lists every setting with its type and default"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("run.name", "run"),
+        ("run.dir", None),
+        ("run.seed", 0),
+        ("model.path", "builtin:addition"),
+        ("model.dtype", "float32"),
+        ("model.attention", "auto"),
+        ("data.prompt_template", "{question}"),
+        ("rollout.attention", "auto"),
+        ("rollout.temperature", 1.0),
+        ("rollout.max_new_tokens", 256),
+        ("rollout.batch_paddings", None),
+        ("rollout.release_during_update", False),
+        ("algorithm.name", "grpo"),
+        ("algorithm.options", {}),
+        ("algorithm.advantage", None),
+        ("algorithm.loss_aggregation", None),
+        ("algorithm.group_size", 8),
+        ("algorithm.beta", 0.0),
+        ("algorithm.iterations", 1),
+        ("algorithm.old_policy", "rollout"),
+        ("optimizer.learning_rate", 1e-6),
+        ("meshes.layout", "shared"),
+        ("meshes.trainer.fsdp", None),
+        ("meshes.trainer.tp", 1),
+        ("meshes.sampler.tensor", None),
+        ("meshes.sampler.shard_vocab", None),
+        ("hosts.coordinator", None),
+        ("hosts.count", 1),
+        ("hosts.index", 0),
+        ("hosts.check", "rollout"),
+        ("hosts.start_timeout_seconds", 300.0),
+        ("hosts.lost_timeout_seconds", 40.0),
+        ("checkpoint.every", 0),
+        ("checkpoint.resume", "auto"),
+        ("evaluation.every", 0),
+        ("logging.wandb", "off"),
+    ],
+)
+def test_defaults(name: str, value: Any) -> None:
+    assert value_of(RunConfig(), name) == value
+    assert value_of(load_config(None), name) == value
+
+
+def test_the_default_reward_is_an_exact_answer() -> None:
+    (reward,) = RunConfig().rewards
+    assert (reward.name, reward.weight, reward.options) == ("exact_answer", 1.0, {})
+
+
+def test_a_config_is_frozen() -> None:
+    config = RunConfig()
+    for section, key in (
+        (config, "run"),
+        (config.run, "seed"),
+        (config.meshes.trainer, "tp"),
+        (config.rewards[0], "name"),
+    ):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(section, key, 1)
+    assert config == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.seed=-1", f"run.seed: input should be greater than or equal to 0, got -1; {HELP}"),
+        ("run.seed=4294967296", f"run.seed: input should be less than 4294967296, got 4294967296; {HELP}"),
+        ("run.max_steps=0", f"run.max_steps: input should be greater than or equal to 1, got 0; {HELP}"),
+        (
+            "run.max_steps=1.5",
+            "run.max_steps: input should be a valid integer, got a number with a fractional part, got 1.5; " + HELP,
+        ),
+        (
+            "run.max_steps=many",
+            "run.max_steps: input should be a valid integer, unable to parse string as an integer, got 'many'; " + HELP,
+        ),
+        ("run.max_steps=true", "run.max_steps must not be a switch, got true; `--help` lists what it takes"),
+        ("optimizer.b1=false", "optimizer.b1 must not be a switch, got false; `--help` lists what it takes"),
+        ("optimizer.learning_rate=.nan", f"optimizer.learning_rate: input should be a finite number, got nan; {HELP}"),
+        ("optimizer.learning_rate=.inf", f"optimizer.learning_rate: input should be a finite number, got inf; {HELP}"),
+        ("optimizer.b2=1", f"optimizer.b2: input should be less than 1, got 1; {HELP}"),
+        ("rollout.top_p=0", f"rollout.top_p: input should be greater than 0, got 0; {HELP}"),
+        ("model.dtype=fp16", f"model.dtype: input should be 'float32' or 'bfloat16', got 'fp16'; {HELP}"),
+        ("meshes.layout=apart", f"meshes.layout: input should be 'shared' or 'split', got 'apart'; {HELP}"),
+        (
+            "data.shuffle=maybe",
+            f"data.shuffle: input should be a valid boolean, unable to interpret input, got 'maybe'; {HELP}",
+        ),
+        ("run=5", "run must be a section, got 5; known in run: name, dir, seed, max_steps"),
+        ("meshes.trainer=[]", "meshes.trainer must be a section, got []; known in meshes.trainer: fsdp, tp"),
+        (
+            "rewards=[gsm8k]",
+            "rewards.0 must be a section, got 'gsm8k'; known in rewards.0: name, label, weight, options, "
+            "only_if, workers, timeout, on_error, error_value, messages, recycle, memory_gb, deterministic",
+        ),
+        ("rewards=[{weight: 1}]", f"rewards.0.name: field required, got {{'weight': 1}}; {HELP}"),
+        ("rewards=gsm8k", "rewards must be a list, got 'gsm8k'; write it in brackets: rewards='[...]'"),
+        ("rewards=[]", "rewards must name at least one reward, got none; add e.g. {name: exact_answer}"),
+        (
+            "rollout.batch_paddings=8",
+            "rollout.batch_paddings must be a list, got 8; write it in brackets: rollout.batch_paddings='[...]'",
+        ),
+        (
+            "rollout.batch_paddings=[]",
+            "rollout.batch_paddings must name a batch size, got []; leave it unset for powers of 2",
+        ),
+        (
+            "rollout.batch_paddings=[8, 0]",
+            f"rollout.batch_paddings.1: input should be greater than or equal to 1, got 0; {HELP}",
+        ),
+        ("run.name=7", "run.name must be text, got 7; put a text in quotes of its own: run.name='\"...\"'"),
+        (
+            "data.prompt_template={question}",
+            "data.prompt_template must be text, got {'question': None}; put a text in quotes of its own: "
+            "data.prompt_template='\"...\"'",
+        ),
+        (
+            "algorithm.group_size=1",
+            "algorithm.group_size must be >= 2, got 1; a group of one has no baseline",
+        ),
+        (
+            "hosts.count=2",
+            "hosts.count=2 needs hosts.coordinator, got none; set it to host:port of process 0",
+        ),
+        (
+            "hosts.index=1",
+            "hosts.index must be below hosts.count=1, got 1; indices start at 0",
+        ),
+    ],
+)
+def test_a_wrong_value_is_refused_with_its_name_and_the_remedy(override: str, expected: str) -> None:
+    assert message(override) == expected
+
+
+@pytest.mark.parametrize("name", ["a b", "../x", ".hidden", "a/b", ""])
+def test_a_run_name_is_a_plain_file_name(name: str) -> None:
+    assert message(f'run.name="{name}"').startswith("run.name: string should match pattern")
+
+
+def test_a_single_layer_needs_no_quotes_and_survives_the_resolved_file(tmp_path: Path) -> None:
+    config = load_config(None, ["model.lora.rank=4", "model.lora.layers=3"])
+    assert config.model.lora.layers == "3"
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_targets_are_an_expression() -> None:
+    assert "model.lora.targets must be a regular expression, got '(q'" in message(
+        "model.lora.rank=4", "model.lora.targets=(q"
+    )
