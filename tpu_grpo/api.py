@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tpu_grpo.commands.train import joined_hosts, prepare
+from tpu_grpo.commands.starting import joined_hosts, prepare
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts import Hosts, Watch

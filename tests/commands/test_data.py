@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from scripts import data as script
-from tpu_grpo.commands.data import Lengths, open_preview, shown_value
+from tpu_grpo.commands import data
+from tpu_grpo.commands.preview import Lengths, open_preview, shown_value
 from tpu_grpo.config import parse_config
 from tpu_grpo.types import Prompt
 
@@ -47,7 +47,7 @@ def test_what_the_command_prints(tmp_path: Path) -> None:
     tree = {"data": {"path": str(path), "max_prompt_tokens": 10, "too_long": "drop", "prompts_per_step": 1}}
     out = io.StringIO()
     shown = Namespace(preview=1, step=1, evaluation=False)
-    script.show(parse_config(tree), Console(file=out, width=200, highlight=False), shown)
+    data.show(parse_config(tree), Console(file=out, width=200, highlight=False), shown)
     text = out.getvalue()
     assert " │ 1       │ 1       │ 1      │ 6        │ 6      │ 6 " in text  # one prompt, one dropped, six tokens
     assert "prompt 1: 6 tokens" in text
@@ -56,5 +56,5 @@ def test_what_the_command_prints(tmp_path: Path) -> None:
 
 
 def test_bad_data_ends_the_command_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert script.main(["data.path=nosuch.jsonl"]) == 2
+    assert data.main(["data.path=nosuch.jsonl"]) == 2
     assert capsys.readouterr().err.startswith("DataError: data.path: data file not found: nosuch.jsonl")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.several.runs import settings, write_files
 from tpu_grpo import pipeline
-from tpu_grpo.commands.evaluate import Chosen, choose, evaluate_checkpoint
+from tpu_grpo.commands.checkpoint_evaluation import Chosen, choose, evaluate_checkpoint
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.errors import CheckpointError, ConfigError, DataError
 from tpu_grpo.evaluation import Estimate, Evaluation

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from tpu_grpo import errors
-from tpu_grpo.commands import train as train_command
+from tpu_grpo.commands import starting
 from tpu_grpo.commands.train import BUILDING, closing_lines, help_text, main
 from tpu_grpo.config import RunConfig, SourceSpec, load_config
 from tpu_grpo.hosts import Hosts, Watch
@@ -255,7 +255,7 @@ def test_sigterm_asks_the_run_to_stop(pipeline: Any, capsys: pytest.CaptureFixtu
 
 def test_what_the_user_set_for_the_platform_is_kept(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    monkeypatch.setattr(train_command, "start", lambda *_, **__: Hosts())  # would look for the slice
+    monkeypatch.setattr(starting, "start", lambda *_, **__: Hosts())  # would look for the slice
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     seen: dict[str, str] = {}
 

@@ -1,69 +1,88 @@
-"""The first prompts of a config, as the model will see them: texts, tokens, columns, and how long prompts are."""
+"""This is the command line of ``scripts/data.py``: it parses, calls, prints and returns an exit code.
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+Nothing that imports jax is imported before ``prepare`` has chosen jax's platform.
+"""
 
-from transformers import PreTrainedTokenizerFast
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from tpu_grpo.config import BUILTIN, RunConfig
-from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer
-from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts
-from tpu_grpo.types import Prompt
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
+from tpu_grpo.commands.starting import config_from_words, prepare
+from tpu_grpo.config import RunConfig
+from tpu_grpo.errors import TpuGrpoError, say
 
-@dataclass(frozen=True)
-class Preview:
-    """What a run would train on."""
+if TYPE_CHECKING:
+    from tpu_grpo.commands.preview import Preview
 
-    stream: PromptStream
-    held_out: tuple[Prompt, ...]
-    tokenizer: PreTrainedTokenizerFast
+ABOUT = """Looks at the data of a config, without a model.
 
-    def first(self, count: int, *, step: int = 1) -> Iterator[Prompt]:
-        """The first prompts that a run samples from, beginning with those of a step."""
-        while count > 0:
-            prompts = self.stream.batch(step).prompts[:count]
-            yield from prompts
-            count, step = count - len(prompts), step + 1
-
-    def tokens(self, prompt: Prompt) -> list[tuple[int, str]]:
-        """Every token as its id and the text it stands for, as the tokenizer decodes it alone."""
-        return [(token, self.tokenizer.decode([token])) for token in prompt.token_ids]
+Shows how many prompts there are, how long they are, how many were dropped as too long, and the first ones as the model
+will see them: the text, the tokens, and the columns that the rewards get."""
+USAGE = "python scripts/data.py [CONFIG.yaml] [--preview 5] [--step 1] [--evaluation] [section.key=value ...]"
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """How long prompts are, in tokens."""
-
-    shortest: int
-    median: int
-    longest: int
-
-    @classmethod
-    def of(cls, prompts: Sequence[Prompt]) -> "Lengths":
-        """Of some prompts; the median of an even number is the upper of the two in the middle."""
-        lengths = sorted(len(prompt.token_ids) for prompt in prompts)
-        return cls(lengths[0], lengths[len(lengths) // 2], lengths[-1])
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = _parser().parse_intermixed_args(arguments)
+    try:
+        show(config_from_words(options.words), Console(highlight=False), options)
+    except TpuGrpoError as error:
+        say(error)
+        return error.exit_code
+    return 0
 
 
-def open_preview(config: RunConfig) -> Preview:
-    """Read and render the data of a config; needs the model's tokenizer, not its weights.
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        usage=USAGE, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", metavar="CONFIG.yaml section.key=value", help="the config, and settings")
+    parser.add_argument("--preview", type=int, default=5, metavar="N", help="prompts to show (default: 5)")
+    parser.add_argument("--step", type=int, default=1, help="the step whose prompts come first (default: 1)")
+    parser.add_argument("--evaluation", action="store_true", help="show the held-out prompts instead")
+    return parser
+
+
+def show(config: RunConfig, console: Console, options: argparse.Namespace) -> None:
+    """Print the table of sources and the first prompts.
 
     Raises:
         TpuGrpoError: for data, templates or a tokenizer that do not fit.
     """
-    if config.model.path.startswith(BUILTIN):
-        tokenizer = build_byte_tokenizer()
-    else:
-        tokenizer = load_tokenizer(Path(config.model.path).expanduser())
-    stream = open_prompts(config.data, config.run.seed, tokenizer)
-    held_out = open_evaluation_prompts(config.evaluation, config.data, tokenizer)
-    return Preview(stream, held_out or (), tokenizer)
+    prepare(config)
+    from tpu_grpo.commands.preview import open_preview, shown_value
+
+    preview = open_preview(config)
+    console.print(_sources(preview))
+    chosen = preview.held_out if options.evaluation else preview.first(options.preview, step=options.step)
+    for number, prompt in enumerate(list(chosen)[: options.preview], start=1):
+        console.rule(f"prompt {number}: {len(prompt.token_ids)} tokens")
+        console.print(Text(prompt.text))
+        console.print(_tokens(preview.tokens(prompt)))
+        console.print(Text("\n".join(f"{name}: {shown_value(value)}" for name, value in prompt.columns.items())))
 
 
-def shown_value(value: Any, most: int = 200) -> str:
-    """A column's value on one line."""
-    text = repr(value)
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def _sources(preview: "Preview") -> Table:
+    from tpu_grpo.commands.preview import Lengths
+
+    table = Table("source", "prompts", "dropped", "weight", "shortest", "median", "longest", title="Prompts, in tokens")
+    rows = [(p.name, p.rendered.prompts, str(p.rendered.dropped), f"{p.weight:g}") for p in preview.stream.parts]
+    if preview.held_out:
+        rows.append(("held out", preview.held_out, "", ""))
+    for name, prompts, dropped, weight in rows:
+        lengths = Lengths.of(prompts)
+        shown = (lengths.shortest, lengths.median, lengths.longest)
+        table.add_row(name, str(len(prompts)), dropped, weight, *map(str, shown))
+    return table
+
+
+def _tokens(tokens: Sequence[tuple[int, str]]) -> Text:
+    """Show each token's text in quotes after its id, dimmed: 151644'<|im_start|>' 872'user' 198'\\n'."""
+    shown = Text()
+    for token, text in tokens:
+        shown.append(str(token), style="dim").append(f"{text!r} ")
+    return shown

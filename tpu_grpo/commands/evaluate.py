@@ -1,115 +1,68 @@
-"""Evaluate one checkpoint of a run, without training: what scripts/eval.py does.
+"""This is the command line of ``scripts/eval.py``: it parses, calls, prints and returns an exit code.
 
-    name, step = "best", 40            ->  <run.dir>/checkpoints/40
-    answers, rewards, estimates        ->  <run.dir>/evaluations/checkpoint_40.jsonl and .json
-
-With the config of the run, the numbers are those that the run found after that step.
+Nothing that imports jax is imported before ``prepare`` has chosen jax's platform.
 """
 
-import json
-from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import jax.numpy as jnp
-from flax import nnx
+from rich.console import Console
+from rich.table import Table
 
+from tpu_grpo.commands.starting import config_from_words, joined_hosts, prepare
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import CheckpointError, ConfigError
-from tpu_grpo.evaluation import Evaluation, record_of, write_samples
-from tpu_grpo.hosts import Hosts, Watch
-from tpu_grpo.learner import freeze_untrained, parameters, read_policy
-from tpu_grpo.metrics.jsonl import write_json
-from tpu_grpo.metrics.run_files import BEST_FILE, CHECKPOINTS_DIR, EVALUATIONS_DIR
-from tpu_grpo.models import Checkpoint, load_model
-from tpu_grpo.rollout.sampler import Sampler
-from tpu_grpo.run.meshes import Meshes, build_meshes
-from tpu_grpo.run.parts import evaluate_policy, open_engines, open_held_out, open_model, with_adapters
+from tpu_grpo.errors import TpuGrpoError, say
+from tpu_grpo.metrics.run_files import EVALUATIONS_DIR
 
-INITIAL, LATEST, BEST = "initial", "latest", "best"
+if TYPE_CHECKING:
+    from tpu_grpo.evaluation import Evaluation
 
+ABOUT = """Evaluates a checkpoint of a run on held-out prompts, without training.
 
-@dataclass(frozen=True)
-class Chosen:
-    """Which weights are evaluated: a step of a directory of checkpoints, or the model a run starts from."""
-
-    directory: Path
-    step: int | None
-
-    @property
-    def name(self) -> str:
-        """What its files are called."""
-        return INITIAL if self.step is None else f"checkpoint_{self.step}"
+CHECKPOINT is a step of run.dir, latest, best, initial (the model as the run starts), or a directory of a step. What is
+evaluated, and how, is the section `evaluation`. On several hosts every one runs the same command; on one machine
+scripts/local_hosts.py --command "python scripts/eval.py" starts them."""
+USAGE = "python scripts/eval.py [CONFIG.yaml] --checkpoint best [section.key=value ...]"
 
 
-def choose(config: RunConfig, which: str) -> Chosen:
-    """The checkpoint that ``which`` names: initial, latest, best, a step of the run, or a directory of a step.
-
-    Raises:
-        ConfigError: for anything else.
-        CheckpointError: for a run that has no such checkpoint.
-    """
-    directory = config.run_dir / CHECKPOINTS_DIR
-    if which == INITIAL:
-        return Chosen(directory, None)
-    if which == BEST:
-        return _best(config, directory)
-    if which == LATEST:
-        steps = [int(path.name) for path in directory.glob("*") if path.name.isdigit()]
-        if not steps:
-            raise CheckpointError(f"there must be a checkpoint in {directory}, found none; check run.dir")
-        return Chosen(directory, max(steps))
-    if which.isdigit():
-        return Chosen(directory, int(which))
-    path = Path(which).expanduser()
-    if not path.name.isdigit() or not path.is_dir():
-        raise ConfigError(
-            f"--checkpoint must be {INITIAL}, {LATEST}, {BEST}, a step, or a directory .../checkpoints/STEP, got "
-            f"{which!r}"
-        )
-    return Chosen(path.parent, int(path.name))
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = _parser().parse_intermixed_args(arguments)
+    try:
+        _evaluate(config_from_words(options.words), options.checkpoint)
+    except TpuGrpoError as error:
+        say(error)
+        return error.exit_code
+    return 0
 
 
-def _best(config: RunConfig, directory: Path) -> Chosen:
-    path = config.run_dir / BEST_FILE
-    if not path.exists():
-        raise CheckpointError(f"a best checkpoint needs {path}, which a run writes when it evaluates; it is missing")
-    step = json.loads(path.read_text())["step"]
-    return Chosen(directory, step or None)
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        usage=USAGE, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", metavar="CONFIG.yaml section.key=value", help="the config, and settings")
+    parser.add_argument("--checkpoint", required=True, help="a step, latest, best, initial, or a directory")
+    return parser
 
 
-def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watch) -> tuple[Chosen, Evaluation]:
-    """Evaluate, and keep samples and numbers in the run's directory; every host calls this, host 0 writes.
+def _evaluate(config: RunConfig, which: str) -> None:
+    prepare(config)
+    with joined_hosts(config) as (hosts, watch):
+        from tpu_grpo.commands.checkpoint_evaluation import evaluate_checkpoint
 
-    Raises:
-        TpuGrpoError: for anything wrong with the config, the checkpoint, the data or a reward.
-    """
-    chosen = choose(config, which)
-    hosts.agree("the checkpoint that is evaluated", chosen.name)
-    checkpoint, tokenizer = open_model(config, hosts)
-    held_out = open_held_out(config, tokenizer, hosts)
-    if held_out is None:
-        raise ConfigError("an evaluation needs held-out data, got none; set evaluation.path")
-    with closing(held_out.rewards):
-        meshes = build_meshes(config, checkpoint)
-        with watch.stage(f"loading {chosen.name}"):
-            engines = open_engines(config, hosts, checkpoint, tokenizer, meshes)
-            engines.install(parameters(_model(config, checkpoint, meshes, chosen)))
-            engines.replicas.compile_all()
-        sampler = Sampler(engines.replicas, tokenizer, config)
-        with watch.stage(f"evaluation of {chosen.name}"):
-            evaluation, samples = evaluate_policy(sampler, held_out, chosen.step or 0)
-            hosts.agree(f"tokens of the evaluation of {chosen.name}", evaluation.digest)
-    if hosts.is_first:
-        write_samples(config.run_dir, chosen.name, samples)
-        write_json(config.run_dir / EVALUATIONS_DIR / f"{chosen.name}.json", record_of(evaluation))
-    return chosen, evaluation
+        chosen, evaluation = evaluate_checkpoint(config, which, hosts, watch)
+        if hosts.is_first:
+            show(evaluation, f"{config.run.name}, {chosen.name}", Console(highlight=False))
+            print(f"samples: {config.run_dir}/{EVALUATIONS_DIR}/{chosen.name}.jsonl")
 
 
-def _model(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes, chosen: Chosen) -> nnx.Module:
-    base = load_model(checkpoint, meshes.trainer, dtype=jnp.dtype(config.model.dtype), remat="none")
-    model = with_adapters(base, checkpoint, config)
-    freeze_untrained(model, config)
-    if chosen.step is not None:
-        read_policy(chosen.directory, chosen.step, model)
-    return model
+def show(evaluation: "Evaluation", title: str, console: Console) -> None:
+    """Print a table of the estimates, and how long the completions are."""
+    table = Table("", "reward", "mean", "95 % interval", "problems", title=title)
+    for mode, found in evaluation.estimates.items():
+        for name, e in found.items():
+            table.add_row(mode, name, f"{e.value:.4f}", f"{e.low:.4f} to {e.high:.4f}", str(e.problems))
+    console.print(table)
+    for mode, tokens in evaluation.tokens.items():
+        console.print(f"{mode}: {tokens:.1f} tokens, {evaluation.truncated[mode]:.1%} cut")

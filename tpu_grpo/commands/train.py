@@ -1,24 +1,20 @@
-"""The command line of ``scripts/run.py``: parse, call, exit.
+"""This is the command line of ``scripts/run.py``: it parses, calls, prints and returns an exit code.
 
 Nothing heavy is imported before it is needed, so that help and typing errors answer at once.
 """
 
 import argparse
-import logging
-import os
 import signal
 import sys
 import textwrap
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
-from tpu_grpo.config import HUB, RunConfig, load_config, settings
+from tpu_grpo.commands.starting import config_from_words, joined_hosts, prepare
+from tpu_grpo.config import RunConfig, settings
 from tpu_grpo.errors import ConfigError, TpuGrpoError, say
-from tpu_grpo.hosts import Hosts, Watch, choose_platform, start
+from tpu_grpo.metrics.run_files import REPORT_FILE
 
-DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu.yaml"
 ABOUT = """Trains a language model by GRPO with the rewards of the config.
 
 Without a config it runs configs/demo_cpu.yaml, which shows a small model learning on a CPU within minutes.
@@ -35,17 +31,7 @@ def main(arguments: Sequence[str]) -> int:
         print(help_text())
         return 0
     try:
-        config = load_config(*split_words(options.words))
-        if options.print_config:
-            print(config.to_yaml(), end="")
-            return 0
-        if options.slice and not options.dry_run:
-            raise ConfigError(
-                f"--slice needs --dry-run, got --slice {options.slice} alone; a run finds its own devices"
-            )
-        if options.slice:
-            return _dry_run_on(config, options.slice)
-        return _dry_run(config) if options.dry_run else _train(config)
+        return _run(config_from_words(options.words), options)
     except KeyboardInterrupt:
         print("interrupted; the newest checkpoint stays where it is", file=sys.stderr)
         return 1
@@ -54,8 +40,19 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
 
 
+def _run(config: RunConfig, options: argparse.Namespace) -> int:
+    if options.print_config:
+        print(config.to_yaml(), end="")
+        return 0
+    if options.slice and not options.dry_run:
+        raise ConfigError(f"--slice needs --dry-run, got --slice {options.slice} alone; a run finds its own devices")
+    if options.slice:
+        return _dry_run_on(config, options.slice)
+    return _dry_run(config) if options.dry_run else _train(config)
+
+
 def help_text() -> str:
-    """Usage, and every setting with its values, default and meaning."""
+    """Describe the usage, and every setting with its values, default and meaning."""
     lines = [f"usage: {USAGE}", "", ABOUT, "", "Settings (name, values, default):", ""]
     for name, kind, default, meaning in settings():
         lines.append(f"  {name}  ({kind}; default {default})")
@@ -73,23 +70,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def split_words(words: Sequence[str]) -> tuple[Path, list[str]]:
-    """The config file, if the first word is one, and the overrides."""
-    if words and "=" not in words[0]:
-        return Path(words[0]), list(words[1:])
-    return DEFAULT_CONFIG, list(words)
-
-
-def prepare(config: RunConfig) -> None:
-    """Choose jax's platform, and silence libraries, before they are imported."""
-    choose_platform()
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors of the compiler only
-    if not any(path.startswith(HUB) for path in config.data_paths.values()):
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every file a run reads is named in its config
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
-
-
 def _dry_run(config: RunConfig) -> int:
     prepare(config)
     with joined_hosts(config) as (hosts, _):
@@ -102,7 +82,7 @@ def _dry_run(config: RunConfig) -> int:
 
 
 def _dry_run_on(config: RunConfig, slice_name: str) -> int:
-    """As on a slice that is not here, and whether it fits."""
+    """Check the config as on a slice that is not here, and say whether the run fits it."""
     from tpu_grpo.commands.plan import plan_and_print
     from tpu_grpo.planning.child_process import run_in_child
     from tpu_grpo.planning.slices import open_slice
@@ -141,32 +121,8 @@ def _train(config: RunConfig) -> int:
     return 0
 
 
-@contextmanager
-def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
-    """The hosts of the run, watched, once they agree on everything they were started with."""
-    ours = config.hosts
-    hosts = start(ours.coordinator, ours.count, ours.index, timeout_seconds=ours.start_timeout_seconds)
-    silence = ours.lost_timeout_seconds
-    with Watch(hosts, silence, every=min(5.0, silence / 4)) as watch, _errors_printed_first():
-        if hosts.count > 1:
-            from tpu_grpo.run.fingerprints import fingerprints
-
-            hosts.agree_all(fingerprints(config))
-        yield hosts, watch
-
-
-@contextmanager
-def _errors_printed_first() -> Iterator[None]:
-    """Print an error before the other hosts hear of it: the end of host 0 may end this process within a moment."""
-    try:
-        yield
-    except TpuGrpoError as error:
-        say(error)
-        raise
-
-
-def closing_lines(config: RunConfig, summary: dict) -> str:
-    """What the run came to, and where its files are."""
+def closing_lines(config: RunConfig, summary: dict[str, Any]) -> str:
+    """Say what the run came to, and where its report is."""
     first, last = summary.get("rewards/first_mean"), summary.get("rewards/last_mean")
     lines = [f"done: {summary['steps']} steps"]
     if first is not None:
@@ -179,5 +135,5 @@ def closing_lines(config: RunConfig, summary: dict) -> str:
             lines += [f"held out, {name}: {shown}"] if shown else []
     if best := summary.get("evaluation/best"):
         lines.append(f"best: step {best['step']}, {best['of']} {best['value']:.3f}")
-    lines.append(f"look at {config.run_dir}/report.html")
+    lines.append(f"look at {config.run_dir}/{REPORT_FILE}")
     return "\n".join(lines)

@@ -1,0 +1,73 @@
+"""Starts what the commands have in common: the config of their words, jax's platform, and the hosts of the run.
+
+Nothing heavy is imported here: jax reads its platform from the environment when it is imported, and ``prepare`` must
+have chosen it by then.
+"""
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tpu_grpo.config import HUB, RunConfig, load_config
+from tpu_grpo.errors import ConfigError, TpuGrpoError, say
+from tpu_grpo.hosts import Hosts, Watch, choose_platform, start
+
+DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu.yaml"
+"""The config of a command that names none."""
+
+
+def config_from_words(words: Sequence[str]) -> RunConfig:
+    """Load the config file that the first word names, or else the default one, with the overrides that follow.
+
+    Raises:
+        ConfigError: for a file, a setting or an override that is wrong, or a default config that is not there.
+    """
+    if words and "=" not in words[0]:
+        return load_config(Path(words[0]), list(words[1:]))
+    if not DEFAULT_CONFIG.is_file():
+        raise ConfigError(
+            f"without a config a run takes {DEFAULT_CONFIG}, which is not there: the shipped configs come with the "
+            "repository; name a config file, or install the package from a checkout with `pip install -e .`"
+        )
+    return load_config(DEFAULT_CONFIG, list(words))
+
+
+def prepare(config: RunConfig) -> None:
+    """Choose jax's platform, and silence libraries, before they are imported."""
+    choose_platform()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors of the compiler only
+    if not any(path.startswith(HUB) for path in config.data_paths.values()):
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every file a run reads is named in its config
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+
+
+@contextmanager
+def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
+    """Join the hosts of the run, and watch them once they agree on everything that they were started with.
+
+    Raises:
+        LockstepError: for hosts that do not come, or that were started with something else.
+    """
+    ours = config.hosts
+    hosts = start(ours.coordinator, ours.count, ours.index, timeout_seconds=ours.start_timeout_seconds)
+    silence = ours.lost_timeout_seconds
+    with Watch(hosts, silence, every=min(5.0, silence / 4)) as watch, _errors_printed_first():
+        if hosts.count > 1:
+            from tpu_grpo.run.fingerprints import fingerprints
+
+            hosts.agree_all(fingerprints(config))
+        yield hosts, watch
+
+
+@contextmanager
+def _errors_printed_first() -> Iterator[None]:
+    """Print an error before the other hosts hear of it: the end of host 0 may end this process within a moment."""
+    try:
+        yield
+    except TpuGrpoError as error:
+        say(error)
+        raise
