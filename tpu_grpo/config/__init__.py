@@ -1,4 +1,4 @@
-"""Every setting of a run once, typed, documented and validated; unknown keys are refused.
+"""Every setting of a run stands here once, typed, documented and validated; unknown keys are refused.
 
     config = load_config("configs/demo_cpu.yaml", ["run.seed=1", "optimizer.learning_rate=3e-4"])
 

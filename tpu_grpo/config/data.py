@@ -1,4 +1,4 @@
-"""The settings of prompts, of the rewards that score their completions, and of evaluation on prompts held out."""
+"""These are the settings of prompts, of the rewards that score completions, and of evaluation on held-out prompts."""
 
 import bisect
 from collections.abc import Sequence

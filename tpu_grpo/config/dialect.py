@@ -1,4 +1,4 @@
-"""The YAML that configs and overrides are written in: the plain values of YAML 1.2, and no tags beyond them."""
+"""Configs and overrides are written in this YAML: it has the plain values of YAML 1.2, and no tags beyond them."""
 
 import re
 from typing import Any
@@ -15,7 +15,7 @@ _PLAIN_VALUES = {
     "float": r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))",
     "merge": r"<<",
 }
-"""What unquoted YAML is, beside text: the core schema of YAML 1.2 (section 10.3), and merge keys."""
+"""Unquoted YAML is one of these or else a text: the core schema of YAML 1.2 (section 10.3), and merge keys."""
 _BARE_SWITCHES = ("yes", "no", "on", "off")
 
 
@@ -26,7 +26,7 @@ class Loader(yaml.SafeLoader):
     """
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  # PyYAML's way to drop the parent's
-    yaml_constructors = {  # noqa: RUF012  # likewise: a tag for dates or bytes would bring what no setting takes
+    yaml_constructors = {  # noqa: RUF012  # and its table of tags; dates and bytes are of no use to a setting
         tag: yaml.SafeLoader.yaml_constructors[tag]
         for tag in (f"{_TAG}null", f"{_TAG}float", f"{_TAG}seq", f"{_TAG}map", None)
     }

@@ -1,4 +1,4 @@
-"""Every setting with its type, default and meaning, for --help."""
+"""List every setting with its type, default and meaning, for --help."""
 
 import types
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from tpu_grpo.config.section import Section
 
 
 def settings() -> Iterator[tuple[str, str, str, str]]:
-    """Every setting as (name, type, default, meaning), in the order of the sections."""
+    """Yield every setting as (name, type, default, meaning), in the order of the sections."""
     yield from _settings_of(RunConfig, "")
 
 
@@ -33,7 +33,7 @@ def _settings_of(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, s
 
 
 def _entry_of(kind: Any) -> type[Section] | None:
-    """The section that a list holds: of tuple[RewardSpec, ...], or that or unset, RewardSpec."""
+    """Return the section that a list holds: RewardSpec of ``tuple[RewardSpec, ...]``, also of that or None."""
     if get_origin(kind) in (Union, types.UnionType):
         return next(filter(None, map(_entry_of, get_args(kind))), None)
     inside = get_args(kind)[0] if get_origin(kind) is tuple else None

@@ -1,4 +1,4 @@
-"""From YAML and overrides to a RunConfig, or to errors that name setting, value and remedy."""
+"""YAML and overrides become a RunConfig, or errors that name setting, value and remedy."""
 
 import difflib
 import re
@@ -28,7 +28,11 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunCo
 
 
 def parse_config(tree: dict[str, Any]) -> RunConfig:
-    """Validate a nested mapping of settings."""
+    """Validate a nested mapping of settings.
+
+    Raises:
+        ConfigError: for an unknown key or a wrong value, all of them in one message.
+    """
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -104,7 +108,7 @@ def _known_in(section: str) -> str:
 
 
 def _names() -> list[str]:
-    """Every setting and every section."""
+    """Name every setting and every section."""
     settable = [name for name, *_ in settings()]
     sections = (name.rpartition(".")[0] for name in settable)
     around = [part for name in sections if "[" not in name for part in (name.split(".")[0], name) if part]
@@ -112,5 +116,5 @@ def _names() -> list[str]:
 
 
 def _in_list(where: str) -> str:
-    """An entry's name as ``settings`` has it: rewards.0.weight is rewards[i].weight."""
+    """Name an entry as ``settings`` has it: rewards.0.weight is rewards[i].weight."""
     return re.sub(r"\.\d+(?=\.|$)", "[i]", where)

@@ -1,4 +1,4 @@
-"""The whole config: every section, what follows from their settings, and what must hold between them."""
+"""The whole config joins the sections, derives sizes from them, and holds the rules between their settings."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What every section of a config is made of, and the types of value that several settings share."""
+"""Every section of a config is built on `Section`; several settings share these types of value."""
 
 import re
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 PositiveInt = Annotated[int, Field(ge=1)]
 PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-"""A name that can be part of a file's name: letters, digits, dot, dash and underscore."""
+"""Such a name can be part of a file's name: it has letters, digits, dot, dash and underscore."""
 
 
 class Section(BaseModel):
@@ -54,7 +54,7 @@ def _bare_switches(value: Any) -> Iterator[str]:
 
 
 Options = Annotated[dict[str, Any], AfterValidator(_refuse_bare_switches)]
-"""Keyword arguments; any non-empty text is true to Python, so that ``strict: no`` would mean its opposite."""
+"""Keyword arguments take no bare switch: any text is true to Python, so that ``strict: no`` would mean yes."""
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
@@ -87,4 +87,4 @@ def _check_layers(value: str) -> str:
 
 
 LayerRanges = Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_layers)]
-"""Ranges of layers as people write them: 20-31, or 0-3,28-31, or 5."""
+"""People write ranges of layers like this: 20-31, or 0-3,28-31, or 5."""

@@ -1,4 +1,4 @@
-"""The settings of the run itself, of the policy, of sampling, of the algorithm and of the devices."""
+"""These are the settings of the run itself, of the policy, of sampling, of the algorithm and of the devices."""
 
 import re
 from pathlib import Path
