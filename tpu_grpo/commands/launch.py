@@ -1,4 +1,4 @@
-"""The command line of ``scripts/launch.py``: parse, call, print, exit."""
+"""Runs the command line of ``scripts/launch.py``: parse, call, print, exit."""
 
 import sys
 import tempfile

@@ -121,7 +121,7 @@ def _handle_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
 
 
 class _Output:
-    """Both streams of this process, written one line at a time; ``on_closed`` is called when nobody reads one."""
+    """Writes to both streams of this process, one line at a time; calls ``on_closed`` when nobody reads one."""
 
     def __init__(self, stdout: BinaryIO, stderr: BinaryIO, on_closed: Callable[[], None]):
         self.stdout, self.stderr = stdout, stderr
@@ -145,7 +145,7 @@ class _Output:
 
 
 class _HostProcess:
-    """One process that leads a process group, so that a terminal's Ctrl-C reaches this program alone.
+    """Runs one process that leads a process group, so that a terminal's Ctrl-C reaches this program alone.
 
     Once it ended and everything it wrote is shown, ``on_exit`` is called on another thread, with its number, its exit
     code as subprocess has it (negative for a signal), and the time at which it ended.

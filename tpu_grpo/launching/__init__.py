@@ -1,4 +1,4 @@
-"""Runs on Cloud TPU slices, started from a machine that has gcloud and no TPU.
+"""Starts and watches runs on Cloud TPU slices, from a machine that has gcloud and no TPU.
 
     tpus.py          what is known of each generation; names of slices -> accelerator type, hosts, topology
     options.py       the verbs and their flags

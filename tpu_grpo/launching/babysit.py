@@ -1,4 +1,4 @@
-"""Keeping one run going on machines that are taken away: look, decide, act, sleep.
+"""Keeps one run going on machines that are taken away: look, decide, act, sleep.
 
 What is done depends on what is seen and nothing else, so that it may be killed and started again at any time:
 

@@ -1,4 +1,4 @@
-"""The code that workers run: this checkout as it is, without what git ignores."""
+"""Packs the code that workers run: this checkout as it is, without what git ignores."""
 
 import subprocess
 import tarfile

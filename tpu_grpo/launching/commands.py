@@ -1,4 +1,4 @@
-"""The gcloud commands, as lists of words. Nothing is run here.
+"""Writes the gcloud commands as lists of words; nothing is run here.
 
 ``tests/launching/gcloud_syntax.py`` holds the documented syntax that each of them is compared with.
 """

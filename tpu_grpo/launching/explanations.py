@@ -1,4 +1,4 @@
-"""What gcloud says when something is wrong, and what to do about it.
+"""Explains what gcloud says when something is wrong, and what to do about it.
 
 The first pattern that is found decides, so the particular stand before the general.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Explanation:
-    """A kind of failure, recognised by a pattern in what gcloud printed, whatever the case."""
+    """Describes a kind of failure, which is recognised by a pattern in what gcloud printed, whatever the case."""
 
     kind: str
     pattern: str

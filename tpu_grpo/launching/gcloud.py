@@ -1,4 +1,4 @@
-"""Running gcloud: every command is printed first, and what goes wrong is explained."""
+"""Runs gcloud: every command is printed first, and what goes wrong is explained."""
 
 import json
 import shlex

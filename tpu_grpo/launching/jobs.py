@@ -26,7 +26,7 @@ LOCAL_DISK = ("/home", "/root", "/tmp", "/var", "/opt", "/usr", "/etc")
 
 @dataclass(frozen=True)
 class Job:
-    """What every worker is to run.
+    """Describes what every worker is to run.
 
     Args:
         config: a file here, which is copied to the workers.
@@ -66,12 +66,12 @@ class Job:
 
     @cached_property
     def content(self) -> bytes:
-        """The config file's bytes when they were first asked for: later starts of this job are of the same run."""
+        """Read the config file, once: later starts of this job are of the same run."""
         return self.config.read_bytes()
 
     @property
     def key(self) -> str:
-        """A digest of config, words and script, by which a run is recognised."""
+        """Return a digest of config, words and script, by which a run is recognised."""
         return hashlib.sha256(repr((self.content, self.words, self.script)).encode()).hexdigest()[:8]
 
     def new_id(self, now: datetime) -> str:

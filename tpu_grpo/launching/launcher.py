@@ -1,4 +1,4 @@
-"""What the verbs do on a slice: set up, start, show and stop runs."""
+"""Sets up, starts, shows and stops runs on a slice."""
 
 import os
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ LOCAL_FILESYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "tmpfs",
 
 
 class Launcher:
-    """One slice and what runs on it; ``scratch`` is a directory of this process for files on their way."""
+    """Controls one slice and what runs on it; ``scratch`` is a directory of this process for files on their way."""
 
     def __init__(self, options: Options, scratch: Path):
         self._options = options

@@ -1,4 +1,4 @@
-"""The verbs of ``scripts/launch.py`` and their flags: each setting once, checked when it is parsed."""
+"""Parses the verbs of ``scripts/launch.py`` and their flags, and checks them."""
 
 import argparse
 import os
@@ -14,7 +14,7 @@ from tpu_grpo.launching.tpus import Slice, parse_slice
 
 PROGRAM = "python scripts/launch.py"
 VARIABLES = {"name": "TPU_NAME", "zone": "TPU_ZONE", "project": "TPU_PROJECT", "type": "TPU_TYPE"}
-"""Environment variables that are read where a flag is missing; gcloud's own configuration follows them."""
+"""These environment variables are read where a flag is missing; gcloud's own configuration follows them."""
 ABOUT = f"""Runs training on a Cloud TPU slice with gcloud: every command is printed before it is run.
 
   {PROGRAM} create  --name grpo --type v5e-16 --zone us-west4-a --spot    ask for a slice, wait until it is ready
@@ -30,14 +30,14 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
 class Options(argparse.Namespace):
-    """The parsed flags; the flags below describe them, and those of other verbs are absent."""
+    """Holds the parsed flags, whose help describes them; those of other verbs are absent."""
 
     verb: str
     name: str
     zone: str | None
     project: str | None
     slice: Slice | None
-    """The slice of --type, which only ``create`` needs."""
+    """--type names this slice, which only ``create`` needs."""
     how: Literal["queued", "vm"]
     dry_run: bool
     user: str | None
@@ -78,7 +78,7 @@ class Options(argparse.Namespace):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How often ``babysit`` looks, and how often it tries again."""
+    """Says how often ``babysit`` looks, and how often it tries again."""
 
     poll_seconds: float = 60.0
     restarts: int = 10
@@ -92,7 +92,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True)
 class Verb:
-    """One command and its flags, beside those that all have."""
+    """Describes one command and its flags, beside those that all have."""
 
     about: str
     flags: tuple[Callable[[argparse.ArgumentParser], None], ...] = ()

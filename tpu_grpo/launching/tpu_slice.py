@@ -1,4 +1,4 @@
-"""The slice as Google Cloud has it: create, describe, wait for, delete."""
+"""Creates, describes, awaits and deletes a slice."""
 
 import time
 from collections.abc import Callable
@@ -19,10 +19,10 @@ POLL_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class SliceState:
-    """A slice as gcloud describes it."""
+    """Describes a slice as gcloud sees it."""
 
     condition: Condition
-    """missing: it does not exist; waiting: it is not usable yet; gone: it exists and will never be usable again."""
+    """A missing slice does not exist, a waiting one is not usable yet, and one that is gone never will be again."""
     description: str
     """These are the states behind the condition, in the API's words."""
     workers: int = 0
@@ -30,7 +30,7 @@ class SliceState:
 
 
 class TpuSlice:
-    """The slice that the options name."""
+    """Controls the slice that the options name."""
 
     def __init__(self, options: Options, gcloud: Gcloud, sleep: Callable[[float], None] = time.sleep):
         self._options, self._gcloud, self._sleep = options, gcloud, sleep

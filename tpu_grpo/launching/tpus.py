@@ -1,4 +1,4 @@
-"""What is known of TPUs, a record for each generation, and the slices that their names stand for.
+"""Holds what is known of TPUs, a record for each generation, and reads the names of slices.
 
     v5e-16 -> accelerator type v5litepod-16, runtime version v2-alpha-tpuv5-lite, 16 chips on 4 hosts
 
@@ -14,7 +14,7 @@ from tpu_grpo.errors import ConfigError
 
 GIB = 2**30
 CHIPS_PER_HOST = 4
-"""Each host of a slice with several hosts has so many chips."""
+"""Every host of a slice with several hosts has this many chips."""
 
 TOPOLOGIES: Mapping[int, Mapping[int, tuple[int, ...]]] = {
     2: {
@@ -38,7 +38,7 @@ TOPOLOGIES: Mapping[int, Mapping[int, tuple[int, ...]]] = {
         512: (8, 8, 8),
     },
 }
-"""The chips along each side of the default topology, by the torus's dimensions and the number of chips."""
+"""These are the chips along each side of the default topologies, by the torus's dimensions and the number of chips."""
 
 OVERLAP_COLLECTIVES = (
     "--xla_tpu_enable_async_collective_fusion=true",
@@ -52,7 +52,7 @@ OVERLAP_COLLECTIVES = (
 
 @dataclass(frozen=True)
 class Chip:
-    """The memory and the speeds of one chip.
+    """Holds the memory and the speeds of one chip.
 
     The memory is what libtpu's compiler allows programs; the speeds are those of the Cloud TPU documentation.
     """
@@ -67,14 +67,14 @@ class Chip:
 
 @dataclass(frozen=True)
 class Generation:
-    """One generation of TPUs."""
+    """Describes one generation of TPUs."""
 
     name: str
     """People and libtpu call it by this name."""
     accelerator_prefix: str
     """Its accelerator types begin with this."""
     runtime: str
-    """The software version that its machines get unless another is asked for."""
+    """Its machines get this software version unless another is asked for."""
     cores_per_chip: int
     torus_dimensions: int
     single_host_chips: tuple[int, ...]
@@ -87,12 +87,12 @@ class Generation:
 
     @property
     def topologies(self) -> Mapping[int, tuple[int, ...]]:
-        """The chips along each side of its default topologies, by the number of chips."""
+        """Return the chips along each side of its default topologies, by the number of chips."""
         return TOPOLOGIES[self.torus_dimensions]
 
     @property
     def any_number_of_hosts(self) -> bool:
-        """Whether slices come in every number of hosts, and not only in the default topologies."""
+        """Say whether slices come in every number of hosts, and not only in the default topologies."""
         return self.torus_dimensions == 3
 
 
@@ -140,24 +140,24 @@ GENERATIONS = (
 
 @dataclass(frozen=True)
 class Slice:
-    """A number of connected TPU chips, and the hosts that they belong to."""
+    """Consists of connected TPU chips and the hosts that they belong to."""
 
     generation: Generation
     chips: int
 
     @property
     def name(self) -> str:
-        """The name with the generation's common name, such as v5e-16."""
+        """Return the name with the generation's common name, such as v5e-16."""
         return f"{self.generation.name}-{self.chips * self.generation.cores_per_chip}"
 
     @property
     def accelerator_type(self) -> str:
-        """The name that ``--accelerator-type`` takes."""
+        """Return the name that ``--accelerator-type`` takes."""
         return f"{self.generation.accelerator_prefix}-{self.chips * self.generation.cores_per_chip}"
 
     @property
     def hosts(self) -> int:
-        """The number of hosts, which gcloud calls workers."""
+        """Return the number of hosts, which gcloud calls workers."""
         return 1 if self.chips in self.generation.single_host_chips else self.chips // CHIPS_PER_HOST
 
 

@@ -1,4 +1,4 @@
-"""Doing something on every worker, through ``worker.sh`` there.
+"""Does things on every worker, through ``worker.sh`` there.
 
 What a worker prints comes back in a file of its own, so that nobody has to tell lines of several workers apart.
 """
@@ -25,14 +25,14 @@ SHOWN_LINES = 15
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """The newest run on one worker."""
+    """Describes the newest run on one worker."""
 
     state: str
-    """none, running, ended, or lost: gone without an exit code, as after a reboot."""
+    """It is none, running, ended, or lost: gone without an exit code, as after a reboot."""
     job: str = ""
     pid: int | None = None
     exit_code: int | None = None
-    """A shell's: 128 + n stands for signal n."""
+    """It is a shell's: 128 + n stands for signal n."""
     last_line: str = ""
     """The log ends with this line."""
     revision: str = ""
@@ -40,7 +40,7 @@ class WorkerStatus:
 
 
 class Workers:
-    """All workers of a slice.
+    """Reaches all workers of a slice.
 
     Args:
         options: where the workers are and how they are reached.
