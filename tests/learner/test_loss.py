@@ -1,4 +1,4 @@
-"""The objective against an implementation in NumPy and float64, and the agreement against hand-worked numbers."""
+"""The objective against an implementation in NumPy and float64."""
 
 from pathlib import Path
 from typing import Any
@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tunix.rl import algo_core
+from flax import nnx
+from tunix.rl import algo_core, function_registry
 
 from tests.learner.toy import EOS, PAD, VOCAB, make_config, make_mesh, make_model, model_logps
-from tpu_grpo.learner.grpo import GrpoAlgorithmConfig, TrainExample, truncated_weights
-from tpu_grpo.learner.loss import AgreementSums, agreement_metrics, agreement_sums, loss_with_agreement
-from tpu_grpo.learner.rows import RowShape, TrainRows, train_rows
+from tpu_grpo.learner.loss import policy_loss
+from tpu_grpo.learner.rows import RowShape, TrainRows, group_advantages, train_rows
+from tpu_grpo.learner.tunix_learner import GrpoAlgorithmConfig, TrainExample, truncated_weights
 from tpu_grpo.types import Completion
 
 LENGTHS = (1, 5, 3, 2)
@@ -90,7 +91,7 @@ def test_loss_is_the_clipped_objective(
         tmp_path, clip_low=low, clip_high=high, beta=beta, kl_estimator=kl_kind, loss_aggregation=aggregation
     )
     fields = {"ref_per_token_logps": padded(case["reference"])} if beta else {}
-    loss, aux = loss_with_agreement(MODEL, example(case["rows"], **fields), config, PAD, EOS)
+    loss, aux = policy_loss(MODEL, example(case["rows"], **fields), config, PAD, EOS)
     expected = objective(case, aggregation, low, low if high is None else high, beta, kl_kind)
     assert float(loss) == pytest.approx(expected, abs=2e-6)
     clipped = [
@@ -103,19 +104,53 @@ def test_loss_is_the_clipped_objective(
 def test_kl_is_k3_over_the_tokens(case: dict[str, Any], tmp_path: Path) -> None:
     config = settings(tmp_path, beta=0.1)
     fields = {"ref_per_token_logps": padded(case["reference"])}
-    _, aux = loss_with_agreement(MODEL, example(case["rows"], **fields), config, PAD, EOS)
+    _, aux = policy_loss(MODEL, example(case["rows"], **fields), config, PAD, EOS)
     gap = np.concatenate(case["reference"]) - np.concatenate(case["now"])
     assert float(aux["kl"]) == pytest.approx(np.mean(np.exp(gap) - gap - 1), abs=1e-6)
 
 
-def test_measuring_changes_nothing_and_is_given_back(case: dict[str, Any], tmp_path: Path) -> None:
-    config, batch = settings(tmp_path), example(case["rows"])
-    before = algo_core.common.compute_per_token_logps
-    loss, aux = loss_with_agreement(MODEL, batch, config, PAD, EOS)
-    assert algo_core.common.compute_per_token_logps is before
-    plain_loss, plain_aux = algo_core.grpo_loss_fn(MODEL, batch, algo_config=config, pad_id=PAD, eos_id=EOS)
-    assert float(loss) == float(plain_loss)
-    assert {name: float(aux[name]) for name in plain_aux} == {n: float(v) for n, v in plain_aux.items()}
+def gradient_of(loss: Any, batch: TrainExample, config: GrpoAlgorithmConfig) -> tuple[Any, dict[str, Any], Any]:
+    """Loss, what is measured, and the gradient by every parameter, operation by operation."""
+
+    def of_model(model: Any) -> Any:
+        return loss(model, batch, algo_config=config, pad_id=PAD, eos_id=EOS)
+
+    (value, aux), gradient = nnx.value_and_grad(of_model, has_aux=True)(MODEL)
+    return value, aux, {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradient)}
+
+
+@pytest.mark.parametrize("aggregation", ["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale"])
+@pytest.mark.parametrize(("name", "tunix_name"), [("grpo", "grpo"), ("dr_grpo", "drgrpo"), ("rloo", "rloo")])
+@pytest.mark.parametrize(("beta", "weighted"), [(0.0, False), (0.5, False), (0.0, True), (0.5, True)])
+def test_loss_and_gradient_are_those_of_tunix_to_the_bit(
+    case: dict[str, Any], tmp_path: Path, name: str, tunix_name: str, aggregation: str, beta: float, weighted: bool
+) -> None:
+    config = settings(tmp_path, name=name, loss_aggregation=aggregation, beta=beta, clip_low=0.1, clip_high=0.4)
+    rewards = np.array([0.3, 1.0, 2.0, -1.5])
+    ours = group_advantages(rewards, group_size=2, algorithm=config.algorithm)
+    theirs = np.asarray(function_registry.get_advantage_estimator(tunix_name)(rewards=rewards, num_generations=2))
+    assert ours.tobytes() == theirs.tobytes()
+    weights = jnp.asarray(np.linspace(0.2, 2.0, 20, dtype=np.float32).reshape(4, 5))
+    batch = example(
+        case["rows"],
+        advantages=jnp.asarray(ours, jnp.float32),
+        ref_per_token_logps=padded(case["reference"]) if beta else None,
+        sampler_is_weights=weights if weighted else None,
+    )
+    loss, aux, gradient = gradient_of(policy_loss, batch, config)
+    their_loss, their_aux, their_gradient = gradient_of(algo_core.grpo_loss_fn, batch, config)
+    assert float(loss) == float(their_loss)
+    assert {path: line.tobytes() for path, line in gradient.items()} == {
+        path: line.tobytes() for path, line in their_gradient.items()
+    }
+    measured = set(aux) & set(their_aux)
+    assert measured == {"kl", "entropy", "pg_clipfrac"}
+    assert {part: float(aux[part]) for part in measured} == {part: float(their_aux[part]) for part in measured}
+    assert any(line.any() for line in gradient.values())
+
+
+def test_agreement_is_measured_on_the_way(case: dict[str, Any], tmp_path: Path) -> None:
+    _, aux = policy_loss(MODEL, example(case["rows"]), settings(tmp_path), PAD, EOS)
     gap = np.concatenate(case["now"]) - np.concatenate(case["old"])
     assert float(aux["agreement"].tokens) == sum(LENGTHS)
     assert float(aux["agreement"].abs_sum) == pytest.approx(np.abs(gap).sum(), abs=2e-5)
@@ -128,58 +163,9 @@ def test_importance_weights_multiply_the_token_losses(case: dict[str, Any], tmp_
     by_hand = [np.minimum(np.exp(o - e), 1.5) for o, e in zip(case["old"], engine, strict=True)]
     assert any((line == 1.5).any() for line in by_hand)  # the cap is reached
     np.testing.assert_allclose(np.asarray(weights)[1], by_hand[1], rtol=1e-5)
-    loss, _ = loss_with_agreement(
-        MODEL, example(case["rows"], sampler_is_weights=weights), settings(tmp_path), PAD, EOS
-    )
+    loss, _ = policy_loss(MODEL, example(case["rows"], sampler_is_weights=weights), settings(tmp_path), PAD, EOS)
     means = []
     for now, old, weight, advantage in zip(case["now"], case["old"], by_hand, ADVANTAGES, strict=True):
         ratio = np.exp(now - old)
         means.append((-np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage) * weight).mean())
     assert float(loss) == pytest.approx(np.mean(means), abs=2e-6)
-
-
-def sums(trainer: list[list[float]], engine: list[list[float]], mask: list[list[bool]]) -> AgreementSums:
-    return agreement_sums(jnp.array(trainer), jnp.array(engine), jnp.array(mask))
-
-
-def test_agreement_by_hand() -> None:
-    # The engine is 0.1 too high on one token of three; what is masked out is far off, and must not count.
-    found = agreement_metrics(
-        [sums([[-1.0, -2.0], [-3.0, -50.0]], [[-1.0, -1.9], [-3.0, 0]], [[True] * 2, [True, False]])]
-    )
-    weight = np.exp(-0.1)
-    by_hand = {
-        "agreement/logprob_abs_diff_max": 0.1,
-        "agreement/logprob_abs_diff_mean": 0.1 / 3,
-        "agreement/ratio_mean": (2 + weight) / 3,
-        "agreement/kl": (weight - 1 + 0.1) / 3,
-        "agreement/effective_sample_size": (2 + weight) ** 2 / (3 * (2 + weight**2)),
-    }
-    assert found == pytest.approx(by_hand, rel=1e-5)
-
-
-def test_agreement_of_micro_batches_is_that_of_the_batch() -> None:
-    rng = np.random.default_rng(0)
-    trainer, engine = rng.normal(size=(2, 6, 5)).tolist()
-    mask = (np.arange(5) < rng.integers(1, 6, (6, 1))).tolist()
-    whole = agreement_metrics([sums(trainer, engine, mask)])
-    parts = agreement_metrics([sums(trainer[i : i + 2], engine[i : i + 2], mask[i : i + 2]) for i in (0, 2, 4)])
-    assert parts == pytest.approx(whole, rel=1e-6)
-    ratio = np.exp(np.array(trainer) - np.array(engine))[np.array(mask)]
-    assert whole["agreement/effective_sample_size"] == pytest.approx(ratio.sum() ** 2 / len(ratio) / (ratio**2).sum())
-
-
-def test_agreement_at_its_ends() -> None:
-    same = agreement_metrics([sums([[-1.0, -2.0]], [[-1.0, -2.0]], [[True, True]])])
-    assert list(same.values()) == [0.0, 0.0, 1.0, 0.0, 1.0]
-    far = agreement_metrics([sums([[-1.0, -200.0]], [[-150.0, -2.0]], [[True, True]])])
-    assert far["agreement/logprob_abs_diff_max"] == pytest.approx(198.0)
-    assert all(np.isfinite(value) for value in far.values())
-    assert far["agreement/effective_sample_size"] == pytest.approx(0.5)  # one token of two carries all the weight
-
-
-def test_no_gradient_flows_through_the_measurement() -> None:
-    def measured(logps: jax.Array) -> jax.Array:
-        return sum(agreement_sums(logps, jnp.zeros((1, 2)), jnp.ones((1, 2), bool)), jnp.zeros(()))
-
-    assert np.asarray(jax.grad(measured)(jnp.full((1, 2), -1.0))).tolist() == [[0.0, 0.0]]

@@ -66,7 +66,7 @@ def test_a_described_learners_programs_are_the_learners(
     example = learner._examples(scored, np.zeros(config.batch_rows))[0]
     assert held(programs.example) == held(example)
     assert held(programs.optimizer_state) == held(nnx.state(learner._trainer.optimizer))
-    cluster: Any = learner._grpo.rl_cluster
+    cluster: Any = learner._tunix.rl_cluster
     with interpreted_flash(), mesh:
         update = learner._trainer.lower(example)
         logprobs = cluster.rollout.lower_per_token_logps(example.prompt_ids, example.completion_ids)

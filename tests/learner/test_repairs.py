@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tunix.rl import algo_core, common, rl_cluster
+from tunix.rl import rl_cluster
 from tunix.rl import trainer as rl_trainer
 from tunix.rl import utils as rl_utils
 from tunix.rl.grpo import grpo_learner
@@ -31,8 +31,8 @@ from tpu_grpo.errors import ConfigError
 from tpu_grpo.learner import repairs
 from tpu_grpo.learner.adapter import RolloutAdapter
 from tpu_grpo.learner.building import _cluster_config, row_shape
-from tpu_grpo.learner.grpo import Grpo, GrpoAlgorithmConfig
 from tpu_grpo.learner.trainer import CollectingTrainer
+from tpu_grpo.learner.tunix_learner import EngineGrpoLearner, GrpoAlgorithmConfig
 
 
 def build(cluster_type: type[rl_cluster.RLCluster], directory: Path, rollout_mesh: Mesh | None = None) -> Any:
@@ -73,14 +73,7 @@ def test_tunix_samples_on_a_second_thread_and_we_do_not(tmp_path: Path) -> None:
 
     plain = grpo_learner.GRPOLearner(build(repairs.Cluster, tmp_path, other), settings, reward)
     assert plain.can_enable_async_rollout
-    assert not Grpo(build(repairs.Cluster, tmp_path, other), settings, [reward]).can_enable_async_rollout
-
-
-def test_tunix_keeps_the_log_probabilities_to_itself() -> None:
-    constants = algo_core.grpo_loss_fn.__code__.co_consts
-    names = {name for part in constants for name in (part if isinstance(part, tuple) else (part,))}
-    assert "log_ratio/abs_mean" in names  # the entries of aux are found so
-    assert "per_token_logps" not in names
+    assert not EngineGrpoLearner(build(repairs.Cluster, tmp_path, other), settings, [reward]).can_enable_async_rollout
 
 
 def test_tunix_compiles_programs_to_save_and_we_do_not(tmp_path: Path) -> None:
@@ -102,9 +95,6 @@ def test_tunix_compiles_programs_to_save_and_we_do_not(tmp_path: Path) -> None:
 
 
 def test_nothing_stays_replaced(tmp_path: Path) -> None:
-    originals = (rl_trainer.Trainer, rl_utils.put_params_on_memory_kind, common.compute_per_token_logps)
+    originals = (rl_trainer.Trainer, rl_utils.put_params_on_memory_kind)
     build(repairs.Cluster, tmp_path)
-    with pytest.raises(RuntimeError, match="inside"), repairs.observed_logps():
-        assert common.compute_per_token_logps is not originals[2]
-        raise RuntimeError("inside")
-    assert (rl_trainer.Trainer, rl_utils.put_params_on_memory_kind, common.compute_per_token_logps) == originals
+    assert (rl_trainer.Trainer, rl_utils.put_params_on_memory_kind) == originals

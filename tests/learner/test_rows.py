@@ -1,4 +1,5 @@
 from dataclasses import replace
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -6,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.extra.numpy import arrays
 
+from tpu_grpo.algorithms import Algorithm, open_algorithm
+from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.errors import DataError, NonFiniteError, RewardError
 from tpu_grpo.learner.rows import RowShape, group_advantages, train_rows
 from tpu_grpo.types import Completion
@@ -62,6 +65,10 @@ def test_rows_that_cannot_be_learnt_from_are_refused(
         train_rows([[1], prompt], [GOOD, bad], np.zeros(2), SHAPE)
 
 
+def opened(estimator: Any) -> Algorithm:
+    return open_algorithm(AlgorithmSection(advantage=estimator))
+
+
 def test_advantages_by_hand() -> None:
     rewards = np.array([1.0, 2.0, 6.0, 5.0, 5.0, 5.0])
     # First group: mean 3, deviations -2 -1 3, variance (4 + 1 + 9) / 2 = 7.
@@ -72,7 +79,7 @@ def test_advantages_by_hand() -> None:
         "rloo": [1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 0],  # the means of the others: 4, 3.5, 1.5
     }
     for estimator, expected in by_hand.items():
-        found = group_advantages(rewards, group_size=3, estimator=estimator)
+        found = group_advantages(rewards, group_size=3, algorithm=opened(estimator))
         assert found.dtype == np.float64
         np.testing.assert_allclose(found, expected, atol=1e-15)
 
@@ -84,15 +91,15 @@ def test_advantages_by_hand() -> None:
     seed=st.integers(0, 1000),
 )
 def test_groups_sum_to_zero_and_do_not_see_each_other(rewards: np.ndarray, estimator: str, seed: int) -> None:
-    found = group_advantages(rewards.ravel(), group_size=4, estimator=estimator).reshape(5, 4)
+    found = group_advantages(rewards.ravel(), group_size=4, algorithm=opened(estimator)).reshape(5, 4)
     np.testing.assert_allclose(found.sum(axis=1), 0.0, atol=1e-6)
     order = np.random.default_rng(seed).permutation(5)
-    permuted = group_advantages(rewards[order].ravel(), group_size=4, estimator=estimator).reshape(5, 4)
+    permuted = group_advantages(rewards[order].ravel(), group_size=4, algorithm=opened(estimator)).reshape(5, 4)
     np.testing.assert_allclose(permuted, found[order], atol=1e-12)
 
 
 def test_rewards_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(RewardError, match="got nan in row 2"):
-        group_advantages(np.array([0, 1, np.nan, 0]), group_size=2, estimator="grpo")
+        group_advantages(np.array([0, 1, np.nan, 0]), group_size=2, algorithm=opened("grpo"))
     with pytest.raises(RewardError, match="group_size=2, got 3"):
-        group_advantages(np.zeros(3), group_size=2, estimator="grpo")
+        group_advantages(np.zeros(3), group_size=2, algorithm=opened("grpo"))

@@ -81,7 +81,7 @@ def test_the_reference_of_adapters_is_the_base_in_the_same_arrays(tmp_path: Path
     assert result.metrics["update/kl"] == pytest.approx(0.0, abs=1e-6)  # the policy is still the base
     assert learner.update(scored_by(base, config, 2)).metrics["update/kl"] > 1e-6  # type: ignore[arg-type]
     held = dict(nnx.to_flat_state(learner.params()))
-    reference = nnx.to_flat_state(nnx.state(learner._grpo.rl_cluster.inference_worker.get_model("reference")))
+    reference = nnx.to_flat_state(nnx.state(learner._tunix.rl_cluster.inference_worker.get_model("reference")))
     assert len(reference) == len(held) - 2 * len(MODULES)
     assert all(held[path][...] is leaf[...] for path, leaf in reference)
     learner.close()

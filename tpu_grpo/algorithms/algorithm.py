@@ -38,8 +38,10 @@ class Algorithm(Protocol):
     and the options of the config.
     """
 
-    aggregation: LossAggregation
-    """How the token losses become one number, unless ``algorithm.loss_aggregation`` is set."""
+    @property
+    def aggregation(self) -> LossAggregation:
+        """How the token losses become one number unless ``algorithm.loss_aggregation`` is set; an attribute will do."""
+        ...
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """How much better each completion is than the others of its prompt; float64 in and out."""

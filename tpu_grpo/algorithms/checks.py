@@ -124,7 +124,7 @@ def _called(name: str, what: str, function: Callable[[], Any]) -> Any:
 def _check_shape(name: str, what: str, values: Any, shape: tuple[int, ...]) -> None:
     if np.shape(values) != shape:
         raise ConfigError(
-            f"algorithm {name}: {what} must have the shape {shape} of what it is computed from, got {np.shape(values)}; "
+            f"algorithm {name}: {what} must have the shape {shape} of what it is made from, got {np.shape(values)}; "
             "return one number for each"
         )
 

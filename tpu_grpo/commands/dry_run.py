@@ -5,6 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import BUILTIN, RunConfig
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
@@ -21,6 +22,7 @@ def check(config: RunConfig, devices: Sequence[Any] | None = None) -> list[str]:
     Raises:
         TpuGrpoError: for the first thing that cannot work.
     """
+    algorithm = open_algorithm(config.algorithm)
     tokenizer = _tokenizer(config)
     with open_abstract_checkpoint(config) as checkpoint:
         meshes = build_meshes(config, checkpoint, devices)
@@ -38,6 +40,7 @@ def check(config: RunConfig, devices: Sequence[Any] | None = None) -> list[str]:
                 for p in task.prompts.parts
             ),
             f"rewards    {', '.join(task.rewards.names)}",
+            f"algorithm  {config.algorithm.name}, {algorithm.aggregation}",
             f"evaluation {held_out}",
             f"trainer    {meshes.attention}",
             f"rollout    {options.attention} attention, {options.cache_tokens} cache tokens, shapes {options.shapes}",

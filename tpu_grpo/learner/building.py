@@ -14,11 +14,11 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import ConfigError, RewardError
 from tpu_grpo.families.flash_attention import whole_blocks
 from tpu_grpo.learner.adapter import RolloutAdapter, SamplingEngine
-from tpu_grpo.learner.grpo import Grpo, GrpoAlgorithmConfig
 from tpu_grpo.learner.optimizer import build_optimizer
 from tpu_grpo.learner.repairs import Cluster
 from tpu_grpo.learner.rows import RowShape
 from tpu_grpo.learner.trained import freeze_untrained
+from tpu_grpo.learner.tunix_learner import EngineGrpoLearner, GrpoAlgorithmConfig
 
 Role = rl_cluster_lib.Role
 DATA_AXIS = "fsdp"
@@ -45,8 +45,11 @@ class LearnerInputs:
     """Ends completions."""
 
 
-def build_grpo(config: RunConfig, cluster_class: type[Cluster], inputs: LearnerInputs, engine: SamplingEngine) -> Grpo:
-    """The learner of a policy; see `Learner` for what the arguments are, and for what is raised."""
+def build_tunix_learner(
+    config: RunConfig, cluster_class: type[Cluster], inputs: LearnerInputs, engine: SamplingEngine
+) -> EngineGrpoLearner:
+    """Build Tunix's learner of a policy; see `Learner` for what the arguments are, and for what is raised."""
+    algorithm = GrpoAlgorithmConfig.from_section(config.algorithm)
     adapter = functools.partial(RolloutAdapter, engine=engine, pad_id=inputs.pad_id, eos_id=inputs.eos_id)
     _check_rows_divide(config, inputs.mesh)
     _check_reference(config, inputs.reference)
@@ -57,7 +60,7 @@ def build_grpo(config: RunConfig, cluster_class: type[Cluster], inputs: LearnerI
         tokenizer=inputs.tokenizer,
         cluster_config=_cluster_config(config, inputs.mesh, adapter, row_shape(config, inputs.model, inputs.pad_id)),
     )
-    return Grpo(cluster, GrpoAlgorithmConfig.from_section(config.algorithm), reward_fns=[_no_reward])
+    return EngineGrpoLearner(cluster, algorithm, reward_fns=[_no_reward])
 
 
 def row_shape(config: RunConfig, model: nnx.Module, pad_id: int) -> RowShape:

@@ -4,14 +4,17 @@ import hashlib
 from collections.abc import Iterator
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tpu_grpo.hosts.bit_sums import bit_sum
+
+_bit_sum = jax.jit(bit_sum)
+
 
 def params_digest(params: nnx.State) -> str:
-    """sha256, in hex, over the leaves in the order of their names: name, dtype, shape and bytes of each.
+    """Compute sha256, in hex, over the leaves in the order of their names: name, dtype, shape and bytes of each.
 
     On several hosts every one must call it: a leaf that is split over hosts is gathered, one leaf at a time.
     """
@@ -24,18 +27,12 @@ def params_digest(params: nnx.State) -> str:
 
 
 def checksums(state: nnx.State) -> dict[str, int]:
-    """Sum of the bits of every leaf, by name: weaker than a digest, but computed where the leaf is.
+    """Compute the `bit_sum` of every leaf, by name: weaker than a digest, but computed where the leaf is.
 
-    A leaf's elements are read as unsigned integers and added modulo 2^32. One leaf at a time is waited for: XLA's CPU
+    One leaf at a time is waited for: XLA's CPU
     backend aborts when many programs with collectives are under way.
     """
     return {name: int(_bit_sum(leaf)) for name, leaf in _named_leaves(state)}
-
-
-@jax.jit
-def _bit_sum(value: jax.Array) -> jax.Array:
-    bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
-    return bits.astype(jnp.uint32).sum(dtype=jnp.uint32)
 
 
 def _named_leaves(state: nnx.State) -> Iterator[tuple[str, jax.Array]]:
@@ -45,7 +42,7 @@ def _named_leaves(state: nnx.State) -> Iterator[tuple[str, jax.Array]]:
 
 
 def whole(value: jax.Array) -> np.ndarray:
-    """An array's values on every host; all hosts must call it for one that is split over them."""
+    """Bring an array's values to every host; all hosts must call it for one that is split over them."""
     if value.is_fully_addressable or value.is_fully_replicated:
         return np.asarray(value)
     assert isinstance(value.sharding, NamedSharding)  # what the trainer computes is on its mesh

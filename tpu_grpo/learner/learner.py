@@ -24,16 +24,17 @@ from jaxtyping import Float
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import DataError, NonFiniteError, RewardError
 from tpu_grpo.learner.adapter import SamplingEngine
-from tpu_grpo.learner.building import LearnerInputs, build_grpo, row_shape
+from tpu_grpo.learner.agreement import agreement_metrics
+from tpu_grpo.learner.building import LearnerInputs, build_tunix_learner, row_shape
 from tpu_grpo.learner.checkpoints import Checkpoints
 from tpu_grpo.learner.digest import params_digest, whole
-from tpu_grpo.learner.grpo import TrainExample
-from tpu_grpo.learner.loss import agreement_metrics
 from tpu_grpo.learner.optimizer import UpdateRecord, last_update
 from tpu_grpo.learner.repairs import Cluster
 from tpu_grpo.learner.rows import group_advantages, train_rows
 from tpu_grpo.learner.trained import parameters
 from tpu_grpo.learner.trainer import CollectingTrainer, MicroStep
+from tpu_grpo.learner.tunix_learner import TrainExample
+from tpu_grpo.metrics.run_files import CHECKPOINTS_DIR
 from tpu_grpo.types import Completion, ScoredRollout, UpdateResult
 
 
@@ -53,8 +54,8 @@ class Learner:
     def __init__(self, config: RunConfig, inputs: LearnerInputs, engine: SamplingEngine):
         self._config = config
         self._shape = row_shape(config, inputs.model, inputs.pad_id)
-        self._grpo = build_grpo(config, Cluster, inputs, engine)
-        self._checkpoints = Checkpoints(config.run_dir / "checkpoints", keep=config.checkpoint.keep)
+        self._tunix = build_tunix_learner(config, Cluster, inputs, engine)
+        self._checkpoints = Checkpoints(config.run_dir / CHECKPOINTS_DIR, keep=config.checkpoint.keep)
         self.restored_step = self._checkpoints.restore(
             self._trainer.model, self._trainer.optimizer, resume=config.checkpoint.resume
         )
@@ -62,7 +63,7 @@ class Learner:
 
     @property
     def _trainer(self) -> CollectingTrainer:
-        cluster: Any = self._grpo.rl_cluster
+        cluster: Any = self._tunix.rl_cluster
         return cluster.actor_trainer
 
     def update(self, scored: ScoredRollout) -> UpdateResult:
@@ -77,8 +78,7 @@ class Learner:
         examples = self._examples(scored, advantages)
         passes = [self._one_pass(scored.rollout.batch.step, examples) for _ in range(self._config.algorithm.iterations)]
         seconds = time.perf_counter() - started
-        metrics = {**_update_metrics(passes), "update/seconds": seconds}
-        return UpdateResult(metrics=metrics, advantages=advantages, seconds=seconds)
+        return UpdateResult(metrics=_update_metrics(passes), advantages=advantages, seconds=seconds)
 
     def logprobs(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Float[np.ndarray, "B T"]:
         """The policy's log-probability of every completion token, at the rollout's temperature, on every host.
@@ -87,7 +87,7 @@ class Learner:
         end means nothing.
         """
         rows = train_rows(prompts, completions, np.zeros(len(prompts)), self._shape)
-        return whole(self._grpo.policy_logprobs(rows))
+        return whole(self._tunix.policy_logprobs(rows))
 
     def params(self) -> nnx.State:
         """The policy's parameters as they are on the trainer's mesh, those that are not trained among them."""
@@ -108,11 +108,11 @@ class Learner:
 
     def close(self) -> None:
         """Wait until every checkpoint is complete."""
-        self._grpo.executor.shutdown()
+        self._tunix.executor.shutdown()
         self._checkpoints.close()
 
     def _advantages(self, scored: ScoredRollout) -> np.ndarray:
-        algorithm, totals = self._config.algorithm, scored.scores.total
+        totals = scored.scores.total
         if (rows := len(scored.rollout.completions)) != self._config.batch_rows:
             raise DataError(
                 f"a step must have data.prompts_per_step * algorithm.group_size = {self._config.batch_rows} rows, got "
@@ -120,15 +120,16 @@ class Learner:
             )
         if len(totals) != rows:
             raise RewardError(f"every completion needs a reward, got {len(totals)} for {rows}; score them all")
-        return group_advantages(totals, group_size=algorithm.group_size, estimator=algorithm.advantage or "grpo")
+        algorithm = self._tunix.algo_config.algorithm
+        return group_advantages(totals, group_size=self._config.algorithm.group_size, algorithm=algorithm)
 
     def _examples(self, scored: ScoredRollout, advantages: np.ndarray) -> list[TrainExample]:
         prompts = [prompt.token_ids for prompt in scored.rollout.row_prompts]
         rows = train_rows(prompts, scored.rollout.completions, advantages, self._shape)
-        return [self._grpo.train_example(chunk) for chunk in rows.chunks(self._config.micro_batch_rows)]
+        return [self._tunix.train_example(chunk) for chunk in rows.chunks(self._config.micro_batch_rows)]
 
     def _one_pass(self, step: int, examples: Sequence[TrainExample]) -> tuple[list[MicroStep], UpdateRecord]:
-        self._grpo.rl_cluster.update_actor(examples, None)
+        self._tunix.rl_cluster.update_actor(examples, None)
         micro_steps = jax.device_get(self._trainer.take_micro_steps())
         record = last_update(self._trainer.optimizer.opt_state)
         losses = [float(micro.loss) for micro in micro_steps]

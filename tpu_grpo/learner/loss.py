@@ -1,89 +1,80 @@
-"""Tunix's GRPO loss, and how far the engine's log-probabilities are from the trainer's, from the same forward pass.
+"""The loss of a micro-batch: the algorithm's token losses, and what all algorithms have in common around them.
 
-Suffixes: B rows, T completion tokens. With d = trainer - engine log-probability of a sampled token and the weight
-w = exp(d), over the n tokens of a step (unbiased for tokens that the engine sampled without top-k, top-p or min-p):
+    log-probabilities -> algorithm.token_losses -> x importance weights -> mean over tokens and rows -> + beta x KL
 
-    logprob_abs_diff_max, _mean   of abs(d)
-    ratio_mean                    of w; 1 in expectation
-    kl                            mean of w - 1 - d, the k3 estimate of KL(engine || trainer)
-                                  (http://joschu.net/blog/kl-approx.html); never negative
-    effective_sample_size         (sum w)^2 / (n sum w^2), in (0, 1]: the share of the tokens that still count if the
-                                  engine's samples are weighted to stand for the trainer's
+Tunix runs the model, and reduces the arrays in its own order, so that a run can be compared with Tunix's bit for bit.
 
-Sums are kept of w - 1, not of w: near agreement w is 1 but for the last bits, and those are the measurement.
+Suffixes: B rows, T completion tokens, V vocabulary.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float
-from tunix.rl import algo_core, function_registry
+from jaxtyping import Array, Float
+from tunix.rl import algo_core, common, function_registry
 
-from tpu_grpo.learner.repairs import observed_logps
+from tpu_grpo.learner.agreement import agreement_sums
 
 LOSS_NAME = "tpu_grpo"
-LOG_RATIO_LIMIT = 20.0
-"""abs(d) is cut to this before exp, as in Tunix's own loss; float32 would overflow beyond 88."""
-
-
-class AgreementSums(NamedTuple):
-    """Sums over tokens, float32 scalars, that add up over micro-batches (``abs_max`` by its maximum)."""
-
-    tokens: Any
-    abs_sum: Any
-    abs_max: Any
-    excess_sum: Any
-    """Of w - 1."""
-    excess_square_sum: Any
-    """Of (w - 1)^2."""
-    kl_sum: Any
-    """Of w - 1 - d."""
+"""The name of `policy_loss` in Tunix's registry."""
 
 
 @function_registry.register_policy_loss_fn(LOSS_NAME)
-def loss_with_agreement(
+def policy_loss(
     model: nnx.Module, train_example: Any, algo_config: Any, pad_id: int, eos_id: int
 ) -> tuple[jax.Array, dict[str, Any]]:
-    """``algo_core.grpo_loss_fn``, unchanged, with `AgreementSums` under "agreement" in its second result."""
-    with observed_logps() as seen:
-        loss, aux = algo_core.grpo_loss_fn(model, train_example, algo_config=algo_config, pad_id=pad_id, eos_id=eos_id)
-    (trainer_logps,) = seen
-    sums = agreement_sums(trainer_logps, train_example.rollout_per_token_logps, train_example.completion_mask)
-    return loss, {**aux, "agreement": sums}
+    """Compute the loss of one `TrainExample` under a `GrpoAlgorithmConfig`, called by Tunix's trainer.
 
-
-def agreement_sums(
-    trainer_logps: Float[Array, "B T"], engine_logps: Float[Array, "B T"], mask: Bool[Array, "B T"]
-) -> AgreementSums:
-    """The sums of one micro-batch; no gradient flows through them."""
-    difference = jax.lax.stop_gradient(trainer_logps.astype(jnp.float32)) - engine_logps
-    difference = jnp.where(mask, difference, 0.0)
-    limited = jnp.clip(difference, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    excess = jnp.expm1(limited)
-    return AgreementSums(
-        tokens=mask.sum(dtype=jnp.float32),
-        abs_sum=jnp.abs(difference).sum(),
-        abs_max=jnp.abs(difference).max(),
-        excess_sum=excess.sum(),
-        excess_square_sum=jnp.square(excess).sum(),
-        kl_sum=jnp.maximum(excess - limited, 0.0).sum(),  # negative only by rounding
+    Returns:
+        The loss, a float32 scalar, and what is measured beside it: "kl" to the reference and "pg_clipfrac" as means
+        over tokens, "entropy" aggregated like the loss, and "agreement", the `AgreementSums`.
+    """
+    mask_BT = train_example.completion_mask
+    aggregate = functools.partial(
+        common.aggregate_loss, completion_mask=mask_BT, loss_agg_mode=algo_config.loss_agg_mode
     )
+    policy_logps_BT, logits_BTV = _logps_and_logits(model, train_example, algo_config.temperature, pad_id, eos_id)
+    logprobs_BT = policy_logps_BT.astype(jnp.float32)
 
+    losses = algo_config.algorithm.token_losses(
+        logprobs_BT=logprobs_BT,
+        old_logprobs_BT=train_example.old_per_token_logps.astype(jnp.float32),
+        advantages_B1=train_example.advantages.astype(jnp.float32)[:, None],
+    )
+    loss_BT = losses.loss_BT
+    if train_example.sampler_is_weights is not None:
+        loss_BT = loss_BT * train_example.sampler_is_weights.astype(jnp.float32)
+    loss = aggregate(loss_BT)
 
-def agreement_metrics(sums: Sequence[AgreementSums]) -> dict[str, float]:
-    """``agreement/*`` over the micro-batches of one pass over the step's tokens."""
-    table = np.asarray(sums, np.float64)
-    total = AgreementSums(*table.sum(axis=0))
-    n = total.tokens
-    weight_square_sum = n + 2 * total.excess_sum + total.excess_square_sum
-    return {
-        "agreement/logprob_abs_diff_max": float(AgreementSums(*table.max(axis=0)).abs_max),
-        "agreement/logprob_abs_diff_mean": float(total.abs_sum / n),
-        "agreement/ratio_mean": float(1 + total.excess_sum / n),
-        "agreement/kl": float(total.kl_sum / n),
-        "agreement/effective_sample_size": float(min(1.0, (n + total.excess_sum) ** 2 / (n * weight_square_sum))),
+    kl = jnp.zeros(())
+    if train_example.ref_per_token_logps is not None:
+        kl_BT = common.compute_kl_divergence(logprobs_BT, train_example.ref_per_token_logps, algo_config.kl_loss_mode)
+        kl = (kl_BT * mask_BT).sum() / jnp.clip(mask_BT.sum(), min=1)
+        loss = loss + algo_config.beta * aggregate(kl_BT)
+    return loss, {
+        "kl": kl,
+        "pg_clipfrac": algo_core.masked_mean(losses.clipped_BT, mask_BT),
+        "entropy": aggregate(algo_core.compute_entropy_from_logits(logits_BTV)),
+        "agreement": agreement_sums(policy_logps_BT, train_example.rollout_per_token_logps, mask_BT),
     }
+
+
+def _logps_and_logits(
+    model: nnx.Module, train_example: Any, temperature: float, pad_id: int, eos_id: int
+) -> tuple[Float[Array, "B T"], Float[Array, "B T V"]]:
+    """Run the model: the log-probability of every completion token, and the logits it was taken from."""
+    logps_and_logits = common.compute_per_token_logps(
+        *nnx.split(model),
+        prompt_tokens=train_example.prompt_ids,
+        completion_tokens=train_example.completion_ids,
+        pad_id=pad_id,
+        eos_id=eos_id,
+        stop_gradient=False,
+        return_logits=True,
+        temperature=temperature,
+    )
+    assert isinstance(logps_and_logits, tuple)  # because of return_logits
+    return logps_and_logits

@@ -7,6 +7,7 @@ programs.lower_update().compile().memory_analysis()
 
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -16,18 +17,18 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner.adapter import SampledTexts
-from tpu_grpo.learner.building import LearnerInputs, build_grpo, row_shape
-from tpu_grpo.learner.grpo import TrainExample
-from tpu_grpo.learner.repairs import Cluster, replaced
+from tpu_grpo.learner.building import LearnerInputs, build_tunix_learner, row_shape
+from tpu_grpo.learner.repairs import Cluster
 from tpu_grpo.learner.rows import TrainRows
 from tpu_grpo.learner.trainer import CollectingTrainer
+from tpu_grpo.learner.tunix_learner import TrainExample
 
 
 class _AbstractTrainer(CollectingTrainer):
     """Its optimizer's state has no values either."""
 
     def __init__(self, *args: Any, **kwargs: Any):
-        with replaced(nnx, "Optimizer", _abstract_optimizer):
+        with mock.patch.object(nnx, "Optimizer", _abstract_optimizer):
             super().__init__(*args, **kwargs)
 
     def _shard_optimizer(self, mesh: Mesh) -> None:
@@ -60,11 +61,11 @@ class LearnerPrograms:
         self._config = config
         self._mesh = inputs.mesh
         self._shape = row_shape(config, inputs.model, inputs.pad_id)
-        self._grpo = build_grpo(config, _AbstractCluster, inputs, _NoEngine())
+        self._tunix = build_tunix_learner(config, _AbstractCluster, inputs, _NoEngine())
 
     @property
     def _cluster(self) -> Any:
-        return self._grpo.rl_cluster
+        return self._tunix.rl_cluster
 
     @property
     def optimizer_state(self) -> nnx.State:
@@ -76,7 +77,7 @@ class LearnerPrograms:
         """Shapes of a micro-batch."""
         rows, shape = self._config.micro_batch_rows, self._shape
         prompt, completion = (rows, shape.prompt_tokens), (rows, shape.completion_tokens)
-        return self._grpo.abstract_example(
+        return self._tunix.abstract_example(
             TrainRows(
                 prompt_ids=np.zeros(prompt, np.int32),
                 prompt_mask=np.zeros(prompt, np.bool_),
@@ -102,7 +103,7 @@ class LearnerPrograms:
 def _abstract_optimizer(model: nnx.Module, *args: Any, **kwargs: Any) -> nnx.Optimizer:
     """``nnx.Optimizer`` without values, its state split like the parameters it belongs to."""
     mesh = jax.tree.leaves(nnx.state(model))[0].sharding.mesh
-    optimizer = nnx.eval_shape(lambda described: _Optimizer(described, *args, **kwargs), model)
+    optimizer = nnx.eval_shape(lambda abstract: _Optimizer(abstract, *args, **kwargs), model)
     definition, state = nnx.split(optimizer)
 
     def split(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -4,22 +4,19 @@
    and at every ``sync_weights``. Only the agentic learners read it (``get_actor_per_token_logps``); on several hosts
    the copy fails, because ``device_put`` refuses a global array. `Cluster` keeps none.
 2. **Our trainer.** ``RLCluster`` names its trainer class; `Cluster` gives it `CollectingTrainer` while it is built.
-3. **The policy's log-probabilities, seen from the loss.** ``grpo_loss_fn`` computes them and keeps them to itself;
-   `observed_logps` records them while the loss is traced, so that measuring them costs no second forward pass.
-4. **Arrays are saved whole.** Tunix's checkpoint manager takes Orbax's defaults, by which an array that several devices
+3. **Arrays are saved whole.** Tunix's checkpoint manager takes Orbax's defaults, by which an array that several devices
    hold is cut into pieces, by a program compiled for each shape at the first save. Only small arrays are held so.
-5. **A train step that returns what is trained.** Tunix's returns the whole model, and so copies what is not trained.
+4. **A train step that returns what is trained.** Tunix's returns the whole model, and so copies what is not trained.
    `CollectingTrainer` compiles its own; `Cluster` has it used, by telling Tunix not to compile.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
+from unittest import mock
 
 import jax
 import orbax.checkpoint as ocp
-from tunix.rl import common, rl_cluster
+from tunix.rl import rl_cluster
 from tunix.rl import trainer as rl_trainer
 from tunix.rl import utils as rl_utils
 from tunix.sft.checkpoint_manager import CheckpointManager
@@ -51,7 +48,7 @@ class Cluster(rl_cluster.RLCluster):
 
     def _init_cluster(self) -> None:
         require_tunix()
-        with replaced(rl_trainer, "Trainer", self.trainer_class), _no_host_copy():
+        with mock.patch.object(rl_trainer, "Trainer", self.trainer_class), _no_host_copy():
             super()._init_cluster()
 
     def update_actor(self, train_ds: Any, eval_ds: Any, skip_jit: bool = True) -> None:
@@ -84,35 +81,5 @@ class WholeArrayCheckpointManager(CheckpointManager):
         )
 
 
-@contextmanager
-def observed_logps() -> Iterator[list[jax.Array]]:
-    """Record what ``common.compute_per_token_logps`` returns to ``algo_core`` while a loss is traced.
-
-    Yields a list that grows by one array [B, T] per call. The arrays belong to the trace of the caller (the function is
-    a nested ``jit``, so its result is a value of the outer trace), and may be used in it.
-    """
-    seen: list[jax.Array] = []
-    original = common.compute_per_token_logps
-
-    def recording(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        seen.append(result[0] if isinstance(result, tuple) else result)
-        return result
-
-    with replaced(common, "compute_per_token_logps", recording):
-        yield seen
-
-
 def _no_host_copy() -> Any:
-    return replaced(rl_utils, "put_params_on_memory_kind", lambda params, memory_kind: None)
-
-
-@contextmanager
-def replaced(module: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
-    """``module.name`` is ``value`` for the time of the context."""
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
+    return mock.patch.object(rl_utils, "put_params_on_memory_kind", return_value=None)

@@ -13,16 +13,13 @@ row: nothing attends to it, and its own log-probability comes from the position 
 anywhere else would be invisible to the trainer but not to the engine, and is refused.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
-from tunix.rl import (
-    algo_core,  # noqa: F401  registers the estimators
-    function_registry,
-)
 
+from tpu_grpo.algorithms import Algorithm
 from tpu_grpo.errors import DataError, NonFiniteError, RewardError
 from tpu_grpo.types import Completion
 
@@ -39,7 +36,7 @@ class TrainRows:
     advantages: Float[np.ndarray, " B"]
 
     def chunks(self, size: int) -> Iterator["TrainRows"]:
-        """Consecutive pieces of ``size`` rows."""
+        """Cut the rows into consecutive pieces of ``size``."""
         for start in range(0, len(self.advantages), size):
             yield TrainRows(*(getattr(self, field.name)[start : start + size] for field in fields(self)))
 
@@ -84,29 +81,36 @@ def train_rows(
     )
 
 
-def group_advantages(rewards: Float[np.ndarray, " B"], *, group_size: int, estimator: str) -> Float[np.ndarray, " B"]:
-    """Advantages by Tunix's registered estimator, in float64.
-
-    For rewards r of a group of G: ``grpo`` (r - mean) / (std + 1e-6) with G - 1 in the variance (arXiv 2402.03300);
-    ``drgrpo`` r - mean (arXiv 2503.20783); ``rloo`` r - mean of the others (arXiv 2402.14740).
+def group_advantages(
+    rewards_B: Float[np.ndarray, " B"], *, group_size: int, algorithm: Algorithm
+) -> Float[np.ndarray, " B"]:
+    """Compute the algorithm's advantages of B rows, of which ``group_size`` in a row are of one prompt, in float64.
 
     Raises:
         RewardError: for a count that is no multiple of the group size, or a reward that is not finite.
+        NonFiniteError: for an advantage that is not finite.
     """
-    if len(rewards) % group_size:
+    if len(rewards_B) % group_size:
         raise RewardError(
-            f"rewards must come in groups of algorithm.group_size={group_size}, got {len(rewards)}; score every row"
+            f"rewards must come in groups of algorithm.group_size={group_size}, got {len(rewards_B)}; score every row"
         )
-    if (bad := np.flatnonzero(~np.isfinite(rewards))).size:
+    if (bad := np.flatnonzero(~np.isfinite(rewards_B))).size:
         raise RewardError(
-            f"rewards must be finite, got {rewards[bad[0]]} in row {bad[0]}; return a number for every completion"
+            f"rewards must be finite, got {rewards_B[bad[0]]} in row {bad[0]}; return a number for every completion"
         )
-    estimate: Callable[..., np.ndarray] = function_registry.get_advantage_estimator(estimator)
-    return np.asarray(estimate(rewards=rewards.astype(np.float64), num_generations=group_size))
+    rewards_PG = rewards_B.astype(np.float64).reshape(-1, group_size)
+    advantages_B = np.asarray(algorithm.advantages(rewards_PG=rewards_PG), np.float64).reshape(-1)
+    if (bad := np.flatnonzero(~np.isfinite(advantages_B))).size:
+        group = rewards_PG[bad[0] // group_size].tolist()
+        raise NonFiniteError(
+            f"advantages must be finite, got {advantages_B[bad[0]]} in row {bad[0]}, for a group with the rewards "
+            f"{group}; repair the algorithm's method advantages"
+        )
+    return advantages_B
 
 
 def left_padded(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Int[np.ndarray, "B T_prompt"]:
-    """Token ids as int32, padded on the left.
+    """Pad token ids on the left, as int32.
 
     Raises:
         DataError: for a row longer than ``width``.

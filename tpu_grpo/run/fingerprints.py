@@ -67,6 +67,8 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:
             yield f"adapter file {name}", adapters.expanduser() / name
     for setting, given in config.data_paths.items():
         yield from _data_files(setting, given)
+    if (source := source_file(config.algorithm.name)) is not None:
+        yield f"source of algorithm {config.algorithm.name}", source
     for reward in (*config.rewards, *(config.evaluation.rewards or ())):
         if (source := source_file(reward.name)) is not None:
             yield f"source of reward {reward.name}", source

@@ -22,6 +22,7 @@ from jaxtyping import Array, UInt32
 
 from tpu_grpo.errors import LockstepError
 from tpu_grpo.hosts import Hosts, hosts_of
+from tpu_grpo.hosts.bit_sums import bit_sum
 
 
 class CopyCheck:
@@ -89,12 +90,7 @@ class CopyCheck:
 
 def _checksums(leaves: Mapping[str, Array]) -> UInt32[Array, "1 L"]:
     """Return the checksums of the shards on this device."""
-    return jnp.stack([_bit_sum(leaf) for leaf in leaves.values()])[None]
-
-
-def _bit_sum(value: Array) -> UInt32[Array, ""]:
-    bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
-    return bits.astype(jnp.uint32).sum(dtype=jnp.uint32)
+    return jnp.stack([bit_sum(leaf) for leaf in leaves.values()])[None]
 
 
 def _replication_groups(leaf: Array) -> list[list[int]]:

@@ -1,7 +1,7 @@
-"""Tunix's GRPO learner, taking the engine's log-probabilities as the old policy.
+"""Tunix's GRPO learner with our algorithms and loss, taking the engine's log-probabilities as the old policy.
 
-Tunix's own takes the ratio against itself (one iteration) or against a second forward pass of the trainer; neither
-knows what the engine sampled with. Here, per token, with old = ``algorithm.old_policy``:
+Tunix's own learner takes the ratio against itself (one iteration) or against a second forward pass of the trainer, and
+neither is what the engine sampled with. Here, per token, with old = ``algorithm.old_policy``:
 
     rollout   ratio = exp(trainer now - engine)
     trainer   ratio = exp(trainer now - trainer before the update), and the token's loss is multiplied by
@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 from tunix.rl import rl_cluster as rl_cluster_lib
 from tunix.rl.grpo import grpo_learner
 
+from tpu_grpo.algorithms import Algorithm, open_algorithm
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.learner.loss import LOSS_NAME
 from tpu_grpo.learner.rows import RowShape, TrainRows, group_advantages, train_rows
@@ -41,8 +42,9 @@ class TrainExample(grpo_learner.TrainExample):
 
 @dataclasses.dataclass(kw_only=True)
 class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
-    """Tunix's GRPO settings with ours beside them."""
+    """Tunix's GRPO settings with ours beside them; this is what the loss gets."""
 
+    algorithm: Algorithm
     policy_loss_fn: str = LOSS_NAME
     epsilon_high: float = 0.2
     old_policy: str = "rollout"
@@ -50,10 +52,16 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
 
     @classmethod
     def from_section(cls, section: AlgorithmSection) -> "GrpoAlgorithmConfig":
-        """Translate our names to Tunix's."""
+        """Open the algorithm, and translate our names to Tunix's.
+
+        Raises:
+            ConfigError: for an algorithm that cannot be trained with.
+        """
+        algorithm = open_algorithm(section)
         return cls(
-            advantage_estimator=section.advantage or "grpo",
-            loss_agg_mode=section.loss_aggregation or "sequence-mean-token-mean",
+            algorithm=algorithm,
+            advantage_estimator=section.advantage or section.name,
+            loss_agg_mode=algorithm.aggregation,
             num_generations=section.group_size,
             num_iterations=section.iterations,
             beta=section.beta,
@@ -65,10 +73,11 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
         )
 
 
-class Grpo(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
-    """``GRPOLearner`` that builds its examples from rows with the engine's log-probabilities.
+class EngineGrpoLearner(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
+    """A ``GRPOLearner`` that builds its examples from rows with the engine's log-probabilities.
 
-    Never samples on a second thread: with two threads launching programs, hosts would launch them in different orders.
+    It never samples on a second thread: with two threads launching programs, hosts would launch them in different
+    orders.
     """
 
     algo_config: GrpoAlgorithmConfig
@@ -80,14 +89,14 @@ class Grpo(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
         self._sharding = NamedSharding(mesh, PartitionSpec(*axes))
 
     def abstract_example(self, rows: TrainRows) -> TrainExample:
-        """Shapes, types and shardings of ``train_example``, which computes nothing and puts nothing anywhere."""
+        """Give the shapes, types and shardings of ``train_example`` without computing or placing anything."""
 
-        def described(value: np.ndarray) -> jax.ShapeDtypeStruct:
+        def abstract(value: np.ndarray) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self._sharding)
 
-        logps, settings = described(rows.rollout_logps), self.algo_config
+        logps, settings = abstract(rows.rollout_logps), self.algo_config
         weights = logps if settings.old_policy == "trainer" else None
-        return self._example(rows, described, logps if settings.beta > 0.0 else None, logps, weights, logps)
+        return self._example(rows, abstract, logps if settings.beta > 0.0 else None, logps, weights, logps)
 
     def train_example(self, rows: TrainRows) -> TrainExample:
         """Put rows on the trainer's devices, with what the loss needs of the reference and of the old policy.
@@ -124,7 +133,7 @@ class Grpo(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
         return TrainExample(**fields)
 
     def policy_logprobs(self, rows: TrainRows) -> Float[Array, "B T"]:
-        """The policy's log-probability of every completion token, at the temperature."""
+        """Compute the policy's log-probability of every completion token, at the temperature."""
         prompt_ids, completion_ids = self._put(rows.prompt_ids), self._put(rows.completion_ids)
         return self._resharded(self.rl_cluster.get_old_per_token_logps(prompt_ids, completion_ids))
 
@@ -138,7 +147,7 @@ class Grpo(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
         assert output.logprobs is not None  # the adapter always returns them
         rewards = self._compute_rewards(prompts=prompts, completions=output.text, mode=mode, **columns)
         advantages = group_advantages(
-            rewards, group_size=self.algo_config.num_generations, estimator=self.algo_config.advantage_estimator
+            rewards, group_size=self.algo_config.num_generations, algorithm=self.algo_config.algorithm
         )
         pad_id, settings = self.rl_cluster.rollout.pad_id(), self.rl_cluster.get_rollout_config(mode)
         completions = [
@@ -167,5 +176,5 @@ class Grpo(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
 def truncated_weights(
     trainer_logps: Float[Array, "B T"], engine_logps: Float[Array, "B T"], *, cap: float
 ) -> Float[Array, "B T"]:
-    """min(exp(trainer - engine), cap) of every token."""
+    """Compute min(exp(trainer - engine), cap) of every token."""
     return jnp.minimum(jnp.exp(trainer_logps - engine_logps), cap)

@@ -7,8 +7,8 @@ import numpy as np
 from tests.learner.toy import EOS, PAD, RecordingEngine, Tokenizer, make_config, make_mesh, make_model
 from tpu_grpo.learner.adapter import RolloutAdapter
 from tpu_grpo.learner.building import _cluster_config, row_shape
-from tpu_grpo.learner.grpo import Grpo, GrpoAlgorithmConfig
 from tpu_grpo.learner.repairs import Cluster
+from tpu_grpo.learner.tunix_learner import EngineGrpoLearner, GrpoAlgorithmConfig
 
 
 def test_names_are_translated(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_tunix_own_loop_learns_from_what_the_engine_sampled(tmp_path: Path) -> N
         engine.calls.append("reward")
         return [float(len(completion)) for completion in completions]
 
-    grpo = Grpo(cluster, GrpoAlgorithmConfig.from_section(config.algorithm), [reward])
+    grpo = EngineGrpoLearner(cluster, GrpoAlgorithmConfig.from_section(config.algorithm), [reward])
     examples, build = [], grpo.train_example
     grpo.train_example = lambda rows: examples.append(build(rows)) or examples[-1]  # type: ignore[method-assign]
     grpo.train({"prompts": np.array(["abc", "de", "f", "ghij"])} for _ in range(5))
