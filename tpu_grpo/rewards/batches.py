@@ -1,4 +1,4 @@
-"""A reward is asked about batches of a rollout's rows and answers with values and problems; these are the records.
+"""A reward gets a rollout's rows in batches, and answers with values and problems; these are the records of both.
 
 table = build_table(rollout, ["answer"], token_ids=False)           # all columns that the rewards need, each [B]
 batches = split_rows(range(table.size), group_size, workers, call)  # the rows of each batch: [[0, 1], [2, 3]]
@@ -18,7 +18,7 @@ from tpu_grpo.rewards.protocol import TEXT_ARGUMENTS
 from tpu_grpo.types import Rollout
 
 SHORT_REPR = reprlib.Repr(maxstring=120, maxother=120)
-"""Error messages show texts and values shortened by this."""
+"""It shortens the texts and values that error messages show."""
 _BATCHES_PER_WORKER = 4
 """A worker gets several batches, so that one slow batch does not keep it busy while the others are done."""
 
@@ -30,7 +30,7 @@ class Call:
     name: str
     """The metrics show this name."""
     source: str
-    """The config names the reward so; it is found by this name."""
+    """The config gives this name, by which the reward is found."""
     passed_options: Mapping[str, Any] = field(default_factory=dict)
     """These options are passed by name, to the function or to a class's constructor."""
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -38,7 +38,7 @@ class Call:
     extras: tuple[str, ...] = ()
     """The function declares these of protocol.EXTRAS."""
     concurrency: int | None = None
-    """An async function of one row runs for so many rows at a time; it is None for a function of a batch."""
+    """An async function of one row runs for this many rows at a time; it is None for a function of a batch."""
     is_async: bool = False
     messages: bool = False
     """If set, texts are passed as lists of one message."""

@@ -19,7 +19,7 @@ _LATE = object()
 _LONGEST_MESSAGE = 500
 _ROW_ARGUMENTS = {batch: row for row, batch in SAMPLE_ARGUMENTS.items()}
 SEARCH_SECONDS = 2.0
-"""The row that makes a reward of a batch raise is looked for so long."""
+"""The search for the row that makes a reward of a batch raise ends after this time."""
 
 
 class Caller:

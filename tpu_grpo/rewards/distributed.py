@@ -19,7 +19,7 @@ from tpu_grpo.types import Figure, PromptBatch, Rollout, Scores
 
 
 class DistributedRewards:
-    """It scores like a RewardSet, with the work split by groups: host i of N takes prompts i, i + N, ... of a step.
+    """Score like a RewardSet, with the work split by groups: host i of N takes prompts i, i + N, ... of a step.
 
     A reward sees the rows of its host only, so one that compares rows with each other must do so within a group.
     """

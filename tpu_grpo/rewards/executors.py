@@ -25,9 +25,9 @@ from tpu_grpo.rewards.calling import Caller
 from tpu_grpo.rewards.worker import Ready, SetupFailed, WorkerJob, WorkerProcess
 
 START_SECONDS = 120.0
-"""A worker may take so long to import and set up its reward, outside any batch's deadline."""
+"""A worker has this time to import and set up its reward, outside any batch's deadline."""
 _POLL_SECONDS = 0.1
-"""A silent worker is looked at so often, to see whether it is still alive."""
+"""After this time without a message, the pool looks whether its workers are still alive."""
 
 
 class Executor(Protocol):
@@ -107,7 +107,7 @@ class WorkerPool:
                 return
 
     def _hand_out(self, waiting: deque[int], batches: Sequence[RewardBatch], seconds: float) -> None:
-        """Send a batch to every idle worker, as long as there are any."""
+        """Send a waiting batch to every idle worker, as long as there are batches."""
         for worker in self._workers:
             if waiting and worker.ready and worker.batch_index is None:
                 worker.batch_index = waiting.popleft()

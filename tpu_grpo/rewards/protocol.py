@@ -1,4 +1,4 @@
-"""What a reward is: a function over the columns of a batch.
+"""A reward is a function over the columns of a batch.
 
     def short(completions, limit=20, **columns):        # in my_rewards.py
         return [1.0 if len(c) <= limit else 0.0 for c in completions]
@@ -33,9 +33,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, overload
 
 TEXT_ARGUMENTS = ("prompts", "completions")
-"""Names that always mean the texts, whatever columns the data has."""
+"""These names always mean the texts, whatever columns the data has."""
 SAMPLE_ARGUMENTS = {"prompt": "prompts", "completion": "completions"}
-"""What the texts are called where a reward takes one row."""
+"""A reward of one row gets the texts under these names: name for one row -> name for a batch."""
 EXTRAS = {
     "completion_ids": "the token ids of each completion, the stop token included",
     "step": "the number of the training step",
@@ -43,14 +43,14 @@ EXTRAS = {
     "log_metric": "log_metric(name, value): a metric rewards/<reward>/<name>, the mean of the step's values",
     "trainer_state": "an object with global_step, as TRL passes it",
 }
-"""What a reward may declare beside texts and columns."""
+"""A reward may declare these beside texts and columns."""
 RESERVED_METRICS = ("mean", "std", "seconds", "timeouts", "errors", "weight")
-"""Names of metrics that every reward has, and log_metric therefore refuses."""
+"""Every reward has metrics of these names, so log_metric refuses them."""
 _MARK = "__tpu_grpo_per_sample__"
 
 
 class Reward(Protocol):
-    """Scores rows: one finite number per row, or None for a row the reward does not apply to."""
+    """A reward scores rows: it gives a finite number per row, or None for a row that it does not apply to."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sequence[float | None]:
         """Return one value per row for ``prompts``, ``completions`` and the data columns, lists of one length."""
@@ -59,7 +59,7 @@ class Reward(Protocol):
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What rewards written for TRL read of its trainer."""
+    """A TrainerState is what rewards written for TRL read of its trainer."""
 
     global_step: int
 
@@ -85,6 +85,6 @@ def per_sample(function: Any = None, *, concurrency: int = 64) -> Any:
 
 
 def rows_at_a_time(function: Any) -> int | None:
-    """The ``concurrency`` of a function of one row; None for a function of a batch."""
+    """Return the ``concurrency`` of a function of one row, or None for a function of a batch."""
     marked = getattr(function, _MARK, None)
     return marked if marked is not None else getattr(getattr(type(function), "__call__", None), _MARK, None)  # noqa: B004

@@ -1,4 +1,4 @@
-"""The rewards that ship: each is found in a module here, imported when it is first named.
+"""These rewards ship; each is found in a module here, which is imported when the reward is first named.
 
 An option that cannot work raises before any row is looked at, so that loading can try a reward on zero rows. A row
 whose answer is missing (null or blank) gets None: the reward does not apply.
@@ -11,14 +11,14 @@ from types import MappingProxyType
 
 @dataclass(frozen=True)
 class Shipped:
-    """Where a reward is found and how it likes to run."""
+    """A Shipped says where a reward is found and how it runs best."""
 
     source: str
-    """module:function, in this package."""
+    """It reads module:function, in this package."""
     workers: int = 0
-    """Processes unless the config says otherwise: none for what is quick and always ends."""
+    """It has this many processes unless the config says otherwise: none for what is quick and always ends."""
     deterministic: bool = True
-    """Whether the same text always gets the same value, unless the config says otherwise."""
+    """If set, the same text always gets the same value, unless the config says otherwise."""
 
 
 SHIPPED: Mapping[str, Shipped] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""Answers as text: the same, the same once normalised, a choice, an integer."""
+"""These rewards compare answers as text: the same, the same once normalised, a choice, an integer."""
 
 import re
 import string
@@ -19,13 +19,13 @@ _IN_BRACKETS = re.compile(r"[(\[]([A-Za-z])[)\]]")
 
 
 def exact_answer(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
-    """1.0 where completion and answer are the same text, runs of white space counting as one space, else 0.0."""
+    """Score 1.0 where completion and answer are the same text, runs of white space counting as one space, else 0.0."""
     pairs = zip(completions, answer, strict=True)
     return [None if missing(a) else float(c.split() == str(a).split()) for c, a in pairs]
 
 
 def normalised_match(completions: Sequence[str], answer: Sequence[Any], tag: str | None = None) -> list[float | None]:
-    """1.0 where completion and answer are the same but for case, punctuation, English articles and white space.
+    """Score 1.0 where completion and answer are the same but for case, punctuation, English articles and white space.
 
     The normalisation is that of SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250), after Unicode's NFKC. ``answer`` may
     be a list of answers, each as good. With ``tag`` only what the last such tag holds counts, and no tag scores 0.0.
@@ -34,10 +34,10 @@ def normalised_match(completions: Sequence[str], answer: Sequence[Any], tag: str
 
 
 def multiple_choice(completions: Sequence[str], answer: Sequence[Any], choices: str = "ABCDE") -> list[float | None]:
-    """1.0 where the choice made is the answer's: a letter, or the number of a choice counted from 0.
+    """Score 1.0 where the choice made is the answer's: a letter, or the number of a choice counted from 0.
 
-    Looked for, in this order: the last box, the last <answer> tag, the last "answer is (B)", a last line that is the
-    letter alone, the last letter in brackets. Letters beyond ``choices`` are no choices.
+    The choice is looked for in this order: the last box, the last <answer> tag, the last "answer is (B)", a last line
+    that is the letter alone, the last letter in brackets. Letters beyond ``choices`` are no choices.
     """
     if not isinstance(choices, str) or len(choices) < 2 or not choices.isalpha():
         raise ValueError(f"choices must be at least two letters, got {choices!r}")
@@ -45,13 +45,13 @@ def multiple_choice(completions: Sequence[str], answer: Sequence[Any], choices: 
 
 
 def integer_answer(completions: Sequence[str], tag: str | None = "answer") -> list[float]:
-    """1.0 where the last ``<tag>`` (the whole completion if null) holds an integer and nothing else, else 0.0."""
+    """Score 1.0 where the last ``<tag>`` (the whole completion if null) holds an integer and nothing else, else 0.0."""
     parts = [inside(c, tag) for c in completions]
     return [float(part is not None and _INTEGER.match(part.replace(",", "")) is not None) for part in parts]
 
 
 def normalised(text: str) -> str:
-    """Lower case, no punctuation, no articles, single spaces."""
+    """Put a text in lower case, without punctuation and articles, with single spaces."""
     text = unicodedata.normalize("NFKC", text).casefold()
     text = "".join(c for c in text if c not in string.punctuation)
     return " ".join(_ARTICLES.sub(" ", text).split())
@@ -78,7 +78,7 @@ def _choice_row(completion: str, answer: Any, choices: str) -> float | None:
 
 
 def chosen(text: str, choices: str) -> str | None:
-    """The choice that a text makes, in upper case."""
+    """Return the choice that a text makes, in upper case, or None."""
     for part in (boxed(text)[-1:] or [None])[0], inside(text, "answer"):
         if part is not None and (letter := _only_letter(part, choices)):
             return letter
@@ -89,7 +89,7 @@ def chosen(text: str, choices: str) -> str | None:
 
 
 def _only_letter(text: str, choices: str) -> str | None:
-    """The letter of ``(B)``, ``B.``, ``\\text{B}`` or ``B) Paris``."""
+    """Return the letter of ``(B)``, ``B.``, ``\\text{B}`` or ``B) Paris``."""
     match = re.match(r"\s*(?:\\(?:text|mathrm|textbf)\s*\{)?[(\[*]*([A-Za-z])(?![A-Za-z'’])", text)
     letter = match[1].upper() if match else ""
     return letter if letter and letter in choices else None

@@ -1,4 +1,4 @@
-"""The final number of a text, as GSM8K writes it (Cobbe et al. 2021, arXiv 2110.14168)."""
+"""This reward finds the final number of a text, as GSM8K writes it (Cobbe et al. 2021, arXiv 2110.14168)."""
 
 import re
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ _CURRENCY = r"\\?[$€£¥]"
 
 
 def gsm8k(completions: Sequence[str], answer: Sequence[Any], flexible: bool = True) -> list[float | None]:
-    """1.0 where the completion's final number equals the answer's, else 0.0 (Cobbe et al. 2021, arXiv 2110.14168).
+    """Score 1.0 where the completion's final number equals the answer's, else 0.0 (Cobbe et al., arXiv 2110.14168).
 
     The final number is the one right after the last ``####``; without one it is the last number of the completion
-    (``flexible``) or there is none. The answer is a reference solution with ``####``, or a bare number; None where it
-    holds no number. Numbers compare by value: 18, 18.0, $18.00 and ``#### 18.`` are equal.
+    (``flexible``) or there is none. The answer is a reference solution with ``####``, or a bare number; the score is
+    None where it holds no number. Numbers compare by value: 18, 18.0, $18.00 and ``#### 18.`` are equal.
     """
     if not isinstance(flexible, bool):
         raise TypeError(f"flexible must be true or false, got {flexible!r}")
@@ -34,7 +34,7 @@ def gsm8k(completions: Sequence[str], answer: Sequence[Any], flexible: bool = Tr
 
 
 def final_number(text: str, *, flexible: bool) -> Decimal | None:
-    """The number right after the last ``####``, or else, if ``flexible``, the last number of the text."""
+    """Return the number right after the last ``####``, or else, if ``flexible``, the last number of the text."""
     text = _plain(text)
     found = _MARKED_NUMBER.findall(text)
     if not found and flexible:
@@ -58,6 +58,6 @@ def _reference_number(answer: Any) -> Decimal | None:
 
 
 def _plain(text: str) -> str:
-    """Without what stands between a number and its digits: currency signs, TeX's ``{,}``, the typographic minus."""
+    """Replace what hides a number: currency signs, TeX's ``{,}``, the typographic minus."""
     text = text.replace("−", "-").replace("{,}", ",")
     return re.sub(_CURRENCY, " ", re.sub(f"(?<=-){_CURRENCY}", "", text))

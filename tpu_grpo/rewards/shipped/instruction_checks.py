@@ -1,4 +1,4 @@
-"""IFEval's checks, one function each: (text, arguments of the instruction) -> followed or not."""
+"""Each function here is one of IFEval's checks: (text, arguments of the instruction) -> followed or not."""
 
 import json
 import re
@@ -12,12 +12,12 @@ _ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|etc|e\.g|i\.e|[A
 
 
 def words(text: str) -> list[str]:
-    """Runs of letters, digits and underscores."""
+    """Return the runs of letters, digits and underscores."""
     return re.findall(r"\w+", text)
 
 
 def sentences(text: str) -> list[str]:
-    """Pieces that end with a full stop, exclamation or question mark; abbreviations do not end one."""
+    """Return the pieces that end with a full stop, exclamation or question mark; abbreviations do not end one."""
     found: list[str] = []
     for piece in _SENTENCE_END.split(text.strip()):
         if found and _ABBREVIATION.search(found[-1]):
@@ -62,7 +62,7 @@ def _word_count(text: str, num_words: int, relation: str) -> bool:
 
 
 def _paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Paragraphs parted by ``***``; only the first and the last of the pieces may be empty, and do not count."""
+    """Check the number of paragraphs between ``***``; an empty one is allowed first and last, and does not count."""
     pieces = [piece.strip() for piece in re.split(r"\s?\*\*\*\s?", text)]
     return all(pieces[1:-1]) and sum(map(bool, pieces)) == num_paragraphs
 

@@ -1,4 +1,4 @@
-"""Instructions that can be checked by program, under the names of IFEval (Zhou et al. 2023, arXiv 2311.07911).
+"""This reward checks instructions by program, under the names of IFEval (Zhou et al. 2023, arXiv 2311.07911).
 
 Data in IFEval's form has the columns ``instruction_id_list`` (names) and ``kwargs`` (their arguments, one mapping per
 name; nulls are ignored). The checks are in ``instruction_checks.py``.
@@ -17,17 +17,17 @@ def instructions(
     loose: bool = False,
     partial: bool = True,
 ) -> list[float | None]:
-    """The share of a row's instructions that its completion follows; without ``partial`` 1.0 for all of them, else 0.0.
+    """Score the fraction of a row's instructions that its completion follows; without ``partial``, 1.0 for all or 0.0.
 
     ``loose`` tries each instruction on the completion without its first line, its last line and its asterisks too.
-    None for a row without instructions.
+    A row without instructions gets None.
     """
     rows = zip(completions, instruction_id_list, kwargs, strict=True)
     return [_row(c, names, arguments, loose, partial) for c, names, arguments in rows]
 
 
 def follows(text: str, name: str, arguments: Mapping[str, Any] | None) -> bool:
-    """Whether a text follows one instruction.
+    """Return whether a text follows one instruction.
 
     Raises:
         ValueError: for an instruction that is not known, or without an argument that it needs.

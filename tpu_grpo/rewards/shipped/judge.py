@@ -1,4 +1,4 @@
-"""A language model as judge, over any endpoint that speaks OpenAI's chat completions."""
+"""A language model judges here, over any endpoint that speaks OpenAI's chat completions."""
 
 import asyncio
 import hashlib
@@ -27,7 +27,7 @@ _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 
 
 class Judge:
-    """Asks a model for a number from 0 to ``out_of`` and divides by it: scores between 0 and 1.
+    """A judge asks a model for a number from 0 to ``out_of`` and divides by it: scores lie between 0 and 1.
 
     ``template`` may name {prompt}, {completion} and any column. The number is the last one of the reply. The same
     question is asked once per process, and once at all with ``cache``, a file of JSON lines that grows. At most
@@ -85,7 +85,7 @@ class Judge:
 
     @per_sample(concurrency=1024)  # its own limit holds
     async def __call__(self, prompt: str, completion: str, **columns: Any) -> float:
-        """The score of one completion."""
+        """Return the score of one completion."""
         question = self._template.format(prompt=prompt, completion=completion, **columns)
         messages = [{"role": "system", "content": self._system}] if self._system else []
         messages.append({"role": "user", "content": question})

@@ -1,4 +1,4 @@
-"""The language a text is written in, by py3langid (its model comes with the package; 97 languages)."""
+"""This reward tells the language a text is written in, by py3langid (its model comes with it; 97 languages)."""
 
 import functools
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from tpu_grpo.rewards.shipped.texts import number
 
 
 def language(completions: Sequence[str], language: str | Sequence[str], min_letters: int = 20) -> list[float | None]:
-    """1.0 where a completion is in ``language`` (ISO 639-1: en, de, zh; an option or a column), else 0.0.
+    """Score 1.0 where a completion is in ``language`` (ISO 639-1: en, de, zh; an option or a column), else 0.0.
 
-    None for a completion of fewer than ``min_letters`` letters, which is too short to tell.
+    A completion of fewer than ``min_letters`` letters is too short to tell, and gets None.
     """
     number("min_letters", min_letters, 1)
     expected = [language] * len(completions) if isinstance(language, str) else list(language)
@@ -25,12 +25,12 @@ def language(completions: Sequence[str], language: str | Sequence[str], min_lett
 
 
 def language_of(text: str) -> str:
-    """The likeliest language, as its ISO 639-1 code."""
+    """Return the likeliest language, as its ISO 639-1 code."""
     return str(_identifier().classify(text)[0])
 
 
 def languages() -> frozenset[str]:
-    """Codes of the languages that are told apart."""
+    """Return the codes of the languages that are told apart."""
     return frozenset(map(str, _identifier().labels))
 
 

@@ -1,4 +1,4 @@
-"""Lengths, in tokens (the stop token included), and repetition."""
+"""These rewards judge lengths, in tokens (the stop token included), and repetition."""
 
 import importlib
 import math
@@ -8,13 +8,13 @@ from typing import Any
 from tpu_grpo.rewards.shipped.texts import number
 
 VERIFIERS = {"gsm8k": "gsm8k:gsm8k", "exact_answer": "answers:exact_answer", "math": "mathematics:math"}
-"""Rewards that can tell cosine_length what is correct."""
+"""These rewards can tell cosine_length what is correct."""
 
 
 def length(
     completion_ids: Sequence[Sequence[int]], max_tokens: int, min_tokens: int = 0, margin: int = 0
 ) -> list[float]:
-    """1.0 from ``min_tokens`` to ``max_tokens``; outside it falls in a straight line to 0.0 over ``margin`` tokens."""
+    """Score 1.0 from ``min_tokens`` to ``max_tokens``; outside it falls in a line to 0.0 over ``margin`` tokens."""
     number("min_tokens", min_tokens, 0)
     number("max_tokens", max_tokens, min_tokens)
     number("margin", margin, 0)
@@ -23,9 +23,9 @@ def length(
 
 
 def overlong(completion_ids: Sequence[Sequence[int]], max_tokens: int, buffer: int) -> list[float]:
-    """DAPO's soft penalty (Yu et al. 2025, arXiv 2503.14476, equation 13), between -1 and 0.
+    """Give DAPO's soft penalty (Yu et al. 2025, arXiv 2503.14476, equation 13), between -1 and 0.
 
-    0 up to ``max_tokens - buffer``, from there in a straight line to -1 at ``max_tokens``, and -1 beyond.
+    It is 0 up to ``max_tokens - buffer``, falls in a straight line to -1 at ``max_tokens``, and is -1 beyond.
     """
     number("buffer", buffer, 1)
     number("max_tokens", max_tokens, buffer)
@@ -43,10 +43,10 @@ def cosine_length(
     wrong: Sequence[float] = (-1.0, -0.5),
     exceeded: float = -1.0,
 ) -> list[float | None]:
-    """Short is better when correct, long when wrong, along a cosine (Yeo et al. 2025, arXiv 2502.03373).
+    """Prefer short completions when correct, long ones when wrong, by a cosine (Yeo et al. 2025, arXiv 2502.03373).
 
-    ``correct`` and ``wrong`` are the values at no tokens and at ``max_tokens``; beyond it is ``exceeded``. What is
-    correct ``verifier`` decides: gsm8k, math or exact_answer. None where that does not apply.
+    ``correct`` and ``wrong`` are the values at no tokens and at ``max_tokens``; longer ones get ``exceeded``.
+    ``verifier`` (gsm8k, math or exact_answer) decides what is correct; a row gets None where that does not apply.
     """
     number("max_tokens", max_tokens, 1)
     if verifier not in VERIFIERS:
@@ -66,14 +66,14 @@ def cosine_length(
 
 
 def repetition(completions: Sequence[str], ngram: int = 3, penalty: float = 1.0) -> list[float]:
-    """Minus ``penalty`` times the share of a completion's word n-grams that it has had before; 0 for short ones.
+    """Score minus ``penalty`` times the fraction of a completion's word n-grams that it has had before; 0 if short.
 
-    As in Yeo et al. 2025 (arXiv 2502.03373); case does not count. "a b a b a b" has 4 n-grams of 3 words, 2 of them
-    repeated: -0.5.
+    It follows Yeo et al. 2025 (arXiv 2502.03373); case does not count. "a b a b a b" has 4 n-grams of 3 words, 2 of
+    them repeated: -0.5.
     """
     number("ngram", ngram, 1)
     number("penalty", penalty, 0)
-    return [-penalty * _repeated_share(c.lower().split(), ngram) for c in completions]
+    return [-penalty * _repeated_fraction(c.lower().split(), ngram) for c in completions]
 
 
 def _correct(verifier: str, completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
@@ -84,10 +84,10 @@ def _correct(verifier: str, completions: Sequence[str], answer: Sequence[Any]) -
     return judge(completions, answer)
 
 
-def _cosine(share: float, start: float, end: float) -> float:
-    return end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * share))
+def _cosine(fraction: float, start: float, end: float) -> float:
+    return end + 0.5 * (start - end) * (1.0 + math.cos(math.pi * fraction))
 
 
-def _repeated_share(words: list[str], n: int) -> float:
+def _repeated_fraction(words: list[str], n: int) -> float:
     ngrams = list(zip(*(words[i:] for i in range(n)), strict=False))
     return 1.0 - len(set(ngrams)) / len(ngrams) if ngrams else 0.0

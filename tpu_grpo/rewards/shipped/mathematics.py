@@ -1,4 +1,4 @@
-r"""Mathematical answers compared as mathematics, by math-verify: 1/2 = 0.5 = \frac{1}{2}, sets, intervals, matrices."""
+r"""Answers are compared as mathematics here, by math-verify: 1/2 = 0.5 = \frac{1}{2}, sets, intervals, matrices."""
 
 import functools
 import logging
@@ -24,13 +24,13 @@ def math(
     boxed_only: bool = False,
     log_metric: Callable[[str, float], None] | None = None,
 ) -> float | None:
-    r"""1.0 where the completion's answer equals the reference mathematically, else 0.0.
+    r"""Score 1.0 where the completion's answer equals the reference mathematically, else 0.0.
 
     The completion's answer is its last ``\boxed{}``, or else what math-verify finds last; with ``boxed_only`` there
     must be a box. The reference is a bare answer, LaTeX, or a solution whose last box or number after ``####`` is the
-    answer; None where it holds no mathematics. What takes longer than ``seconds`` to compare scores 0.0 and is counted
-    as the metric ``unverified``. math-verify keeps that time by a signal, which works on a process's main thread only,
-    where workers call it; elsewhere there is no limit but the reward's timeout.
+    answer; the score is None where it holds no mathematics. What takes longer than ``seconds`` to compare scores 0.0
+    and is counted as the metric ``unverified``. math-verify keeps that time by a signal, which works on a process's
+    main thread only, where workers call it; elsewhere there is no limit but the reward's timeout.
     """
     number("seconds", seconds, 1)
     if missing(answer):

@@ -1,4 +1,4 @@
-"""Regular expressions."""
+"""These rewards search completions for regular expressions."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -8,7 +8,7 @@ import regex
 from tpu_grpo.rewards.shipped.texts import missing
 
 GSM8K_PATTERN = r"(?:\A|\n)####[ \t]*-?\$?[0-9][0-9,]*(?:\.[0-9]+)?\.?\s*\Z"
-"""A last line ``#### <number>``."""
+"""It matches a last line ``#### <number>``."""
 _SEARCH_SECONDS = 1.0
 type LogMetric = Callable[[str, float], None]
 
@@ -19,7 +19,7 @@ def matches_format(
     full: bool = False,
     log_metric: LogMetric | None = None,
 ) -> list[float]:
-    """1.0 where the regular expression ``pattern`` is found (``.`` matches newlines too), else 0.0.
+    """Score 1.0 where the regular expression ``pattern`` is found (``.`` matches newlines too), else 0.0.
 
     The default asks for a last line ``#### <number>``. With ``full`` the whole completion must match. A completion in
     which the search takes longer than a second of processor time counts as without it, and as the metric ``undecided``.
@@ -31,7 +31,7 @@ def matches_format(
 def regex_answer(
     completions: Sequence[str], answer: Sequence[Any], pattern: str, log_metric: LogMetric | None = None
 ) -> list[float | None]:
-    """1.0 where the first group of the last match of ``pattern`` is the answer, white space aside, else 0.0."""
+    """Score 1.0 where the first group of the last match of ``pattern`` is the answer, white space aside, else 0.0."""
     compiled = _compile(pattern)
     if compiled.groups < 1:
         raise ValueError(f"pattern must have a group that holds the answer, got {pattern!r}; put it in parentheses")

@@ -1,4 +1,4 @@
-"""Code with tests: Python programs, run in a sandbox."""
+"""This reward runs Python programs against tests, in a sandbox."""
 
 import json
 from collections.abc import Mapping
@@ -18,12 +18,12 @@ def python_tests(
     partial: bool = False,
     fence: bool = True,
 ) -> float | None:
-    """1.0 where the completion's program passes all of its tests, else 0.0; with ``partial``, the share it passes.
+    """Score 1.0 where the completion's program passes all of its tests, else 0.0; or, with ``partial``, the fraction.
 
     The program is the last ```python block; without one, with ``fence``, the score is 0.0, otherwise all of the
     completion is the program. ``tests`` is a column: a list, or its JSON text, of Python code that raises if the
-    program is wrong (``assert add(1, 2) == 3``) or of mappings {input, output}; one text is one test. None for a row
-    without.
+    program is wrong (``assert add(1, 2) == 3``) or of mappings {input, output}; one text is one test. A row without
+    tests gets None.
     """
     number("seconds", seconds, 0.1)
     number("memory_mb", memory_mb, 64)

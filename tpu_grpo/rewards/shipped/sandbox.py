@@ -1,4 +1,4 @@
-"""Running foreign Python in a process of its own, with limits on time, memory, files and network.
+"""Foreign Python is run here, in a process of its own, with limits on time, memory, files and network.
 
 The process gets a temporary directory, no environment, and the limits of ``sandbox_child.py``: the kernel's on
 processor time, memory, file size and open files, a network without interfaces where the kernel lets a user make one,
@@ -26,16 +26,16 @@ _CHILD = Path(__file__).with_name("sandbox_child.py")
 
 @dataclass(frozen=True)
 class Limits:
-    """What a program may use."""
+    """The limits say what a program may use."""
 
     seconds: float = 10.0
-    """Of wall-clock time, for all tests together."""
+    """It bounds the wall-clock time for all tests together."""
     memory_mb: int = 1024
     file_mb: int = 16
 
 
 def run_tests(program: str, tests: Sequence[Any], limits: Limits) -> list[bool]:
-    """Whether a program passes each of its tests.
+    """Return for each of its tests whether a program passes it.
 
     A test is Python code that raises if the program is wrong, run in the program's namespace, or a mapping of
     ``input`` and ``output``: what the program reads and writes when it is run as a script.

@@ -1,6 +1,7 @@
-"""What runs in the sandbox's process: limits itself, runs the program, says which tests passed. Imports none of ours.
+"""The sandbox's process runs this: it limits itself, runs the program and says which tests passed.
 
-It writes ``<nonce> <number>`` for each test that passed, so that a program that ends the process early passes none.
+It imports nothing of tpu_grpo. It writes ``<nonce> <number>`` for each test that passed, so that a program that ends
+the process early passes none.
 """
 
 import io
@@ -53,7 +54,7 @@ def main() -> None:
 
 
 def _reporter(nonce: str) -> Callable[[int], None]:
-    """Writes to what was standard output; the program finds nothing there."""
+    """Return what writes to the former standard output; the program finds nothing there."""
     pipe = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
@@ -117,7 +118,7 @@ def _run(program: str, tests: list[Any]) -> Any:
 
 
 def _passes(code: str, space: dict[str, Any]) -> bool:
-    """Whether code runs to its end."""
+    """Return whether code runs to its end."""
     try:
         with redirect_stdout(io.StringIO()):
             exec(compile(code, "<program>", "exec"), space)
@@ -127,7 +128,7 @@ def _passes(code: str, space: dict[str, Any]) -> bool:
 
 
 def _writes(program: str, given: str, expected: str) -> bool:
-    """Whether the program, run as a script, writes what is expected, white space at the ends of lines aside."""
+    """Return whether the program, run as a script, writes what is expected, white space at the ends of lines aside."""
     written = io.StringIO()
     sys.stdin = io.StringIO(given)
     try:

@@ -1,4 +1,4 @@
-"""Structured answers: JSON that fits a schema, Countdown's expressions, the puzzles of reasoning-gym."""
+"""These rewards check structured answers: JSON by a schema, Countdown's expressions, the puzzles of reasoning-gym."""
 
 import ast
 import json
@@ -25,10 +25,10 @@ _LONGEST_EXPRESSION = 200
 def json_schema(
     completions: Sequence[str], schema: Any, tag: str | None = None, parsed: float = 0.0
 ) -> list[float | None]:
-    """1.0 where the completion is JSON that fits ``schema`` (draft 2020-12), ``parsed`` where it is just JSON, or 0.0.
+    """Score 1.0 for JSON that fits ``schema`` (draft 2020-12), ``parsed`` for other JSON, and 0.0 for anything else.
 
     A fenced block (```json) counts if there is one, the last; with ``tag``, what the last such tag holds. ``schema`` is
-    an option or a column, a mapping or its JSON text; None for a row without.
+    an option or a column, a mapping or its JSON text; a row without one gets None.
     """
     number("parsed", parsed, 0)
     if not isinstance(schema, list):
@@ -46,7 +46,7 @@ def countdown(
     use_all: bool = True,
     format_score: float = 0.0,
 ) -> list[float | None]:
-    """1.0 where the expression makes ``target`` of the numbers ``nums``, each at most once (``use_all``: just once).
+    """Score 1.0 where the expression makes ``target`` of the numbers ``nums``, each at most (``use_all``: just) once.
 
     The expression, of + - * / and brackets, is what the last ``tag`` holds, up to an equals sign; it is computed
     exactly. One that uses the numbers rightly but misses the target gets ``format_score``.
@@ -65,7 +65,7 @@ def reasoning_gym(
     question: Sequence[Any] | None = None,
     tag: str | None = "answer",
 ) -> list[float | None]:
-    """The score that the puzzle's own verifier gives to what the last ``tag`` holds; 0.0 without the tag.
+    """Let the puzzle's own verifier score what the last ``tag`` holds; score 0.0 without the tag.
 
     ``metadata`` is reasoning-gym's, as a mapping or its JSON text; its ``source_dataset`` names the verifier.
     """

@@ -1,4 +1,4 @@
-"""Completions in tags: <think>...</think><answer>...</answer> (DeepSeek-AI 2025, arXiv 2501.12948)."""
+"""These rewards look for tags: <think>...</think><answer>...</answer> (DeepSeek-AI 2025, arXiv 2501.12948)."""
 
 import re
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ Mode = Literal["soft", "strict", "per_tag"]
 def think_answer(
     completions: Sequence[str], mode: Mode = "soft", think: str = "think", answer: str = "answer"
 ) -> list[float]:
-    """Whether completions think in one tag and answer in another.
+    """Score whether completions think in one tag and answer in another.
 
     ``soft``: 1.0 where both pairs follow each other, with nothing but white space between, each tag just once.
     ``strict``: 1.0 where that is all there is, each tag alone on its line.
@@ -25,31 +25,32 @@ def think_answer(
 def xml_count(
     completions: Sequence[str], tags: Sequence[str] = ("think", "answer"), trailing_penalty: float = 0.001
 ) -> list[float]:
-    """The share of opening and closing tags that are there just once, less a penalty per character after the last one.
+    """Score the fraction of tags that are there just once, less a penalty per character after the last one.
 
-    Never below 0. With the default tags ``<think>a</think> <answer>5</answer>!`` scores 1 - 0.001.
+    Opening and closing tags count alike, and the score is never below 0. With the default tags
+    ``<think>a</think> <answer>5</answer>!`` scores 1 - 0.001.
     """
     marks = _tags(list(tags))
     if not 0.0 <= trailing_penalty <= 1.0:
         raise ValueError(f"trailing_penalty must lie between 0 and 1, got {trailing_penalty!r}")
-    return [max(0.0, _share(c, marks) - trailing_penalty * _trailing(c, marks[-1])) for c in completions]
+    return [max(0.0, _fraction(c, marks) - trailing_penalty * _trailing(c, marks[-1])) for c in completions]
 
 
 def _tags(names: list[str]) -> list[str]:
-    """Opening and closing tags in order."""
+    """Return the opening and closing tags in order."""
     if not names or wrong_names(names):
         raise ValueError(f"tags must be names made of letters, digits, dash and underscore, got {names}")
     return [tag for name in names for tag in (f"<{name}>", f"</{name}>")]
 
 
 def wrong_names(names: list[str]) -> list[str]:
-    """Those that cannot be the name of a tag."""
+    """Return those that cannot be the name of a tag."""
     return [name for name in names if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name)]
 
 
 def _think_answer_row(text: str, mode: Mode, marks: list[str]) -> float:
     if mode == "per_tag":
-        return _share(text, marks)
+        return _fraction(text, marks)
     if any(text.count(mark) != 1 for mark in marks):
         return 0.0
     if mode == "strict":
@@ -62,7 +63,7 @@ def _think_answer_row(text: str, mode: Mode, marks: list[str]) -> float:
     return float(a < b < c < d and not text[b + len(marks[1]) : c].strip())
 
 
-def _share(text: str, marks: list[str]) -> float:
+def _fraction(text: str, marks: list[str]) -> float:
     return sum(text.count(mark) == 1 for mark in marks) / len(marks)
 
 

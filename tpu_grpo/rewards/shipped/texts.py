@@ -1,4 +1,4 @@
-"""Finding the part of a completion that counts, and whether there is an answer to compare it with."""
+"""These functions find the part of a completion that counts, and check options."""
 
 import re
 from collections.abc import Iterator
@@ -6,12 +6,12 @@ from typing import Any
 
 
 def missing(answer: Any) -> bool:
-    """Whether a row has no answer to compare with."""
+    """Return whether a row has no answer to compare with."""
     return answer is None or (isinstance(answer, str) and not answer.strip())
 
 
 def inside(text: str, tag: str | None) -> str | None:
-    """What the last ``<tag>...</tag>`` holds, stripped; None without one; the whole text if ``tag`` is None."""
+    """Return what the last ``<tag>...</tag>`` holds, stripped; None without one; the whole text if ``tag`` is None."""
     if tag is None:
         return text.strip()
     close = text.rfind(f"</{tag}>")
@@ -20,7 +20,7 @@ def inside(text: str, tag: str | None) -> str | None:
 
 
 def boxed(text: str) -> list[str]:
-    r"""What each ``\boxed{...}`` holds, braces balanced, in order; one that never closes is left out."""
+    r"""Return what each ``\boxed{...}`` holds, braces balanced, in order; one that never closes is left out."""
     return list(_boxed(text))
 
 
@@ -35,7 +35,7 @@ def _boxed(text: str) -> Iterator[str]:
 
 
 def fenced(text: str, languages: tuple[str, ...]) -> str | None:
-    """The last fenced block whose language is one of these, or none; None without such a block."""
+    """Return the last fenced block whose language is one of these, or not given; None without such a block."""
     found = re.findall(r"^[ \t]*```[ \t]*([\w+-]*)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", text, re.MULTILINE | re.DOTALL)
     blocks = [body for language, body in found if language.lower() in (*languages, "")]
     return blocks[-1] if blocks else None
