@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.several.runs import settings, write_files
-from tpu_grpo.commands.dry_run import check
 from tpu_grpo.commands.checkpoint_evaluation import evaluate_checkpoint
+from tpu_grpo.commands.dry_run import check
 from tpu_grpo.config import EvaluationSection, RunConfig, parse_config
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.evaluation import record_of

@@ -1,11 +1,12 @@
 """Starts what the commands have in common: the config of their words, jax's platform, and the hosts of the run.
 
-Nothing heavy is imported here: jax reads its platform from the environment when it is imported, and ``prepare`` must
+Nothing heavy is imported here: jax reads its platform from the environment when it is imported, and ``prepare`` should
 have chosen it by then.
 """
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,11 +39,21 @@ def config_from_words(words: Sequence[str]) -> RunConfig:
 def prepare(config: RunConfig) -> None:
     """Choose jax's platform, and silence libraries, before they are imported."""
     choose_platform()
+    _tell_jax_the_platform()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors of the compiler only
     if not any(path.startswith(HUB) for path in config.data_paths.values()):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every file a run reads is named in its config
     logging.getLogger("absl").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=DeprecationWarning)
+
+
+def _tell_jax_the_platform() -> None:
+    """Give the platform to a jax that was imported before it was chosen, and would look for a TPU that is not there."""
+    if "jax" in sys.modules and (platform := os.environ.get("JAX_PLATFORMS")):
+        import jax
+
+        if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+            jax.config.update("jax_platforms", platform)
 
 
 @contextmanager
