@@ -1,0 +1,8 @@
+"""``python -m tpu_grpo COMMAND ...``."""
+
+import sys
+
+from tpu_grpo.commands.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())
