@@ -47,9 +47,9 @@ def work(arguments: list[str]) -> None:
     from flax import nnx
     from jax.sharding import Mesh
 
+    from tests.rollout.building import engine_options
     from tpu_grpo.hosts import by_host
     from tpu_grpo.models import load_model, read_checkpoint
-    from tpu_grpo.rollout.engine import EngineOptions
     from tpu_grpo.rollout.replicas import Replicas
     from tpu_grpo.types import Request, SampleKey, SamplingParams
     from tpu_grpo.weights.plan import named_leaves
@@ -61,9 +61,8 @@ def work(arguments: list[str]) -> None:
     leaves = named_leaves(nnx.state(load_model(checkpoint, mesh, dtype=jnp.float32, remat="none"), nnx.Param))
 
     def build(tensor: int, *, checked: bool = False) -> Replicas:
-        options = EngineOptions(
+        options = engine_options(
             context_tokens=PROMPT_TOKENS + NEW_TOKENS,
-            stop_token_ids=frozenset({1}),
             max_running_requests=-(-PROMPTS // (DEVICES // tensor)) * GROUP,
             prefill_tokens=256,
         )

@@ -34,8 +34,9 @@ from rich.table import Table
 from tunix.generate.sampler import CacheConfig, Sampler
 
 from tests.models.random_checkpoint import write_random_qwen3
+from tests.rollout.building import engine_options
 from tpu_grpo.models import load_model, read_checkpoint
-from tpu_grpo.rollout.engine import Engine, EngineOptions, engine_mesh
+from tpu_grpo.rollout.engine import Engine, engine_mesh
 from tpu_grpo.types import Request, SampleKey, SamplingParams
 from tpu_grpo.weights.plan import named_leaves
 from tpu_grpo.weights.sync import WeightSync
@@ -127,13 +128,8 @@ def tunix_workload(model: nnx.Module, lengths: Sequence[int]) -> Workload:
 
 def build_engine(directory: Path, model: nnx.Module, attention: str, rows: int) -> Engine:
     """An engine with the model's weights, everything compiled."""
-    options = EngineOptions(
-        context_tokens=PROMPT_TOKENS + LONGEST,
-        stop_token_ids=frozenset({1}),
-        attention=attention,  # pyright: ignore[reportArgumentType]
-        max_running_requests=rows,
-        prefill_tokens=512,
-    )
+    context = PROMPT_TOKENS + LONGEST
+    options = engine_options(context_tokens=context, attention=attention, max_running_requests=rows, prefill_tokens=512)
     engine = Engine.build(directory, engine_mesh(jax.devices()[:1]), options)
     leaves = named_leaves(nnx.state(model, nnx.Param))
     engine.install_weights(WeightSync(read_checkpoint(directory).weight_rules, leaves, engine.weight_specs)(leaves)[0])

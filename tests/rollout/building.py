@@ -1,6 +1,7 @@
 """Engines on small random checkpoints, and what the trainer says about their tokens."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from tests.models.forward import compiled_logprobs, trainer_mesh
+from tpu_grpo.config import RunConfig
 from tpu_grpo.models import load_model, read_checkpoint
 from tpu_grpo.rollout.engine import Engine, EngineOptions, engine_mesh
 from tpu_grpo.types import Completion, Request, SampleKey, SamplingParams
@@ -27,11 +29,15 @@ def policy(checkpoint: Path, dtype: str = "float32") -> nnx.Module:
     return load_model(read_checkpoint(checkpoint), trainer_mesh(1, 1), dtype=jnp.dtype(dtype), remat="none")
 
 
+def engine_options(**changed: Any) -> EngineOptions:
+    """The options of a run without settings on a CPU, but for 8 rows of CONTEXT tokens, and as changed."""
+    options = EngineOptions.from_config(RunConfig(), [1], replicas=1, platform="cpu")
+    return replace(options, **({"context_tokens": CONTEXT, "max_running_requests": 8} | changed))
+
+
 def build_engine(checkpoint: Path, model: nnx.Module | None = None, tensor: int = 1, **options: Any) -> Engine:
     """An engine with the checkpoint's (or the model's) weights."""
-    defaults = {"context_tokens": CONTEXT, "stop_token_ids": frozenset({1}), "max_running_requests": 8}
-    mesh = engine_mesh(jax.devices()[:tensor])
-    engine = Engine.build(checkpoint, mesh, EngineOptions(**(defaults | options)))
+    engine = Engine.build(checkpoint, engine_mesh(jax.devices()[:tensor]), engine_options(**options))
     install(engine, model if model is not None else policy(checkpoint, options.get("dtype", "float32")))
     return engine
 

@@ -18,6 +18,7 @@ from tests.rollout.building import (
     SAMPLED,
     build_engine,
     disagreement,
+    engine_options,
     install,
     policy,
     requests,
@@ -25,7 +26,7 @@ from tests.rollout.building import (
     trainer_logprobs,
 )
 from tpu_grpo.errors import ConfigError, RequestError, WeightsError
-from tpu_grpo.rollout.engine import Engine, EngineOptions, choose_attention, engine_mesh
+from tpu_grpo.rollout.engine import Engine, choose_attention, engine_mesh
 from tpu_grpo.types import Request, SampleKey, SamplingParams
 
 AGREE = 1e-4  # float32, the contract's bound; measured 1e-6 to 5e-6
@@ -278,14 +279,13 @@ def test_building_leaves_the_process_alone(checkpoint: Path) -> None:
 def test_two_engines_of_one_checkpoint_do_not_share_its_config(checkpoint: Path, model: nnx.Module) -> None:
     """More devices than key-value heads repeats heads in the first engine only."""
     build_engine(checkpoint, model, tensor=4)
-    specs = Engine.build(
-        checkpoint, engine_mesh(jax.devices()[:1]), EngineOptions(CONTEXT, frozenset({1}))
-    ).weight_specs
+    specs = Engine.build(checkpoint, engine_mesh(jax.devices()[:1]), engine_options()).weight_specs
     assert specs["transformer.layers.0.self_attn.k_proj.weight"].shape == (64, 2 * 16)
 
 
 def test_programs_lowered_without_weights_are_those_that_run(checkpoint: Path, model: nnx.Module) -> None:
-    described = Engine.build(checkpoint, engine_mesh(jax.devices()[:1]), EngineOptions(CONTEXT, frozenset({1})))
+    options = engine_options(max_running_requests=64)
+    described = Engine.build(checkpoint, engine_mesh(jax.devices()[:1]), options)
     built = build_engine(checkpoint, model, max_running_requests=64)
     runner = built._scheduler.runner
     inputs = runner.inputs.padding(ForwardMode.DECODE, 64)

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.models.random_checkpoint import write_random, write_random_qwen3
-from tests.rollout.building import CONTEXT, PROMPTS, disagreement, policy, requests, tokens
+from tests.rollout.building import CONTEXT, PROMPTS, disagreement, engine_options, policy, requests, tokens
 from tpu_grpo.errors import ConfigError, RequestError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models import read_checkpoint
@@ -24,7 +24,7 @@ from tpu_grpo.types import Completion, Request, SamplingParams
 from tpu_grpo.weights.plan import named_leaves
 from tpu_grpo.weights.sync import WeightSync
 
-OPTIONS = EngineOptions(context_tokens=CONTEXT, stop_token_ids=frozenset({1}), max_running_requests=8)
+OPTIONS = engine_options()
 
 
 def slice_of(hosts: int, per_host: int) -> list[Any]:

@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 
 from tests.models.random_checkpoint import write_random_qwen3
-from tests.rollout.building import CONTEXT, GREEDY, SAMPLED, build_engine, disagreement, policy, requests, tokens
+from tests.rollout.building import GREEDY, SAMPLED, build_engine, disagreement, engine_options, policy, requests, tokens
 from tpu_grpo.errors import ConfigError
-from tpu_grpo.rollout.engine import Engine, EngineOptions, engine_mesh
+from tpu_grpo.rollout.engine import Engine, engine_mesh
 from tpu_grpo.rollout.sampling import SamplingColumns, sample_tokens
 from tpu_grpo.rollout.vocabulary import deal_rows, splits_vocabulary
 from tpu_grpo.types import SamplingParams
@@ -47,7 +47,7 @@ def test_one_that_does_not_divide_is_refused_with_the_sizes_that_do(tmp_path: Pa
     sizes = r"vocabulary of 303, got 2; use one of \[1, 3, 101\]"
     with pytest.raises(ConfigError, match=r"shard_vocab=true needs meshes.sampler.tensor to divide .* " + sizes):
         splits_vocabulary(True, 303, 2)
-    options = EngineOptions(CONTEXT, frozenset({1}), shard_vocab=True)
+    options = engine_options(shard_vocab=True)
     with pytest.raises(ConfigError, match=sizes):
         Engine.build(write(tmp_path, vocab=303), engine_mesh(jax.devices()[:2]), options)
 
@@ -68,7 +68,7 @@ def moved(program: str) -> list[tuple[str, int]]:
 @pytest.mark.parametrize(("tied", "tensor"), [(True, 2), (False, 4)])
 def test_no_table_is_gathered(tmp_path: Path, tied: bool, tensor: int) -> None:
     mesh = engine_mesh(jax.devices()[:tensor])
-    options = EngineOptions(CONTEXT, frozenset({1}), max_running_requests=8, prefill_tokens=64)
+    options = engine_options(prefill_tokens=64)
     runner = Engine.build(write(tmp_path, tied=tied), mesh, options)._scheduler.runner
     tables = [spec for name, spec in runner.weight_specs.items() if name.endswith(".embedding")]
     assert len(tables) == (1 if tied else 2)

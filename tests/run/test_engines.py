@@ -11,12 +11,11 @@ from flax import nnx
 
 from tests.models.forward import trainer_mesh
 from tests.models.random_checkpoint import write_random_qwen3
-from tests.rollout.building import CONTEXT, requests, tokens
+from tests.rollout.building import engine_options, requests, tokens
 from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.metrics.compilations import CompilationCounter
 from tpu_grpo.models import load_model, read_checkpoint
-from tpu_grpo.rollout.engine import EngineOptions
 from tpu_grpo.rollout.replicas import Replicas
 from tpu_grpo.run.engines import SyncedEngines
 from tpu_grpo.weights.plan import named_leaves
@@ -29,7 +28,7 @@ def build(directory: Path, fsdp: int, tp: int, tensor: int) -> tuple[SyncedEngin
     checkpoint = read_checkpoint(write_random_qwen3(directory / "model", layers=LAYERS, kv_heads=KV_HEADS))
     mesh = trainer_mesh(fsdp, tp)
     model = load_model(checkpoint, mesh, dtype=jnp.dtype("float32"), remat="none")
-    options = EngineOptions(CONTEXT, frozenset({1}), max_running_requests=8, prefill_tokens=64)
+    options = engine_options(prefill_tokens=64)
     replicas = Replicas.build(checkpoint.directory, list(mesh.devices.flat), tensor, options, Hosts())
     tokenizer: Any = None
     engines = SyncedEngines(replicas, checkpoint.weight_rules, tokenizer, RunConfig(), Hosts())
@@ -60,7 +59,7 @@ def test_what_is_released_is_free_and_comes_back(tmp_path: Path, fsdp: int, tp: 
     before = tokens(engines.replicas.generate(requests(group=2)))
     cache, weights = held(engines)
     assert engines._sync is not None
-    shared = {move.target for move in engines._sync.moves if move.shared}
+    shared = {move.target for move in engines._sync.moves if move.aliased}
     assert ("transformer.layers.0.mlp.up_proj.weight" in shared) == (tensor == 1)
     assert "transformer.norm.scale" in shared
     assert "transformer.layers.0.self_attn.q_proj.weight" not in shared

@@ -43,16 +43,16 @@ class EngineOptions:
     context_tokens: int
     """Longest prompt and completion together."""
     stop_token_ids: frozenset[int]
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    attention: AttentionName = "gather"
-    max_running_requests: int = 64
-    kv_tokens: int | None = None
+    dtype: Literal["float32", "bfloat16"]
+    attention: AttentionName
+    max_running_requests: int
+    kv_tokens: int | None
     """Size of the KV cache; enough for ``max_running_requests`` rows of ``context_tokens`` when None."""
-    page_size: int = 1
-    prefill_tokens: int = 2048
-    prefix_cache: bool = True
-    batch_paddings: tuple[int, ...] | None = None
-    shard_vocab: bool | None = None
+    page_size: int
+    prefill_tokens: int
+    prefix_cache: bool
+    batch_paddings: tuple[int, ...] | None
+    shard_vocab: bool | None
     """Split embedding and output head by vocabulary; where the number of devices divides it when None."""
 
     @classmethod
