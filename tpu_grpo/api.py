@@ -62,21 +62,18 @@ def start(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
     """
     prepare(config)
     if "jax" in sys.modules:
-        _pass_platform_on()
+        _require_unused_devices()
     with joined_hosts(config) as (hosts, watch):
         yield hosts, watch
 
 
-def _pass_platform_on() -> None:
-    """Tell a jax that was imported before the platform was chosen; it reads the environment when it is imported."""
-    import jax
+def _require_unused_devices() -> None:
+    """Refuse a jax whose CPU devices were made with other settings than a run's."""
     from jax._src import xla_bridge
 
-    if xla_bridge.backends_are_initialized():
-        if cpu_devices() and XNNPACK_FLAG not in os.environ.get("XLA_FLAGS", ""):
-            raise ConfigError(
-                "a run must start before jax uses a device, whose settings it chooses, got a jax that has devices "
-                f"already; start the run first, or set XLA_FLAGS={XNNPACK_FLAG}=false before jax is imported"
-            )
-    elif not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
-        jax.config.update("jax_platforms", os.environ.get("JAX_PLATFORMS"))
+    made = xla_bridge.backends_are_initialized()
+    if made and cpu_devices() and XNNPACK_FLAG not in os.environ.get("XLA_FLAGS", ""):
+        raise ConfigError(
+            "a run must start before jax uses a device, whose settings it chooses, got a jax that has devices "
+            f"already; start the run first, or set XLA_FLAGS={XNNPACK_FLAG}=false before jax is imported"
+        )
