@@ -90,7 +90,8 @@ def test_opening_a_file(tokenizer: PreTrainedTokenizerFast, write_jsonl: WriteJs
     path = write_jsonl([{"question": "x" * n, "answer": str(n)} for n in (1, 2, 3, 40)])
     data = DataSection(path=path, chat_template=False, max_prompt_tokens=9, too_long="drop", prompts_per_step=2)
     opened = open_prompts(data, seed=5, tokenizer=tokenizer)
-    assert (opened.len_epoch, opened.dropped, opened.columns) == (3, 1, ("question", "answer"))
+    assert [source["prompts"] for source in opened.describe()["sources"]] == [3]
+    assert (opened.dropped, opened.columns) == (1, ("question", "answer"))
     flat = [p for step in range(1, 4) for p in opened.batch(step).prompts]
     assert sorted(p.text for p in flat[:3]) == ["x", "xx", "xxx"]
     assert all(p.columns == {"question": p.text, "answer": str(len(p.text))} for p in flat)
@@ -187,7 +188,8 @@ def test_a_mixture_gives_every_source_its_share_at_any_time():
     for n in (1, 7, 10, 99, 100, 500, 1000):
         for name, share in (("x", 0.5), ("y", 0.3), ("z", 0.2)):
             assert abs(taken[:n].count(name) - share * n) < 1
-    assert (of.len_epoch, of.dropped) == (1500, 3)
+    assert [source["prompts"] for source in of.describe()["sources"]] == [500, 700, 300]
+    assert of.dropped == 3
 
 
 def test_sources_of_a_mixture_go_through_epochs_of_their_own():

@@ -1,4 +1,4 @@
-"""Prompts: reading records, rendering them, and an endless stream of batches whose position is the step.
+"""Prompts are read as records, rendered, and drawn from an endless stream of batches whose position is the step.
 
 sources.py      a source of any kind -> records;  files.py, hub.py, functions.py: by kind
 messages.py     a record -> a conversation;  rendering.py: -> the prompt as the model sees it

@@ -1,4 +1,4 @@
-"""What holds for records of every kind."""
+"""These checks hold for records of every kind."""
 
 from collections.abc import Mapping
 from typing import Any

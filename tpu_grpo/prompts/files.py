@@ -1,4 +1,4 @@
-"""Records from one file: JSON lines, Parquet, CSV."""
+"""Records are read from one file here: JSON lines, Parquet or CSV."""
 
 import csv
 import json
@@ -14,7 +14,7 @@ Records = list[dict[str, Any]]
 
 
 def read_file(path: Path, setting: str) -> Records:
-    """All records of a .jsonl, .parquet or .csv file; ``setting`` is where the path was given, for errors.
+    """Read all records of a .jsonl, .parquet or .csv file; errors say that ``setting`` gave the path.
 
     Raises:
         DataError: for a file that is missing, empty or not readable, or a line that does not fit; names file and line.
@@ -33,7 +33,7 @@ def read_file(path: Path, setting: str) -> Records:
 
 
 def _read_jsonl(path: Path, setting: str) -> Records:
-    """One JSON object per line, all with the same keys."""
+    """Read one JSON object per line, all with the same keys."""
     with path.open(encoding="utf-8-sig") as file:  # with or without a byte-order mark
         lines = list(file)
     while lines and not lines[-1].strip():
@@ -59,7 +59,7 @@ def _parse(line: str, where: str) -> dict[str, Any]:
 
 
 def _read_csv(path: Path, setting: str) -> Records:
-    """A header line and then records; every value is a text, so that an answer 007 stays one."""
+    """Read a header line and then records; every value is a text, so that an answer 007 stays one."""
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
         try:
@@ -95,4 +95,4 @@ def _read_parquet(path: Path, setting: str) -> Records:
 READERS: Mapping[str, Callable[[Path, str], Records]] = MappingProxyType(
     {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}
 )
-"""By the file's suffix."""
+"""The file's suffix decides which of these reads it."""

@@ -1,4 +1,4 @@
-"""Records that are made: by a function of the user's own, or by reasoning-gym."""
+"""Some records are made, by a function of the user's own or by reasoning-gym."""
 
 import difflib
 import inspect
@@ -12,7 +12,7 @@ from tpu_grpo.prompts.checks import check_keys
 
 
 def call_function(name: str, options: Mapping[str, Any], setting: str) -> list[dict[str, Any]]:
-    """The records that ``path.py:function`` or ``module:function`` returns, called with the options.
+    """Return the records that ``path.py:function`` or ``module:function`` returns, called with the options.
 
     It must return the same records whenever and on whichever host it is called: hosts compare them.
 
@@ -45,9 +45,9 @@ def call_function(name: str, options: Mapping[str, Any], setting: str) -> list[d
 
 
 def make_puzzles(task: str, options: Mapping[str, Any], setting: str, *, heldout: bool) -> list[dict[str, Any]]:
-    """The problems of a reasoning-gym task: columns question, answer and metadata.
+    """Make the problems of a reasoning-gym task, with the columns question, answer and metadata.
 
-    ``options`` are its own, size and seed among them. Without a seed, 0 for training and 1 for an evaluation.
+    ``options`` are its own, size and seed among them. The seed is 0 for training and 1 for an evaluation unless given.
 
     Raises:
         ConfigError: for a task that is not there, or options that it does not take.

@@ -1,4 +1,4 @@
-"""Hugging Face datasets: of the hub, saved to disk, or a directory of data files. The only file that imports them."""
+"""Hugging Face datasets come from the hub, from disk or from data files; only this file imports the library."""
 
 import os
 from importlib import metadata
@@ -9,11 +9,11 @@ from tpu_grpo.config import HUB, ReadingSection
 from tpu_grpo.errors import ConfigError, DataError
 
 OLDEST = 4
-"""Older releases of the library do not import beside the pyarrow that is pinned."""
+"""This is the oldest major release of the library that imports beside the pyarrow that is pinned."""
 
 
 def read_dataset(path: str, split: str, reading: ReadingSection, setting: str) -> list[dict[str, Any]]:
-    """All records of one split.
+    """Read all records of one split.
 
     ``path`` is hf:NAME, a directory that ``save_to_disk`` wrote (of a dataset, which has no splits, or of several by
     split), or a directory of data files as ``load_dataset`` takes it. A dataset of the hub is downloaded

@@ -1,11 +1,11 @@
-"""From a record to the conversation that is put to the model, as a list of {role, content}.
+"""A record becomes the conversation that is put to the model, a list of {role, content}.
 
     system     data.system_prompt
     user       each of data.examples, by data.prompt_template
     assistant  and its answer, by data.example_template
     user       the record itself, by data.prompt_template
 
-or, with data.messages, what that column of the record holds, after the first two.
+With data.messages, what that column of the record holds comes after the system prompt and the examples instead.
 """
 
 import re
@@ -22,7 +22,7 @@ ROLES = ("system", "user", "assistant")
 
 
 class Conversation:
-    """Writes conversations by the templates of the data section.
+    """A Conversation writes the messages of records by the templates of the data section.
 
     Raises:
         ConfigError: for a template that is malformed, or examples that lack a column.
@@ -40,13 +40,13 @@ class Conversation:
             self._before.append({"role": "user", "content": self._question.fill(example, where)})
             self._before.append({"role": "assistant", "content": answer.fill(example, where)})
 
-    def about(self, record: Record, where: str) -> list[Message]:
-        """The messages of a record; the last one is the user's. ``where`` names the record in errors."""
+    def messages(self, record: Record, where: str) -> list[Message]:
+        """Return the messages of a record; the last one is the user's. ``where`` names the record in errors."""
         if (column := self._data.messages) is not None:
-            return [*self._before, *self._given(record, column, where)]
+            return [*self._before, *self._recorded(record, column, where)]
         return [*self._before, {"role": "user", "content": self._question.fill(record, where)}]
 
-    def _given(self, record: Record, name: str, where: str) -> list[Message]:
+    def _recorded(self, record: Record, name: str, where: str) -> list[Message]:
         if name not in record:
             raise ConfigError(f"data.messages={name} must be a column, {where} has {', '.join(record)}; correct it")
         messages = record[name]
@@ -67,7 +67,7 @@ class Conversation:
 
 
 class Template:
-    """A Python format string over columns, checked once.
+    """A Template is a Python format string over columns, checked once.
 
     Raises:
         ConfigError: for one that is malformed, or has fields without a name.
@@ -79,7 +79,7 @@ class Template:
         self._fields = _fields(setting, text)
 
     def fill(self, record: Record, where: str) -> str:
-        """The text for a record, which errors call ``where``.
+        """Return the text for a record, which errors call ``where``.
 
         Raises:
             ConfigError: for a field that is not a column, or a format that does not suit its value.
@@ -102,7 +102,7 @@ class Template:
 
 
 def _fields(setting: str, text: str) -> tuple[str, ...]:
-    """The columns a template uses: ``"{a} {b.c} {d[0]}"`` -> a, b, d."""
+    """Return the columns that a template uses: ``"{a} {b.c} {d[0]}"`` -> a, b, d."""
     try:
         fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
     except ValueError as error:

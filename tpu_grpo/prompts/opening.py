@@ -1,4 +1,4 @@
-"""From the config to a stream for training and to held-out prompts: read, rename, render, check."""
+"""The config leads to a stream for training and to held-out prompts here: data is read, rendered and checked."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SOURCE_COLUMN = "source"
-"""Added to the records of a mixture: the name of their source."""
+"""Records of a mixture get this column, which holds the name of their source."""
 
 
 def open_prompts(data: DataSection, seed: int, tokenizer: "PreTrainedTokenizerFast") -> PromptStream:
@@ -27,7 +27,7 @@ def open_prompts(data: DataSection, seed: int, tokenizer: "PreTrainedTokenizerFa
         ConfigError: for templates that do not fit the data or the tokenizer.
         DataError: for data that is missing or malformed, or prompts that are empty or too long.
     """
-    parts = _mixture(data, tokenizer) if data.sources else [_one(data, tokenizer)]
+    parts = _mixture(data, tokenizer) if data.sources else [_single_source(data, tokenizer)]
     return PromptStream(
         parts, prompts_per_step=data.prompts_per_step, seed=seed, shuffle=data.shuffle, curriculum=data.curriculum
     )
@@ -36,7 +36,7 @@ def open_prompts(data: DataSection, seed: int, tokenizer: "PreTrainedTokenizerFa
 def open_evaluation_prompts(
     evaluation: EvaluationSection, data: DataSection, tokenizer: "PreTrainedTokenizerFast"
 ) -> tuple[Prompt, ...] | None:
-    """The first evaluation.prompts prompts of the held-out data that fit, or all if there are fewer.
+    """Render the first evaluation.prompts prompts of the held-out data that fit, or all if there are fewer.
 
     Held-out data is evaluation.path, or the built-in task's held-out problems when it is trained on and no path is
     set; None when there is neither. They are rendered as the training prompts are, by a template of their own if
@@ -56,7 +56,7 @@ def open_evaluation_prompts(
     return render_records(PromptRenderer(style, tokenizer), records, data, path, limit=evaluation.prompts).prompts
 
 
-def _one(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> Part:
+def _single_source(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> Part:
     records = read_records(Source(data.path, data))
     return Part(data.path, render_records(PromptRenderer(data, tokenizer), records, data, data.path))
 
@@ -74,12 +74,12 @@ def _mixture(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> list[Pa
             f"such a column already; rename it, e.g. columns: {{origin: {SOURCE_COLUMN}}}"
         )
     return [
-        Part(name, _filled(records, columns, name, spec, data, tokenizer), spec.weight)
+        Part(name, _render_source(records, columns, name, spec, data, tokenizer), spec.weight)
         for name, records, spec in zip(names, read, data.sources, strict=True)
     ]
 
 
-def _filled(
+def _render_source(
     records: Sequence[dict[str, Any]],
     columns: Sequence[str],
     name: str,
@@ -87,10 +87,10 @@ def _filled(
     data: DataSection,
     tokenizer: "PreTrainedTokenizerFast",
 ) -> RenderedPrompts:
-    nothing = dict.fromkeys(columns)
-    whole = [{**nothing, **record, SOURCE_COLUMN: name} for record in records]
+    nulls = dict.fromkeys(columns)
+    completed = [{**nulls, **record, SOURCE_COLUMN: name} for record in records]
     renderer = PromptRenderer(_with_template(data, spec.prompt_template), tokenizer)
-    return render_records(renderer, whole, data, spec.path)
+    return render_records(renderer, completed, data, spec.path)
 
 
 def _with_template(data: DataSection, template: str | None) -> DataSection:

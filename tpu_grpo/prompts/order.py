@@ -1,6 +1,6 @@
-"""In which order a source's prompts come, for ever: the index of the prompt at any position, from the seed alone.
+"""The seed alone decides the order of a source's prompts: which index stands at any position, epoch after epoch.
 
-Sorted by a column, for the values [2, 1, 1] and two epochs (equal values in an order of each epoch's own):
+A column with the values [2, 1, 1] sorts two epochs like this; each epoch has its own order of equal values:
 
     position  0 1 2   3 4 5
     index     2 1 0   1 2 0
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 
 
 def shuffled(count: int, seed: int, shuffle: bool) -> "grain.MapDataset[int]":
-    """All indices below ``count`` once an epoch, each epoch shuffled differently, or in order."""
+    """Return all indices below ``count`` once an epoch, each epoch shuffled differently, or in order."""
     import grain  # imports jax, which checking and showing a config do without
 
     order = grain.MapDataset.source(range(count))
-    # grain hashes the seed before it adds the epoch: runs with neighbouring seeds share no epoch.
+    # grain hashes the seed before it adds the epoch: runs with neighbouring seeds have no epoch in common.
     return (order.seed(seed).shuffle() if shuffle else order).repeat()
 
 
 def sorted_by(prompts: Sequence[Prompt], column: str, seed: int, shuffle: bool) -> "grain.MapDataset[int]":
-    """All indices once an epoch, by a column's values, smallest first; equal values shuffled, or in order.
+    """Return all indices once an epoch, by a column's values, smallest first; equal values are shuffled or in order.
 
     Raises:
         DataError: for values that are missing or cannot be compared.
@@ -40,7 +40,7 @@ def sorted_by(prompts: Sequence[Prompt], column: str, seed: int, shuffle: bool) 
 
 
 class _Sorted:
-    """An endless sequence, as grain takes its sources."""
+    """This endless sequence of indices is a source as grain takes it."""
 
     def __init__(self, ranks: np.ndarray, seed: int, shuffle: bool):
         self._ranks = ranks
@@ -65,7 +65,7 @@ class _Sorted:
 
 
 def _ranks(prompts: Sequence[Prompt], column: str) -> np.ndarray:
-    """For the values [0.5, 0.1, 0.5]: [1, 0, 1]. Texts that are all numbers, as from CSV, count as numbers."""
+    """Rank the values: [0.5, 0.1, 0.5] -> [1, 0, 1]. Texts that are all numbers, as from CSV, count as numbers."""
     values: list[Any] = []
     for index, prompt in enumerate(prompts):
         if prompt.columns.get(column) is None:

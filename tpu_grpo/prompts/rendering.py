@@ -1,4 +1,4 @@
-"""From a record of the data to the prompt the model sees.
+"""A record of the data becomes the prompt that the model sees.
 
     {"question": "47+38="}  --prompt_template-->  "47+38="  --chat template-->  "<|im_start|>user\\n47+38=..."  -->  ids
 
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 THINKING = ("enable_thinking", "thinking")
-"""What chat templates call their thinking switch: Qwen3's and most; DeepSeek's and Granite's."""
+"""Chat templates name their thinking switch so: most the first way, DeepSeek's and Granite's the second."""
 
 
 @dataclass(frozen=True)
 class RenderedPrompts:
-    """Prompts that fit, in the order of their records, and how many were dropped because they did not."""
+    """RenderedPrompts holds the prompts that fit, in the order of their records, and counts those too long."""
 
     prompts: tuple[Prompt, ...]
     dropped: int
 
 
 class PromptRenderer:
-    """Renders records by the data section: templates, system prompt, examples, chat template.
+    """A PromptRenderer renders records by the data section: templates, system prompt, examples, chat template.
 
     Raises:
         ConfigError: for a template that is malformed, or settings this tokenizer cannot follow.
@@ -56,13 +56,13 @@ class PromptRenderer:
         self._switches = _switches(data, tokenizer)
 
     def render(self, record: Record, where: str) -> Prompt:
-        """The record's prompt; ``where`` names the record in errors.
+        """Return the record's prompt; ``where`` names the record in errors.
 
         Raises:
             ConfigError: for a template field that is not a column, or a format that does not suit its value.
             DataError: for a null field, an empty prompt, or one that holds the tokenizer's pad token.
         """
-        messages = self._conversation.about(record, where)
+        messages = self._conversation.messages(record, where)
         text = self._chat(messages) if self._data.chat_template else plain(messages)
         token_ids = self._tokenizer.encode(text, add_special_tokens=not self._data.chat_template)
         if not (asked := messages[-1]["content"]).strip() or not token_ids:
@@ -93,15 +93,15 @@ class PromptRenderer:
 
 
 def plain(messages: Sequence[Message]) -> str:
-    """A conversation for a model without a chat template: each answer right after its question, a blank line between.
+    """Join a conversation for a model without a chat template: an answer follows its question, then comes a blank line.
 
-    For examples "Q: 1+1\\nA:" and " 2" and the question "Q: 2+3\\nA:":  Q: 1+1 / A: 2 / (blank) / Q: 2+3 / A:
+    The example "Q: 1+1\\nA:" with " 2" and the question "Q: 2+3\\nA:" make  Q: 1+1 / A: 2 / (blank) / Q: 2+3 / A:
     """
     return "".join(m["content"] + ("\n\n" if m["role"] == "assistant" else "") for m in messages)
 
 
 def _switches(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
-    """What the chat template is told beside the messages."""
+    """Return what the chat template is told beside the messages."""
     if data.thinking is None:
         return {}
     template = str(tokenizer.chat_template) if data.chat_template else ""

@@ -1,4 +1,4 @@
-"""From what the config says about a source to its records, whatever kind of source it is.
+"""What the config says about a source leads to its records, whatever kind of source it is.
 
 builtin:addition                  the built-in task
 reasoning_gym:TASK                problems that reasoning-gym makes
@@ -23,12 +23,12 @@ from tpu_grpo.prompts.hub import read_dataset
 from tpu_grpo.tasks import addition
 
 PLAIN = ReadingSection()
-"""Nothing to say about how a source is read."""
+"""A source is read so by default."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One source of records, and which setting names it."""
+    """A Source is one source of records, with the setting that names it."""
 
     path: str
     reading: ReadingSection = PLAIN
@@ -37,12 +37,12 @@ class Source:
 
     @property
     def section(self) -> str:
-        """The section of the config around ``path``: data, evaluation, data.sources.0."""
+        """Return the section of the config around ``path``: data, evaluation, data.sources.0."""
         return self.setting.rpartition(".")[0]
 
 
 def read_records(source: Source) -> list[dict[str, Any]]:
-    """All records of a source, all with the same columns, under the names that the config gives them.
+    """Read all records of a source, all with the same columns, under the names that the config gives them.
 
     Raises:
         DataError: for data that is missing, empty or malformed; names file and line where there is one.
@@ -83,7 +83,7 @@ def _check_settings(source: Source) -> None:
 
 
 def renamed(records: Sequence[Mapping[str, Any]], columns: Mapping[str, str], source: Source) -> list[dict[str, Any]]:
-    """Records with columns under other names, first; those that are not mentioned keep theirs.
+    """Rename columns, which then come first; those that are not mentioned keep their names.
 
     With {answer: solution} the records {solution: 4, level: 1} become {answer: 4, level: 1}. A column that had the name
     before makes way. A dot reaches into a column, unless there is one of the whole name.
@@ -115,7 +115,7 @@ def _value(record: Mapping[str, Any], column: str, where: str, source: Source) -
 
 
 def _addition(use: Literal["train", "heldout"]) -> list[dict[str, Any]]:
-    """The task's problems; held-out ones in a fixed shuffled order.
+    """Return the task's problems; held-out ones come in a fixed shuffled order.
 
     They come sorted by their first number, and small numbers carry less often: of the first half in that order 60 %
     need a carry, of all 73 %. An evaluation that takes the first few would measure an easier task.

@@ -1,4 +1,4 @@
-"""An endless stream of prompt batches whose position is the step.
+"""A PromptStream is an endless stream of prompt batches whose position is the step.
 
 Three prompts a, b, c, two per step (P = 2): the stream goes through one shuffled epoch after another, and step ``s``
 (counted from 1) holds its positions ``2s - 2`` and ``2s - 1``, so a batch may straddle two epochs:
@@ -29,7 +29,7 @@ from tpu_grpo.types import Prompt, PromptBatch
 
 @dataclass(frozen=True)
 class Part:
-    """The prompts of one source, and its share beside the others."""
+    """A Part holds the prompts of one source, and its weight beside the others."""
 
     name: str
     rendered: RenderedPrompts
@@ -37,7 +37,7 @@ class Part:
 
 
 class PromptStream:
-    """Batches of P prompts, for any step, from rendered prompts of one source or of several.
+    """A PromptStream gives batches of P prompts, for any step, from rendered prompts of one source or of several.
 
     Args:
         parts: the sources.
@@ -74,23 +74,18 @@ class PromptStream:
         self._order = orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, [part.weight for part in parts])
 
     @property
-    def len_epoch(self) -> int:
-        """Prompts of all sources, each counted once."""
-        return sum(len(part.rendered.prompts) for part in self.parts)
-
-    @property
     def columns(self) -> tuple[str, ...]:
-        """Columns of the records, which the rewards get."""
+        """Return the columns of the records, which the rewards get."""
         return tuple(self.parts[0].rendered.prompts[0].columns)
 
     @property
     def dropped(self) -> int:
-        """Records left out because their prompt is longer than data.max_prompt_tokens."""
+        """Count the records left out because their prompt is longer than data.max_prompt_tokens."""
         return sum(part.rendered.dropped for part in self.parts)
 
     @property
     def digest(self) -> str:
-        """sha256, in hex, of everything that decides which prompts come at which step, the prompts themselves too."""
+        """Return the sha256, in hex, of all that decides which prompts come at which step, the prompts included."""
         digest = hashlib.sha256(json.dumps(self._settings).encode())
         for part in self.parts:
             digest.update(f"{part.name} {part.weight!r} {len(part.rendered.prompts)}\n".encode())
@@ -98,7 +93,7 @@ class PromptStream:
         return digest.hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """The digest, and for every source its prompts, weight and how many were dropped as too long."""
+        """Return the digest, and for every source its prompts, weight and how many were dropped as too long."""
         sources = [
             {"name": p.name, "weight": p.weight, "prompts": len(p.rendered.prompts), "dropped": p.rendered.dropped}
             for p in self.parts
@@ -106,7 +101,7 @@ class PromptStream:
         return {"digest": self.digest, "sources": sources}
 
     def batch(self, step: int) -> PromptBatch:
-        """The P prompts of a step, counted from 1.
+        """Return the P prompts of a step, counted from 1.
 
         Raises:
             DataError: for a step below 1.
@@ -125,7 +120,7 @@ class PromptStream:
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
-    """sha256, in hex, of the tokens and columns of prompts in their order."""
+    """Return the sha256, in hex, of the tokens and columns of prompts in their order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(
@@ -141,7 +136,7 @@ def _order(prompts: Sequence[Prompt], seed: int, shuffle: bool, curriculum: str 
 
 
 def _seeds(seed: int, count: int) -> list[int]:
-    """The run's seed for one source; of several, each has its own."""
+    """Return the run's seed for one source; each of several gets a seed of its own."""
     if count == 1:
         return [seed]
     return [int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) for index in range(count)]
