@@ -31,7 +31,7 @@ class CompilationCounter:
 
     @property
     def count(self) -> int:
-        """How many programs were compiled so far, from any thread."""
+        """Return how many programs were compiled so far, by any thread."""
         return self._count
 
     def close(self) -> None:

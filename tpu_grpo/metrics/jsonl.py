@@ -1,4 +1,4 @@
-"""JSON-lines files that survive a kill, and files replaced as a whole."""
+"""Writes JSON-lines files, which survive a kill, and replaces other files as a whole."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Values read back from the lines of ``metrics.jsonl`` and its kin, in which any name may be missing or null."""
+"""Reads values back from the lines of ``metrics.jsonl`` and its kin, in which any name may be missing or null."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard

@@ -1,4 +1,4 @@
-"""The names of what a run leaves in ``run.dir``: every file and directory, in the order in which they appear.
+"""Names every file and directory that a run leaves in ``run.dir``, in the order in which they appear.
 
 Whoever writes or reads one of them takes its name from here. docs/running.md describes them for users.
 """
