@@ -1,4 +1,4 @@
-"""Sources of every kind: what they give, what their columns are called, and what is said of those that cannot work."""
+"""Sources of every kind give records under the names of the config, and errors say what cannot work."""
 
 import json
 from importlib import metadata

@@ -1,4 +1,4 @@
-"""Prompt texts and ids written out by hand, and every way a template or a record can be wrong."""
+"""Prompt texts and ids are written out by hand, and every way that a template or a record can be wrong is met."""
 
 import re
 from typing import Any

@@ -1,4 +1,4 @@
-"""Records from files and from the built-in task, and what is said about files that cannot be read."""
+"""Records come from files and from the built-in task, and errors say why a file cannot be read."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Rollouts from texts, and reward files of the test's own."""
+"""Tests make rollouts from texts, and reward files of their own, with these."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

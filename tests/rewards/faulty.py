@@ -1,4 +1,4 @@
-"""Rewards that do what rewards should not."""
+"""These rewards do what rewards should not."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""What a reward is given and how its answers come back: extras, rows, async, classes, other trainers' signatures."""
+"""Rewards of every form are called: with extras, by rows, async, as classes, with other trainers' signatures."""
 
 import time
 from typing import Any

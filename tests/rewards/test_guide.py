@@ -1,4 +1,4 @@
-"""The guide, followed line by line; its training is the demo, which whole-run tests cover."""
+"""The guide is followed line by line; its training is the demo, which whole-run tests cover."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Finding rewards and fitting them to the data: what works, and what is said where it does not."""
+"""Rewards are found and fitted to the data, and errors say what does not fit."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Weights and rows that rewards do not apply to, by hand; and what is said when a reward misbehaves."""
+"""Totals are worked out by hand, and errors say how a reward misbehaves."""
 
 import random
 import time

@@ -1,4 +1,4 @@
-"""Trying rewards on a file of completions."""
+"""Rewards are tried on a file of completions."""
 
 import json
 import subprocess

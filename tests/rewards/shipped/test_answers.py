@@ -1,4 +1,4 @@
-"""Answers as text, hand-labelled."""
+"""Answers as text are labelled by hand."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Final numbers on hand-labelled cases and on the real GSM8K test set; the pattern that asks for their form."""
+"""Final numbers are found in hand-labelled cases and in the real GSM8K test set, and so is the form asked for."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""Every check of IFEval on a text that follows it and on one that does not; and languages."""
+"""Every check of IFEval, and every language, meets a text that follows it and one that does not."""
 
 from typing import Any
 

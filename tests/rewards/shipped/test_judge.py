@@ -1,4 +1,4 @@
-"""The judge against an endpoint of the test's own: scores, retries, cache, limits, failures."""
+"""The judge asks an endpoint of the test's own: it scores, retries, caches, keeps limits and fails."""
 
 import http.server
 import json

@@ -1,4 +1,4 @@
-"""Lengths and repetition, by the formulas of the papers, worked out by hand."""
+"""Lengths and repetition are worked out by hand from the formulas of the papers."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Regular expressions and tags, hand-labelled."""
+"""Regular expressions and tags are labelled by hand."""
 
 import time
 

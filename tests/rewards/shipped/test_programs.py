@@ -1,4 +1,4 @@
-"""Code with tests: what passes, what does not, and what a program cannot do."""
+"""Programs pass their tests or fail, and cannot do what the sandbox forbids."""
 
 import http.server
 import socket

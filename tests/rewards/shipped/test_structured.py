@@ -1,4 +1,4 @@
-"""JSON, Countdown and reasoning-gym, hand-labelled or by the library's own answers."""
+"""JSON and Countdown are labelled by hand, reasoning-gym by the library's own answers."""
 
 import json
 from typing import Any
