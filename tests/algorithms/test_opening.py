@@ -1,0 +1,149 @@
+"""Algorithms of the user's own: what is said when one cannot be trained with, and that one that can be does train."""
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored
+from tpu_grpo.algorithms import open_algorithm
+from tpu_grpo.config import AlgorithmSection
+from tpu_grpo.errors import ConfigError, NonFiniteError
+
+GOOD = """\
+import jax.numpy as jnp
+from tpu_grpo.algorithms import TokenLosses
+
+
+class Mine:
+    aggregation = "token-mean"
+
+    def __init__(self, clip_high, strength=1.0):
+        self.clip_high, self.strength = clip_high, strength
+
+    def advantages(self, rewards_PG):
+        return rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
+
+    def token_losses(self, logprobs_BT, old_logprobs_BT, advantages_B1):
+        loss_BT = -self.strength * advantages_B1 * logprobs_BT
+        return TokenLosses(loss_BT, jnp.zeros_like(loss_BT, bool))
+"""
+
+
+def section(directory: Path, text: str, **settings: Any) -> AlgorithmSection:
+    path = directory / "mine.py"
+    path.write_text(text)
+    return AlgorithmSection.model_validate({"name": f"{path}:Mine", **settings})
+
+
+def test_a_class_gets_the_settings_it_asks_for_and_its_options(tmp_path: Path) -> None:
+    opened = open_algorithm(section(tmp_path, GOOD, clip_low=0.3, options={"strength": 2.0}))
+    mine: Any = opened.objective
+    assert (mine.clip_high, mine.strength, opened.aggregation) == (0.3, 2.0, "token-mean")
+    assert opened.advantages(np.array([[1.0, 3.0]])).tolist() == [[-1.0, 1.0]]
+
+
+def replaced(old: str, new: str) -> str:
+    assert old in GOOD
+    return GOOD.replace(old, new)
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "message"),
+    [
+        ("def Mine(): pass", {}, "must be a class with the methods advantages and token_losses, got a function"),
+        ("class Mine: pass", {}, r"must have a method advantages\(rewards_PG\), got a class without; add one"),
+        (
+            replaced("old_logprobs_BT, advantages_B1)", "old, advantages_B1)"),
+            {},
+            r"token_losses must take \(logprobs_BT, old_logprobs_BT, advantages_B1\) by these names, got .*; rename",
+        ),
+        (replaced("token-mean", "mean"), {}, "must have an attribute aggregation that is one of .*, got 'mean'"),
+        (GOOD, {"options": {"strenght": 1}}, r"does not take the options \['strenght'\]; it takes: strength"),
+        (
+            GOOD,
+            {"options": {"clip_high": 1}},
+            r"options must not hold \['clip_high'\], which are settings",
+        ),
+        (replaced("strength=1.0", "strength"), {}, r"requires \['strength'\], which are neither in algorithm.options"),
+        (
+            replaced("= clip_high,", "= clip_high / 0,"),
+            {},
+            "Mine raised ZeroDivisionError: .*; repair it",
+        ),
+        (replaced("rewards_PG - ", "rewards_PG[0] - nothing + "), {}, "advantages raised NameError: .*nothing"),
+        (replaced("return rewards_PG - ", "return "), {}, r"advantages returns must have the shape \(2, 8\).*\(2, 1\)"),
+        (
+            replaced("keepdims=True)", "keepdims=True) + 0 / rewards_PG"),
+            {},
+            "advantages returns must be finite, got .*a group of equal rewards has a standard deviation of 0",
+        ),
+        (replaced("TokenLosses(loss_BT, ", "(loss_BT, "), {}, r"must return TokenLosses\(.*, got a tuple"),
+        (
+            replaced("(loss_BT, jnp", "(loss_BT.mean(), jnp"),
+            {},
+            r"loss_BT of token_losses must have the shape \(3, 2",
+        ),
+        (replaced("* logprobs_BT", "* jnp.log(logprobs_BT)"), {}, "loss_BT of token_losses must be finite, got"),
+        (
+            replaced("advantages_B1 * logprobs_BT", "jnp.sqrt(0 * logprobs_BT)"),
+            {},
+            "the gradient of loss_BT by logprobs_BT must be finite",
+        ),
+        (replaced("* logprobs_BT", "* old_logprobs_BT"), {}, "must depend on logprobs_BT, got a gradient of zero"),
+    ],
+)
+def test_what_cannot_be_trained_with_is_refused(
+    tmp_path: Path, text: str, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_algorithm(section(tmp_path, text, **settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "drgrpo",
+            r"algorithm.name=drgrpo is not a shipped algorithm; did you mean dr_grpo\? \(shipped: grpo",
+        ),
+        ("xyz", r"is not a shipped algorithm; \(shipped: .*your own: path.py:Class"),
+        ("missing.py:Mine", "algorithm file missing.py must be readable from the working directory"),
+    ],
+)
+def test_unknown_names(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_algorithm(AlgorithmSection(name=name))
+
+
+def test_a_shipped_algorithm_takes_no_options() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm grpo does not take the options \['cap'\]; it takes: none"):
+        open_algorithm(AlgorithmSection(options={"cap": 1}))
+
+
+def test_an_algorithm_of_ones_own_takes_a_step(tmp_path: Path) -> None:
+    """Minus A log p by hand, over all tokens; then the same algorithm with advantages that are not finite."""
+    chosen = section(tmp_path, GOOD, options={"strength": 0.5}, group_size=2)
+    config = make_config(tmp_path / "run", {"algorithm": chosen.model_dump()})
+    learner, scored = make_learner(config), make_scored(make_model(make_mesh()), config)
+    before = learner.params_digest()
+    result = learner.update(scored)
+    totals = scored.scores.total.reshape(4, 2)
+    np.testing.assert_allclose(result.advantages, (totals - totals.mean(1, keepdims=True)).ravel(), atol=1e-12)
+    tokens = [c.logprobs * a for c, a in zip(scored.rollout.completions, result.advantages, strict=True)]
+    assert result.metrics["update/loss"] == pytest.approx(-0.5 * np.concatenate(tokens).mean(), abs=1e-5)
+    assert learner.params_digest() != before
+
+    opened: Any = learner._tunix.algo_config.algorithm
+    opened.objective.advantages = lambda rewards_PG: rewards_PG * np.nan
+    with pytest.raises(NonFiniteError, match="advantages must be finite, got nan in row 0, for a group"):
+        learner.update(scored)
+    learner.close()
+
+
+def test_the_text_of_the_class_is_what_is_read(tmp_path: Path) -> None:
+    first = open_algorithm(section(tmp_path, GOOD))
+    second = open_algorithm(section(tmp_path, textwrap.dedent(replaced('"token-mean"', '"sequence-mean-token-scale"'))))
+    assert (first.aggregation, second.aggregation) == ("token-mean", "sequence-mean-token-scale")
