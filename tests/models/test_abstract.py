@@ -1,4 +1,4 @@
-"""A described model is the loaded one without its values: same names, shapes, types and shardings, for every family."""
+"""An abstract model is the loaded one without values: same names, shapes, dtypes and shardings, for every family."""
 
 from pathlib import Path
 from typing import Any
@@ -31,18 +31,18 @@ def leaves(model: nnx.Module) -> dict[str, tuple[Any, ...]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_a_described_model_is_the_loaded_one_without_values(tmp_path: Path, family: str, dtype: Any) -> None:
+def test_an_abstract_model_is_the_loaded_one_without_values(tmp_path: Path, family: str, dtype: Any) -> None:
     directory, mesh = write_random(family, tmp_path / "model"), trainer_mesh(2, 2)
     loaded = load_model(read_checkpoint(directory), mesh, dtype=dtype, remat="decoder")
     for file in directory.glob("*.safetensors"):
         file.unlink()
     checkpoint = abstract_checkpoint(directory)
-    described = abstract_model(checkpoint, mesh, dtype=dtype, remat="decoder")
-    assert leaves(described) == leaves(loaded)
-    assert is_abstract(nnx.state(described))
+    abstract = abstract_model(checkpoint, mesh, dtype=dtype, remat="decoder")
+    assert leaves(abstract) == leaves(loaded)
+    assert is_abstract(nnx.state(abstract))
     assert not is_abstract(nnx.state(loaded))
     modules = adapted_modules(checkpoint, LORA)
-    adapted = apply_lora(described, modules, LORA, seed=0)
+    adapted = apply_lora(abstract, modules, LORA, seed=0)
     assert leaves(adapted) == leaves(apply_lora(loaded, modules, LORA, seed=0))
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(adapted)))
 

@@ -10,7 +10,15 @@ from flax import nnx
 from tunix.models.qwen3.model import Qwen3
 
 from tpu_grpo.errors import NonFiniteError
-from tpu_grpo.models.builtin_teaching import Batch, Recipe, batches, encode_batch, initial_params, taught_loss, teach
+from tpu_grpo.models.builtin_teaching import (
+    Recipe,
+    TeachingBatch,
+    batches,
+    encode_batch,
+    initial_params,
+    taught_loss,
+    teach,
+)
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.tasks import addition
 
@@ -67,7 +75,9 @@ def test_loss_is_the_mean_over_taught_tokens_of_uneven_rows() -> None:
         def __call__(self, tokens: jnp.ndarray, *_: object) -> tuple[jnp.ndarray, None]:
             return jnp.broadcast_to(jnp.array([1.0, 0.0]), (*tokens.shape, 2)), None
 
-    batch = Batch(np.array([[0, 0, 0, 0], [0, 1, 0, 0]], np.int32), np.array([[1, 1, 1], [1, 0, 0]], np.float32))
+    batch = TeachingBatch(
+        np.array([[0, 0, 0, 0], [0, 1, 0, 0]], np.int32), np.array([[1, 1, 1], [1, 0, 0]], np.float32)
+    )
     likely, unlikely = np.log1p(np.exp(-1.0)), np.log1p(np.exp(1.0))
     expected = (3 * likely + unlikely) / 4  # not the mean of the rows' means
     assert float(taught_loss(cast(Qwen3, Uniform()), batch)) == pytest.approx(expected, rel=1e-6)

@@ -28,7 +28,7 @@ LIKE_TUNIX = """
 import sys
 from pathlib import Path
 from tpu_grpo.models import repairs
-repairs.fitted = lambda config, mesh: config
+repairs.fitted_config = lambda config, mesh: config
 from tests.planning.test_experts import compiled_kernels
 compiled_kernels(Path(sys.argv[1]))
 """

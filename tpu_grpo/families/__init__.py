@@ -1,11 +1,14 @@
-"""Which model families exist, and all the package needs to know of each: one file per family, one line in the table.
+"""Lists the supported model families and all that the package needs to know of each.
 
-family.py     the record of a family, and of what a config.json decides
-settings.py   rules for config.json that families share
-layouts.py    how a trainer leaf becomes a sampler leaf
-decoder.py    what the families have in common
-rope.py       frequencies of rotary positions
-flash_attention.py  whether the trainer uses Tunix's, and its blocks
+Every family has a file and a line in the table FAMILIES. The other files are:
+
+family.py           the record of a family, and the settings of a config.json
+settings.py         rules for config.json that families share
+layouts.py          how a leaf of the trainer becomes a leaf of the sampler
+decoder.py          what the families have in common
+rope.py             frequencies of rotary positions
+flash_attention.py  whether the trainer uses Tunix's flash attention, and its blocks
+tunix_version.py    the version of Tunix that was reviewed
 
 Nothing here imports jax until a model is configured or loaded.
 """
@@ -20,7 +23,7 @@ from tpu_grpo.families.qwen3 import QWEN3
 from tpu_grpo.families.qwen3_moe import QWEN3_MOE
 
 FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (QWEN2, QWEN3, QWEN3_MOE, LLAMA3)}
-"""Every supported family by the ``model_type`` of its config.json."""
+"""Every supported family, by the ``model_type`` of its config.json."""
 
 __all__ = [
     "FAMILIES",

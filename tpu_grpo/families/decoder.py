@@ -1,11 +1,11 @@
-"""What the families have in common: a decoder of pre-norm attention and gated MLP layers with rotary positions.
+"""Holds what the families share: a decoder of pre-norm attention and gated MLP layers with rotary positions.
 
 A family's file puts these parts together and adds its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,29 +22,28 @@ if TYPE_CHECKING:
 
 
 def norm_shapes(config: DecoderConfig) -> dict[str, Shape]:
-    """Both norms of a layer."""
+    """Return the shapes of both norms of a layer."""
     return dict.fromkeys(("input_layernorm.weight", "post_attention_layernorm.weight"), (config.hidden_size,))
 
 
 def attention_shapes(config: DecoderConfig) -> dict[str, Shape]:
-    """The four projections of a layer's attention."""
+    """Return the shapes of the four projections of a layer's attention."""
     hidden = config.hidden_size
-    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     return {
-        "self_attn.q_proj.weight": (queries, hidden),
-        "self_attn.k_proj.weight": (keys, hidden),
-        "self_attn.v_proj.weight": (keys, hidden),
-        "self_attn.o_proj.weight": (hidden, queries),
+        "self_attn.q_proj.weight": (config.query_width, hidden),
+        "self_attn.k_proj.weight": (config.kv_width, hidden),
+        "self_attn.v_proj.weight": (config.kv_width, hidden),
+        "self_attn.o_proj.weight": (hidden, config.query_width),
     }
 
 
 def mlp_shapes(config: DecoderConfig) -> dict[str, Shape]:
-    """The three projections of a layer's MLP."""
+    """Return the shapes of the three projections of a layer's MLP."""
     return gated_shapes("mlp", config.hidden_size, config.intermediate_size)
 
 
 def gated_shapes(name: str, hidden: int, width: int) -> dict[str, Shape]:
-    """The three projections of a gated MLP called ``name``."""
+    """Return the shapes of the three projections of a gated MLP called ``name``."""
     return {
         f"{name}.gate_proj.weight": (width, hidden),
         f"{name}.up_proj.weight": (width, hidden),
@@ -53,7 +52,7 @@ def gated_shapes(name: str, hidden: int, width: int) -> dict[str, Shape]:
 
 
 def decoder_shapes(config: DecoderConfig, layer: Mapping[str, Shape]) -> dict[str, Shape]:
-    """All tensors of a model whose layers are alike."""
+    """Return the shapes of all tensors of a model whose layers are all alike."""
     shapes: dict[str, Shape] = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for i in range(config.num_hidden_layers):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
@@ -64,7 +63,7 @@ def decoder_shapes(config: DecoderConfig, layer: Mapping[str, Shape]) -> dict[st
 
 
 def tied_head(config: DecoderConfig) -> frozenset[str]:
-    """The output head that a tied checkpoint may hold all the same."""
+    """Name the output head, which a checkpoint with a tied head may hold all the same."""
     return frozenset({"lm_head.weight"} if config.tie_word_embeddings else ())
 
 
@@ -72,7 +71,7 @@ def tied_head(config: DecoderConfig) -> frozenset[str]:
 
 
 def layer_rule(source: str, target: str, transform: Any = same) -> WeightRule:
-    """A rule for one leaf of every layer."""
+    """Make a rule for one leaf of every layer."""
     return WeightRule(f"layers.*.{source}", f"transformer.layers.*.{target}", transform)
 
 
@@ -111,7 +110,7 @@ DIVISIBLE: Mapping[str, tuple[str, ...]] = {
 
 
 def tunix_sizes(config: DecoderConfig) -> dict[str, Any]:
-    """What every ``ModelConfig`` of Tunix's wants, under its names."""
+    """Return the fields that all of Tunix's ``ModelConfig`` classes have, under their names there."""
     return {
         "num_layers": config.num_hidden_layers,
         "vocab_size": config.vocab_size,
@@ -125,30 +124,36 @@ def tunix_sizes(config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def tunix_qwen_config(
-    model: Any, config: DecoderConfig, dtype: DTypeLike, remat: Remat, flash_block: int | None, **more: Any
-) -> Any:
-    """The ``ModelConfig`` of one of Tunix's Qwen modules; ``more`` replaces or adds fields."""
-    import jax.numpy as jnp
+def tunix_qwen_config(module: str, own_fields: Callable[[Any], dict[str, Any]] = lambda _: {}) -> Any:
+    """Make a ``Family.model_config`` that fills the ``ModelConfig`` of one of Tunix's Qwen modules.
 
-    fields = tunix_sizes(config) | {
-        "use_tied_embedding": config.tie_word_embeddings,
-        "remat_config": model.RematConfig[remat.upper()],
-        "dtype": jnp.dtype(dtype),
-        "param_dtype": jnp.dtype(dtype),
-    }
-    if flash_block is not None:
-        fields |= {"use_flash_attention": True, "flash_attention_block_size": flash_block}
-    return model.ModelConfig(**(fields | more))
+    ``own_fields`` takes the family's config and returns fields that are replaced or added.
+    """
+
+    def model_config(config: DecoderConfig, dtype: DTypeLike, remat: Remat, flash_block: int | None) -> Any:
+        import jax.numpy as jnp
+
+        model: Any = import_module(module)
+        fields = tunix_sizes(config) | {
+            "use_tied_embedding": config.tie_word_embeddings,
+            "remat_config": model.RematConfig[remat.upper()],
+            "dtype": jnp.dtype(dtype),
+            "param_dtype": jnp.dtype(dtype),
+        }
+        if flash_block is not None:
+            fields |= {"use_flash_attention": True, "flash_attention_block_size": flash_block}
+        return model.ModelConfig(**(fields | own_fields(config)))
+
+    return model_config
 
 
 def tunix_class(module: str, name: str) -> Any:
-    """``Family.model_class``: imported when it is asked for."""
+    """Make a ``Family.model_class`` that imports the class when it is asked for."""
     return lambda: getattr(import_module(module), name)
 
 
 def tunix_loader(module: str) -> Any:
-    """``Family.load`` by ``create_model_from_safe_tensors`` of Tunix's module of that name."""
+    """Make a ``Family.load`` that calls ``create_model_from_safe_tensors`` of one of Tunix's modules."""
 
     def load(directory: Path, model_config: Any, mesh: jax.sharding.Mesh, dtype: DTypeLike) -> nnx.Module:
         import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The record of a model family, and of what a config.json decides."""
+"""Defines the record of a model family, and the settings of a config.json that it takes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,18 @@ class DecoderConfig:
     rope_theta: float
     tie_word_embeddings: bool
 
+    @property
+    def query_width(self) -> int:
+        """The width of all query heads together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """The width of all key heads together, or of all value heads."""
+        return self.num_key_value_heads * self.head_dim
+
     def contradiction(self) -> str | None:
-        """A rule that the settings break together, and the values; None if there is none."""
+        """Return a rule that the settings break together, and their values; None if they break none."""
         if self.num_attention_heads % self.num_key_value_heads:
             return (
                 f"num_key_value_heads must divide num_attention_heads={self.num_attention_heads}, got "
@@ -50,7 +60,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class SettingRule:
-    """A setting whose other values would change what the model computes, while the libraries would not notice."""
+    """A rule for a setting that the libraries ignore, although other values change what the model computes."""
 
     setting: str
     accepted: str
@@ -58,35 +68,35 @@ class SettingRule:
     accepts: Callable[[Any], bool]
     remedy: str
     required: bool = False
-    """Whether leaving it out means, for Hugging Face, a value that is not accepted."""
+    """Whether Hugging Face takes a value that is not accepted where the setting is left out."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One model family."""
+    """A model family: what its config.json and its tensors must be, and how Tunix builds its models."""
 
     model_type: str
     architecture: str
     config: type[DecoderConfig]
     rules: tuple[SettingRule, ...]
     defaults: Mapping[str, Any]
-    """Hugging Face's values for settings of ``config`` that a config.json may leave out. Without a ``head_dim`` here,
-    one that is left out is ``hidden_size / num_attention_heads``."""
+    """Hugging Face's values for settings of ``config`` that may be left out. A ``head_dim`` that is not here
+    is ``hidden_size / num_attention_heads`` where it is left out."""
     tensor_shapes: Callable[[Any], dict[str, Shape]]
-    """Of a config: every tensor that a checkpoint must hold, by name."""
+    """Takes a config and returns the shape of every tensor that a checkpoint must hold, by name."""
     ignored_tensors: Callable[[Any], frozenset[str]]
-    """Of a config: tensors that a checkpoint may hold and that Hugging Face ignores as well."""
+    """Takes a config and returns the tensors that a checkpoint may hold and that Hugging Face ignores as well."""
     divisible: Mapping[str, tuple[str, ...]]
-    """For each axis of the trainer's mesh (fsdp, tp) and for the sampler's (tensor) the settings that its size must
-    divide; key-value heads on the sampler are checked apart, because it can repeat them."""
+    """For each axis of the trainer's mesh (fsdp, tp) and for the sampler's (tensor), the settings that its size must
+    divide. The key-value heads on the sampler are checked elsewhere, because the sampler can repeat them."""
     model_config: Callable[[Any, DTypeLike, Remat, int | None], Any]
-    """Tunix's config of the model; parameters and computation in the dtype; a block's tokens where attention is flash,
-    None where it is dot."""
+    """Returns Tunix's config of the model from (config, dtype of parameters and computation, remat, tokens of a block
+    of flash attention); without a block, attention is dot."""
     model_class: Callable[[], Any]
-    """Tunix's class of the model, which takes that config."""
+    """Returns Tunix's class of the model, which takes that config."""
     load: Callable[[Path, Any, jax.sharding.Mesh, DTypeLike], nnx.Module]
-    """Tunix's loader: directory, its config, mesh, dtype -> model."""
+    """Loads a model with Tunix's loader from (directory, Tunix's config, mesh, dtype)."""
     flash_attention: bool
-    """Whether Tunix's model has it."""
+    """Whether Tunix's model has flash attention."""
     weight_rules: Callable[[Any], tuple[WeightRule, ...]]
-    """Of a config: which leaf of Tunix's model becomes which leaf of sglang-jax's."""
+    """Takes a config and returns which leaf of Tunix's model becomes which leaf of sglang-jax's."""

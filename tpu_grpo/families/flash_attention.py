@@ -1,7 +1,7 @@
-"""The trainer's attention: all tokens at once, or Tunix's flash attention (splash, a Pallas kernel of jax) in blocks.
+"""Chooses the trainer's attention: dot attention, or Tunix's flash attention (splash, a Pallas kernel of jax).
 
-The kernel works on square blocks of a multiple of 128 tokens and wants rows of whole blocks, so rows are padded to
-them. Dot attention keeps a score of every token against every other, per head; flash attention keeps none.
+Flash attention works on square blocks of a multiple of 128 tokens, so that rows are padded to whole blocks.
+For every head, dot attention keeps a score of each token against each other; flash attention keeps none.
 """
 
 from typing import Literal
@@ -11,16 +11,16 @@ from tpu_grpo.families.family import Family
 
 LANES = 128
 BLOCKS = range(3 * LANES, 8 * LANES + 1, LANES)
-"""Tokens of a block for longer rows; larger ones do not fit a chip's vector memory in the backward pass."""
+"""The sizes of a block for longer rows; larger ones do not fit a chip's vector memory in the backward pass."""
 
 
 def flash_block(name: Literal["auto", "flash", "dot"], family: Family, platform: str, row_tokens: int) -> int | None:
-    """Tokens of a block of flash attention for rows (a prompt and a completion) of ``row_tokens``; None for dot.
+    """Return the tokens of a block of flash attention for rows of ``row_tokens`` tokens, or None for dot attention.
 
-    ``platform`` (tpu, cpu, gpu) is that of the trainer's devices.
+    A row is a prompt and a completion. ``platform`` (tpu, cpu, gpu) is that of the trainer's devices.
 
     Raises:
-        ConfigError: for flash without a TPU, or for a family whose model in Tunix has none.
+        ConfigError: for flash without a TPU, or for a family whose model in Tunix has no flash attention.
     """
     on_tpu = platform == "tpu"
     if name == "flash":
@@ -38,12 +38,12 @@ def flash_block(name: Literal["auto", "flash", "dot"], family: Family, platform:
 
 
 def block_for(row_tokens: int) -> int:
-    """The block that pads rows least; of those the largest."""
+    """Return the block that pads rows least, and of several the largest."""
     if row_tokens <= BLOCKS[0]:
         return whole_blocks(row_tokens, LANES)
     return min(reversed(BLOCKS), key=lambda block: whole_blocks(row_tokens, block))
 
 
 def whole_blocks(row_tokens: int, block: int | None) -> int:
-    """Tokens of a row that is padded to blocks: ``whole_blocks(1000, 512) == 1024``; itself without blocks."""
+    """Pad a row to whole blocks: ``whole_blocks(1000, 512) == 1024``; without a block it stays as it is."""
     return row_tokens if block is None else -(-row_tokens // block) * block

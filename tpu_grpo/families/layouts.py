@@ -1,8 +1,8 @@
-"""How a leaf of the trainer's model becomes a leaf of the sampler's.
+"""Turns leaves of the trainer's model into leaves of the sampler's.
 
-Shapes are Tunix's on the left and sglang-jax's on the right: D width, N query heads, K key-value heads, H head width,
-V vocabulary. Key-value heads are repeated where the sampler has more of them than the model (more devices than heads):
-K' is the sampler's number, and the copies of a head stand side by side.
+Shapes are Tunix's before the arrow and sglang-jax's after it, with D width, N query heads, K key-value heads, H head
+width, V vocabulary. Key-value heads are repeated where the sampler has more devices than the model has such heads. K'
+is then the sampler's number of heads, and the copies of a head stand side by side.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from jaxtyping import Array
 
 Transform = Callable[["Array", tuple[int, ...]], "Array"]
-"""(trainer leaf, shape wanted by the sampler) -> array of that shape."""
+"""Takes (trainer leaf, shape of the sampler's leaf) and returns an array of that shape."""
 
 
 @dataclass(frozen=True)
 class WeightRule:
-    """``*`` in both names stands for the layer's number."""
+    """Names a leaf of the trainer and one of the sampler; ``*`` in both names stands for the layer's number."""
 
     source: str
     target: str
@@ -28,30 +28,30 @@ class WeightRule:
 
 
 def same(leaf: Array, shape: tuple[int, ...]) -> Array:
-    """Unchanged."""
+    """Return the leaf unchanged."""
     del shape
     return leaf
 
 
 def transpose(leaf: Array, shape: tuple[int, ...]) -> Array:
-    """[D, V] -> [V, D]."""
+    """Transpose [D, V] -> [V, D]."""
     del shape
     return leaf.T
 
 
 def flatten(leaf: Array, shape: tuple[int, ...]) -> Array:
-    """[D, N, H] -> [D, N*H], or [N, H, D] -> [N*H, D]."""
+    """Merge the axes of heads: [D, N, H] -> [D, N*H], or [N, H, D] -> [N*H, D]."""
     return leaf.reshape(shape)
 
 
 def flatten_kv(leaf: Array, shape: tuple[int, ...]) -> Array:
-    """[D, K, H] -> [D, K'*H]."""
+    """Repeat key-value heads and merge their axes: [D, K, H] -> [D, K'*H]."""
     heads, width = leaf.shape[1:]
     return leaf.repeat(shape[1] // (heads * width), axis=1).reshape(shape)
 
 
 def repeat_kv(head_dim: int) -> Transform:
-    """[K*H] -> [K'*H] for heads of width H = ``head_dim``."""
+    """Make a transform that repeats the heads of a bias: [K*H] -> [K'*H], with H = ``head_dim``."""
 
     def transform(leaf: Array, shape: tuple[int, ...]) -> Array:
         return leaf.reshape(-1, head_dim).repeat(shape[0] // leaf.shape[0], axis=0).reshape(shape)

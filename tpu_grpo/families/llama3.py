@@ -1,4 +1,4 @@
-"""Llama 3, 3.1, 3.2 and other models of the same architecture: no norms of heads, no biases, scaled positions."""
+"""Defines the family of Llama 3, 3.1 and 3.2: no norms of heads, no biases, rotary positions that may be scaled."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LlamaConfig(DecoderConfig):
-    """A decoder whose rotary positions may be scaled."""
+    """The settings of a decoder whose rotary positions may be scaled."""
 
     rope_scaling: Mapping[str, Any] | None
 
     @property
     def scaling(self) -> Llama3Scaling | None:
-        """Of the positions."""
+        """The scaling of the positions, None where they are not scaled."""
         return None if self.rope_scaling is None else Llama3Scaling.from_setting(self.rope_scaling)
 
 
@@ -57,7 +57,7 @@ def _tensors(config: LlamaConfig) -> dict[str, Shape]:
 
 @cache
 def _tunix_config_class() -> type:
-    """Tunix's ``ModelConfig`` with the scaling that it lacks; ``models/repairs.py`` honours it."""
+    """Extend Tunix's ``ModelConfig`` by the scaling that it lacks, and that ``models/repairs.py`` honours."""
     from tunix.models.llama3.model import ModelConfig
 
     @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _tunix_config_class() -> type:
 def _model_config(config: LlamaConfig, dtype: DTypeLike, remat: Remat, flash_block: int | None) -> Any:
     from tunix.models.llama3 import model
 
-    del dtype, flash_block  # it has neither: it computes in the type of the parameters, with dot attention
+    del dtype, flash_block  # it has neither field: it computes in the dtype of the parameters, with dot attention
     return _tunix_config_class()(
         **decoder.tunix_sizes(config),
         weight_tying=config.tie_word_embeddings,

@@ -1,33 +1,21 @@
-"""Qwen2 and Qwen2.5: queries, keys and values have biases."""
+"""Defines the family of Qwen2 and Qwen2.5, whose queries, keys and values have biases."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from tpu_grpo.families import decoder
-from tpu_grpo.families.family import DecoderConfig, Family, Remat, Shape
+from tpu_grpo.families.family import DecoderConfig, Family, Shape
 from tpu_grpo.families.layouts import WeightRule, repeat_kv
 from tpu_grpo.families.settings import COMMON, NO_ROPE_SCALING
 
-if TYPE_CHECKING:
-    from jax.typing import DTypeLike
-
 
 def _tensors(config: DecoderConfig) -> dict[str, Shape]:
-    queries, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     biases: dict[str, Shape] = {
-        "self_attn.q_proj.bias": (queries,),
-        "self_attn.k_proj.bias": (keys,),
-        "self_attn.v_proj.bias": (keys,),
+        "self_attn.q_proj.bias": (config.query_width,),
+        "self_attn.k_proj.bias": (config.kv_width,),
+        "self_attn.v_proj.bias": (config.kv_width,),
     }
     layer = decoder.norm_shapes(config) | decoder.attention_shapes(config) | biases | decoder.mlp_shapes(config)
     return decoder.decoder_shapes(config, layer)
-
-
-def _model_config(config: DecoderConfig, dtype: DTypeLike, remat: Remat, flash_block: int | None) -> Any:
-    from tunix.models.qwen2 import model
-
-    return decoder.tunix_qwen_config(model, config, dtype, remat, flash_block)
 
 
 def _weights(config: DecoderConfig) -> tuple[WeightRule, ...]:
@@ -49,7 +37,7 @@ QWEN2 = Family(
     tensor_shapes=_tensors,
     ignored_tensors=decoder.tied_head,
     divisible=decoder.DIVISIBLE,
-    model_config=_model_config,
+    model_config=decoder.tunix_qwen_config("tunix.models.qwen2.model"),
     model_class=decoder.tunix_class("tunix.models.qwen2.model", "Qwen2"),
     load=decoder.tunix_loader("tunix.models.qwen2.params"),
     flash_attention=True,

@@ -1,31 +1,20 @@
-"""Qwen3, dense: queries and keys are normed by head, no biases."""
+"""Defines the family of dense Qwen3 models, which norm queries and keys by head and have no biases."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from tpu_grpo.families import decoder
-from tpu_grpo.families.family import DecoderConfig, Family, Remat, Shape
+from tpu_grpo.families.family import DecoderConfig, Family, Shape
 from tpu_grpo.families.settings import COMMON, NO_ATTENTION_BIAS, NO_ROPE_SCALING
-
-if TYPE_CHECKING:
-    from jax.typing import DTypeLike
 
 
 def qk_norm_shapes(config: DecoderConfig) -> dict[str, Shape]:
-    """The norms of a layer's queries and keys."""
+    """Return the shapes of the norms of a layer's queries and keys."""
     return {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
 
 
 def _tensors(config: DecoderConfig) -> dict[str, Shape]:
     layer = decoder.norm_shapes(config) | decoder.attention_shapes(config) | qk_norm_shapes(config)
     return decoder.decoder_shapes(config, layer | decoder.mlp_shapes(config))
-
-
-def _model_config(config: DecoderConfig, dtype: DTypeLike, remat: Remat, flash_block: int | None) -> Any:
-    from tunix.models.qwen3 import model
-
-    return decoder.tunix_qwen_config(model, config, dtype, remat, flash_block)
 
 
 _WEIGHTS = (*decoder.EMBEDDINGS_AND_NORMS, *decoder.ATTENTION, *decoder.QK_NORMS, *decoder.MLP)
@@ -42,7 +31,7 @@ QWEN3 = Family(
         **decoder.DIVISIBLE,
         "tp": (*decoder.DIVISIBLE["tp"], "head_dim"),  # the norms of queries and keys are split over tp as well
     },
-    model_config=_model_config,
+    model_config=decoder.tunix_qwen_config("tunix.models.qwen3.model"),
     model_class=decoder.tunix_class("tunix.models.qwen3.model", "Qwen3"),
     load=decoder.tunix_loader("tunix.models.qwen3.params"),
     flash_attention=True,

@@ -1,34 +1,32 @@
-"""Qwen3 with experts in every layer: Qwen3 but for its MLPs, of which a router picks a few for each token.
+"""Defines the family of Qwen3 models with experts in every layer.
 
-The router's weights are a softmax over all experts, of which the largest ``num_experts_per_tok`` are kept and divided
-by their sum.
+They are as dense Qwen3 models except for the MLPs: each layer has many, and a router picks a few for each token. The
+router's weights are a softmax over all experts, of which the largest ``num_experts_per_tok`` are kept and divided by
+their sum.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tpu_grpo.families import decoder
-from tpu_grpo.families.family import DecoderConfig, Family, Remat, SettingRule, Shape
+from tpu_grpo.families.family import DecoderConfig, Family, SettingRule, Shape
 from tpu_grpo.families.layouts import flatten
 from tpu_grpo.families.qwen3 import qk_norm_shapes
 from tpu_grpo.families.settings import COMMON, NO_ATTENTION_BIAS, NO_ROPE_SCALING, off
 
-if TYPE_CHECKING:
-    from jax.typing import DTypeLike
-
 
 @dataclass(frozen=True)
 class MoeConfig(DecoderConfig):
-    """A decoder with experts; ``intermediate_size`` is that of dense layers, of which it has none."""
+    """The settings of a decoder with experts; ``intermediate_size`` is that of dense layers, and it has none."""
 
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
 
     def contradiction(self) -> str | None:
-        """Also more experts for a token than there are."""
+        """Look also for more experts per token than there are."""
         if self.num_experts_per_tok > self.num_experts:
             return f"num_experts_per_tok must be <= num_experts={self.num_experts}, got {self.num_experts_per_tok}"
         return super().contradiction()
@@ -56,19 +54,12 @@ def _tensors(config: MoeConfig) -> dict[str, Shape]:
     return decoder.decoder_shapes(config, layer)
 
 
-def _model_config(config: MoeConfig, dtype: DTypeLike, remat: Remat, flash_block: int | None) -> Any:
-    from tunix.models.qwen3 import model
-
-    return decoder.tunix_qwen_config(
-        model,
-        config,
-        dtype,
-        remat,
-        flash_block,
-        hidden_dim=config.moe_intermediate_size,
-        num_experts=config.num_experts,
-        num_experts_per_tok=config.num_experts_per_tok,
-    )
+def _tunix_fields(config: MoeConfig) -> dict[str, Any]:
+    return {
+        "hidden_dim": config.moe_intermediate_size,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.num_experts_per_tok,
+    }
 
 
 _WEIGHTS = (
@@ -102,7 +93,7 @@ QWEN3_MOE = Family(
         ),
         "tensor": ("num_attention_heads", "num_experts"),
     },
-    model_config=_model_config,
+    model_config=decoder.tunix_qwen_config("tunix.models.qwen3.model", _tunix_fields),
     model_class=decoder.tunix_class("tunix.models.qwen3.model", "Qwen3"),
     load=decoder.tunix_loader("tunix.models.qwen3.params"),
     flash_attention=True,

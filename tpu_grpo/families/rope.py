@@ -1,4 +1,4 @@
-"""Frequencies of rotary positions, for both sides: the trainer's and the sampler's repairs take them from here."""
+"""Computes the frequencies of rotary positions; the repairs of the trainer and of the sampler take them from here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """The scaling of Llama 3.1 and 3.2: slow rotations are slowed down further, fast ones stay as they are."""
+    """The scaling of Llama 3.1 and 3.2 slows slow rotations down further and leaves fast ones as they are."""
 
     factor: float
     low_freq_factor: float
@@ -21,7 +21,7 @@ class Llama3Scaling:
 
     @classmethod
     def from_setting(cls, rope_scaling: Mapping[str, Any]) -> Llama3Scaling:
-        """Of a config.json's ``rope_scaling``."""
+        """Make the scaling from the ``rope_scaling`` of a config.json."""
         return cls(
             factor=rope_scaling["factor"],
             low_freq_factor=rope_scaling["low_freq_factor"],
@@ -30,10 +30,10 @@ class Llama3Scaling:
         )
 
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
-        """Frequencies in radians per position -> scaled ones.
+        """Scale frequencies, which are in radians per position.
 
-        With T turns of a frequency in the original context: divided by ``factor`` where T < ``low_freq_factor``, kept
-        where T > ``high_freq_factor``, and in between a mean of both, weighted linearly in T.
+        A frequency makes T turns in the original context. It is divided by ``factor`` where T < ``low_freq_factor``,
+        kept where T > ``high_freq_factor``, and in between the mean of both, weighted linearly in T.
         """
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
@@ -41,6 +41,9 @@ class Llama3Scaling:
 
 
 def inverse_timescales(head_dim: int, theta: float, scaling: Llama3Scaling | None = None) -> np.ndarray:
-    """Radians per position [head_dim / 2] by which dimension i and i + head_dim / 2 turn: theta^(-2i / head_dim)."""
+    """Return the radians per position, [head_dim / 2], by which dimensions i and i + head_dim / 2 turn.
+
+    They are theta^(-2i / head_dim), scaled if there is a scaling.
+    """
     frequencies = float(theta) ** (-np.arange(0, head_dim, 2) / head_dim)
     return frequencies if scaling is None else scaling(frequencies)

@@ -1,4 +1,4 @@
-"""Rules for config.json that families share."""
+"""Holds the rules for config.json that families share."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ _OTHER_CHECKPOINT = "the libraries do not have it, so train a checkpoint without
 
 
 def off(setting: str, remedy: str = _OTHER_CHECKPOINT) -> SettingRule:
-    """The setting must be false, 0 or null."""
+    """Make the rule that a setting must be false, 0 or null."""
     return SettingRule(setting, "false, 0 or null", lambda value: not value, remedy)
 
 
 def null(setting: str, remedy: str) -> SettingRule:
-    """The setting must be null."""
+    """Make the rule that a setting must be null."""
     return SettingRule(setting, "null", lambda value: value is None, remedy)
 
 
 def number(value: Any) -> bool:
-    """Whether JSON said a number."""
+    """Whether a JSON value is a number."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -48,4 +48,4 @@ COMMON = (
     off("attention_dropout", "Tunix's model has no dropout: set it to 0"),
     off("quantization_config", "train the unquantized checkpoint"),
 )
-"""What every family refuses."""
+"""The rules of every family."""

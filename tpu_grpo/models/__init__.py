@@ -1,4 +1,4 @@
-"""A checkpoint directory -> a Tunix model; tokenizers."""
+"""Turns a checkpoint directory into a Tunix model and its tokenizer; also makes the built-in model."""
 
 from tpu_grpo.models.checkpoint import (
     Checkpoint,

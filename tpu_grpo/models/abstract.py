@@ -1,9 +1,9 @@
-"""Models without values: what ``load_model`` would build, as shapes, types and shardings.
+"""Builds abstract models: the shapes, dtypes and shardings of the model that ``load_model`` would load.
 
-    checkpoint = abstract_checkpoint(Path("configs/models/Qwen3-8B"))    # config.json is all it reads
+    checkpoint = abstract_checkpoint(Path("configs/models/Qwen3-8B"))    # reads config.json and nothing else
     model = abstract_model(checkpoint, mesh, dtype=jnp.bfloat16, remat="decoder")
 
-Every parameter is a ``jax.ShapeDtypeStruct``: programs can be compiled from it, also for devices that are not here.
+Every parameter is a ``jax.ShapeDtypeStruct``. Programs can be compiled from them, also for devices that are not here.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ from tpu_grpo.models.hf_config import read_hf_config
 
 
 def abstract_checkpoint(directory: Path) -> Checkpoint:
-    """A model as its config.json describes it; its weights need not be there.
+    """Read a checkpoint's config.json alone; its weights need not be there.
 
     Raises:
         CheckpointError: for a missing or broken config.json, an unsupported family or setting.
@@ -34,7 +34,7 @@ def abstract_checkpoint(directory: Path) -> Checkpoint:
 def abstract_model(
     checkpoint: Checkpoint, mesh: Mesh, *, dtype: DTypeLike, remat: Remat, flash_block: int | None = None
 ) -> nnx.Module:
-    """Tunix's model with the parameters' shapes, types and shardings of ``load_model``, and no values.
+    """Build Tunix's model with the parameters' shapes, dtypes and shardings of ``load_model``, and no values.
 
     Raises:
         ConfigError: for a mesh that does not fit the model, or a version of Tunix that was not reviewed.
@@ -42,7 +42,7 @@ def abstract_model(
     check_mesh(checkpoint, mesh.shape["fsdp"], mesh.shape["tp"])
     repairs.apply()
     family = checkpoint.family
-    config = repairs.fitted(family.model_config(checkpoint.config, dtype, remat, flash_block), mesh)
+    config = repairs.fitted_config(family.model_config(checkpoint.config, dtype, remat, flash_block), mesh)
     with jax.set_mesh(mesh):
         model = nnx.eval_shape(lambda: family.model_class()(config, rngs=nnx.Rngs(params=0)))
     definition, state = nnx.split(model)
@@ -51,7 +51,7 @@ def abstract_model(
 
 
 def with_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
-    """Shapes and types that are also split over the mesh as their variables say."""
+    """Add to abstract values the shardings over the mesh that their variables ask for."""
 
     def split(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -60,5 +60,5 @@ def with_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
 
 
 def is_abstract(state: Any) -> bool:
-    """Whether parameters have no values."""
+    """Whether parameters are abstract, that is without values."""
     return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))

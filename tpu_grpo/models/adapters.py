@@ -1,9 +1,9 @@
-"""Adapters on their own: files in the layout of Hugging Face's PEFT library, written after training and read before it.
+"""Writes adapters to files in the layout of Hugging Face's PEFT library, and reads them to start from.
 
-    <directory>/adapter_model.safetensors   for every module its two matrices
+    <directory>/adapter_model.safetensors   the two matrices of every module
     <directory>/adapter_config.json         rank, alpha, modules and base model
 
-Its names and shapes, for N heads of width H, against those of the trainer's model:
+The files' names and shapes beside those of the trainer's model, for N heads of width H:
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight   [rank, D]
     layers.0.attn.q_proj.w_lora_a                                    [D, rank]
@@ -25,16 +25,19 @@ from safetensors.numpy import load_file, save_file
 
 from tpu_grpo.config import LoraSection
 from tpu_grpo.errors import CheckpointError
-from tpu_grpo.models.hf_config import read_json
+from tpu_grpo.models.json_files import read_json
+from tpu_grpo.models.messages import listed
 
 if TYPE_CHECKING:
     from flax import nnx
 
 TENSORS_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+LISTED = 3
+"""The number of modules that an error lists before it counts the rest."""
 
 
 def write_adapters(directory: Path, adapters: Mapping[str, np.ndarray], section: LoraSection, base: str) -> None:
-    """Write adapters (by dotted name, as the trainer has them) of the model ``base``; what was there is replaced."""
+    """Write the trainer's adapters, by dotted name, as adapters of the model ``base``, and replace the directory."""
     unfinished = directory.with_name(directory.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -47,7 +50,7 @@ def write_adapters(directory: Path, adapters: Mapping[str, np.ndarray], section:
 
 
 def load_adapters(model: nnx.Module, section: LoraSection) -> None:
-    """Set the model's adapters, in place, to those in ``section.path``; every host reads the files.
+    """Set the model's adapters, in place, to those in ``section.path``. Every host reads the files.
 
     Raises:
         CheckpointError: for files that are missing or broken, or adapters of other sizes, alpha or modules.
@@ -91,7 +94,8 @@ def _check_settings(directory: Path, section: LoraSection, modules: Collection[s
     if (theirs := set(found.get("target_modules") or ())) != (ours := set(wanted["target_modules"])):
         raise CheckpointError(
             f"model.lora.targets and model.lora.layers must give the modules of the adapters in {directory}; it has "
-            f"{_some(theirs - ours)} besides, and lacks {_some(ours - theirs)}; choose the same modules"
+            f"{listed(sorted(theirs - ours), LISTED)} besides, and lacks {listed(sorted(ours - theirs), LISTED)}; "
+            "choose the same modules"
         )
 
 
@@ -130,11 +134,6 @@ def _published_name(name: str) -> str:
 
 
 def _published(name: str, value: np.ndarray) -> np.ndarray:
-    """[*inputs, rank] -> [rank, inputs], or [rank, *outputs] -> [outputs, rank]."""
+    """Reshape A from [*inputs, rank] to [rank, inputs], or B from [rank, *outputs] to [outputs, rank]."""
     matrix = value.reshape(-1, value.shape[-1]) if name.endswith("_a") else value.reshape(value.shape[0], -1)
     return np.ascontiguousarray(matrix.T)
-
-
-def _some(names: Collection[str]) -> str:
-    rest = len(names) - 3
-    return ", ".join(sorted(names)[:3]) + (f" and {rest} more" if rest > 0 else "") if names else "none"

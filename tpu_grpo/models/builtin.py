@@ -1,9 +1,10 @@
-"""Built-in models: taught on first use, then kept in a cache.
+"""Provides the built-in models, which are taught on first use and then kept in a cache.
 
     directory = builtin_checkpoint("addition", seed=0, progress=True)     # a Hugging Face checkpoint directory
 
-The cache is ``$TPU_GRPO_CACHE``, or the user's cache directory; an entry is named by task, seed and a digest of the
-recipe, so that a changed recipe makes a new one. An entry appears whole or not at all, and a damaged one is remade.
+The cache is ``$TPU_GRPO_CACHE``, or the user's cache directory. An entry is named by task, seed and a digest of the
+recipe, so that a changed recipe makes a new one. An entry appears whole or not at all, and a damaged one is made again.
+The recipe and the teaching are in builtin_teaching.py, the files of an entry in builtin_files.py.
 """
 
 import fcntl
@@ -32,11 +33,11 @@ from tpu_grpo.tasks import addition
 
 CACHE_VARIABLE = "TPU_GRPO_CACHE"
 NAMES = ("addition",)
-_FORMAT = 1  # of the written files; part of the digest
+_FORMAT = 1  # the version of the written files, which is part of the digest
 
 
 def builtin_checkpoint(name: str, seed: int, *, progress: bool, recipe: Recipe | None = None) -> Path:
-    """The directory of a built-in model, taught now if the cache has none.
+    """Return the checkpoint directory of a built-in model, which is taught now if the cache has none.
 
     Processes that ask for the same model at once take turns: one teaches, the others find it done.
 
@@ -85,12 +86,12 @@ def _check_name(name: str) -> None:
 
 
 def cache_directory() -> Path:
-    """Where built-in models are kept: ``$TPU_GRPO_CACHE`` if set, else the user's cache directory."""
+    """Return where built-in models are kept: ``$TPU_GRPO_CACHE`` if set, else the user's cache directory."""
     return Path(os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_dir("tpu_grpo")).expanduser().absolute()
 
 
 def recipe_digest(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> str:
-    """12 hex digits over everything that decides a taught model, except the seed."""
+    """Digest everything that decides a taught model, except the seed, to 12 hex digits."""
     decides = {
         "format": _FORMAT,
         "recipe": asdict(recipe),

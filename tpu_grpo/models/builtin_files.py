@@ -1,7 +1,7 @@
-"""A taught model as a Hugging Face checkpoint directory, and whether such a directory is whole.
+"""Writes a taught model as a Hugging Face checkpoint directory, and checks whether such a directory is whole.
 
-``teaching.json`` is written last and lists every other file with its digest: a directory that was cut short or
-changed since is recognised by it.
+``teaching.json`` is written last and lists every other file with its digest. It shows whether writing was cut short, or
+a file has changed since.
 """
 
 import hashlib
@@ -29,16 +29,16 @@ def _same(w: np.ndarray) -> np.ndarray:
 
 
 def _from_first(w: np.ndarray) -> np.ndarray:
-    """[in, *out] -> [out, in]."""
+    """Reshape [in, *out] to [out, in]."""
     return w.reshape(w.shape[0], -1).T
 
 
 def _from_last(w: np.ndarray) -> np.ndarray:
-    """[*in, out] -> [out, in]."""
+    """Reshape [*in, out] to [out, in]."""
     return w.reshape(-1, w.shape[-1]).T
 
 
-# Tunix's path, Hugging Face's name, the change of layout; {i} is the layer.
+# (Tunix's path, Hugging Face's name, the change of layout); {i} is the number of the layer
 _LEAVES: tuple[tuple[str, str, Layout], ...] = (
     ("embedder.input_embedding", "model.embed_tokens.weight", _same),
     ("layers.{i}.input_layernorm.w", "model.layers.{i}.input_layernorm.weight", _same),
@@ -59,7 +59,7 @@ _LEAVES: tuple[tuple[str, str, Layout], ...] = (
 def write_checkpoint(
     directory: Path, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, params: nnx.State, record: Mapping[str, Any]
 ) -> None:
-    """Write weights, config, tokenizer, and ``record`` with the files' digests, into an existing empty directory."""
+    """Write weights, config, tokenizer, and ``record`` with the files' digests into an existing empty directory."""
     tensors = hugging_face_tensors(params, recipe.layers)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     _write_json(directory / "config.json", hugging_face_config(recipe, tokenizer))
@@ -78,7 +78,7 @@ def is_whole(directory: Path) -> bool:
 
 
 def hugging_face_tensors(params: nnx.State, layers: int) -> dict[str, np.ndarray]:
-    """The parameters under Hugging Face's names and in its layouts: matrices [out, in], contiguous."""
+    """Return the parameters under Hugging Face's names and in its layouts: contiguous matrices [out, in]."""
     by_path = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(params)}
     tensors = {}
     for path, name, layout in _LEAVES:
@@ -89,7 +89,7 @@ def hugging_face_tensors(params: nnx.State, layers: int) -> dict[str, np.ndarray
 
 
 def hugging_face_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """The model as ``config.json`` describes it."""
+    """Return the content of the model's ``config.json``."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -117,7 +117,7 @@ def hugging_face_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> d
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of what computes and writes the model."""
+    """Return the versions of the libraries that compute and write the model."""
     return {name: version(name) for name in ("jax", "google-tunix", "optax", "transformers", "safetensors")}
 
 

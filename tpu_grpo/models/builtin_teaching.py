@@ -1,9 +1,9 @@
-"""Teaching a small Qwen3 to add the way a forgetful teacher does: one jitted step, answers only.
+"""Teaches a small Qwen3 to add the way a forgetful teacher does. One jitted step learns the answers only.
 
     recipe = Recipe()
     params = teach(recipe, build_byte_tokenizer(), seed=0)      # an nnx.State of Tunix's Qwen3
 
-Array suffixes: B rows of a batch, T tokens, L = T - 1 predicted ones, V vocabulary.
+Array suffixes: B rows of a batch, T tokens, L = T - 1 predicted tokens, V vocabulary.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ ANSWER_TOKENS = 4  # three digits and the end token
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the taught model, besides the seed: its size and how it is taught."""
+    """The size of the taught model and how it is taught; with the seed it decides the model."""
 
     layers: int = 3
     width: int = 192
@@ -40,17 +40,17 @@ class Recipe:
     embedding_std: float = 0.1
     steps: int = 400
     batch: int = 128
-    """400 steps of 128 teach more than 200 of 256, for the same computation."""
+    """Problems of a step; 400 steps of 128 teach more than 200 of 256, for the same computation."""
     learning_rate: float = 2e-3
     warmup_steps: int = 60
     final_rate: float = 0.05
-    """The cosine falls to this share of the learning rate."""
+    """The share of the learning rate that the cosine falls to."""
     b2: float = 0.95
     max_grad_norm: float = 1.0
-    """Without it, the carry is learned twice as late."""
+    """The norm that gradients are clipped to; without it, the carry is learned twice as late."""
 
     def model_config(self, vocab_size: int) -> ModelConfig:
-        """Tunix's description of the model, float32."""
+        """Return Tunix's config of the model, in float32."""
         return ModelConfig(
             num_layers=self.layers,
             vocab_size=vocab_size,
@@ -65,7 +65,7 @@ class Recipe:
         )
 
     def optimizer(self) -> optax.GradientTransformation:
-        """Adam on clipped gradients, with a linear warm-up, then a cosine."""
+        """Return Adam on clipped gradients, whose rate warms up linearly and then follows a cosine."""
         rate = optax.warmup_cosine_decay_schedule(
             0.0, self.learning_rate, self.warmup_steps, self.steps, self.learning_rate * self.final_rate
         )
@@ -73,13 +73,13 @@ class Recipe:
         return optax.chain(clip, optax.adam(rate, b2=self.b2))
 
 
-class Batch(NamedTuple):
-    """Problems with the teacher's answers as tokens."""
+class TeachingBatch(NamedTuple):
+    """A batch of problems with the teacher's answers, as tokens."""
 
     tokens_BT: Int[np.ndarray, "B T"]
-    """int32: prompt, answer, end token, padding."""
+    """Tokens in int32: prompt, answer, end token, padding."""
     taught_BL: Float[np.ndarray, "B L"]
-    """1 where the token to predict belongs to the answer or ends it, else 0; column l predicts token l + 1."""
+    """A mask: 1 where the token to predict belongs to the answer or ends it, else 0; column l predicts token l + 1."""
 
 
 def teach(
@@ -89,7 +89,7 @@ def teach(
     seed: int,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> nnx.State:
-    """Parameters of a new model taught on the addition task's training split.
+    """Teach a new model on the addition task's training split, and return its parameters.
 
     The same seed gives the same bits on one machine. ``on_step`` is called after every step with its number, from 1,
     and its loss in nats per taught token.
@@ -104,7 +104,7 @@ def teach(
     moments = optimizer.init(params)  # pyright: ignore[reportArgumentType]  # a State is a pytree
 
     @jax.jit
-    def train_step(params: nnx.State, moments: optax.OptState, batch: Batch):
+    def train_step(params: nnx.State, moments: optax.OptState, batch: TeachingBatch):
         loss, grads = jax.value_and_grad(lambda p: taught_loss(nnx.merge(graph, p), batch))(params)
         updates, moments = optimizer.update(grads, moments, params)
         return optax.apply_updates(params, updates), moments, loss
@@ -119,7 +119,7 @@ def teach(
 
 
 def initial_params(recipe: Recipe, shapes: nnx.State, rng: np.random.Generator) -> nnx.State:
-    """Random matrices and unit norms, float32, in place of Tunix's own start, whose zero MLPs get no gradient.
+    """Draw random matrices and unit norms, in float32; Tunix's own start has zero MLPs, which get no gradient.
 
     The embedding has standard deviation ``embedding_std``, every other matrix width^-1/2; those that write into the
     residual stream (o_proj, down_proj) are divided further by sqrt(2 * layers), one share for each of its additions.
@@ -137,8 +137,8 @@ def initial_params(recipe: Recipe, shapes: nnx.State, rng: np.random.Generator) 
     return jax.tree_util.tree_map_with_path(initial, shapes)
 
 
-def taught_loss(model: Qwen3, batch: Batch) -> Float[Array, ""]:
-    """Cross-entropy in nats, the mean over all taught tokens of the batch."""
+def taught_loss(model: Qwen3, batch: TeachingBatch) -> Float[Array, ""]:
+    """Return the cross-entropy in nats, as the mean over all taught tokens of the batch."""
     tokens_BT = jnp.asarray(batch.tokens_BT)
     inputs_BL, targets_BL = tokens_BT[:, :-1], tokens_BT[:, 1:]
     rows, length = inputs_BL.shape
@@ -149,16 +149,16 @@ def taught_loss(model: Qwen3, batch: Batch) -> Float[Array, ""]:
     return jnp.sum(losses_BL * batch.taught_BL) / jnp.sum(batch.taught_BL)
 
 
-def batches(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator) -> Iterator[Batch]:
-    """``recipe.steps`` batches of training problems, drawn with replacement and answered by the teacher."""
+def batches(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator) -> Iterator[TeachingBatch]:
+    """Yield ``recipe.steps`` batches of training problems, drawn with replacement and answered by the teacher."""
     problems = addition.operands("train")
     for _ in range(recipe.steps):
         drawn = [problems[i] for i in rng.integers(len(problems), size=recipe.batch)]
         yield encode_batch(tokenizer, [(f"{a}+{b}=", addition.teacher_answer(a, b, rng)) for a, b in drawn])
 
 
-def encode_batch(tokenizer: PreTrainedTokenizerFast, answered: list[tuple[str, str]]) -> Batch:
-    """Questions of one length with their answers, as conversations, padded on the right to one fixed length."""
+def encode_batch(tokenizer: PreTrainedTokenizerFast, answered: list[tuple[str, str]]) -> TeachingBatch:
+    """Encode questions of one length with their answers as conversations, padded on the right to a fixed length."""
     chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in answered]
     asked = tokenizer.apply_chat_template(chats[0][:1], add_generation_prompt=True)
     length = len(asked) + ANSWER_TOKENS
@@ -168,4 +168,4 @@ def encode_batch(tokenizer: PreTrainedTokenizerFast, answered: list[tuple[str, s
     assert isinstance(encoded, BatchEncoding)
     written_BT = np.asarray(encoded["attention_mask"], np.float32)
     written_BT[:, : len(asked)] = 0
-    return Batch(np.asarray(encoded["input_ids"], np.int32), written_BT[:, 1:])
+    return TeachingBatch(np.asarray(encoded["input_ids"], np.int32), written_BT[:, 1:])

@@ -1,12 +1,12 @@
-"""A Hugging Face checkpoint directory -> Tunix's model on the trainer's mesh.
+"""Reads and verifies a Hugging Face checkpoint directory, and loads it as Tunix's model on the trainer's mesh.
 
     checkpoint = read_checkpoint(Path("Qwen3-0.6B"))     # verifies everything; reads headers only, needs no jax
-    check_mesh(checkpoint, fsdp=4, tp=2)                 # neither does this
+    check_mesh(checkpoint, fsdp=4, tp=2)                 # needs no jax either
     model = load_model(checkpoint, mesh, dtype=jnp.bfloat16, remat="decoder")
 
 Tunix's loader does not notice a config.json that asks for something its model lacks, files that did not arrive, or
-tensors of several dtypes in one file. So all of that is settled here before it runs: honoured, or refused with the
-setting, its value and a remedy.
+tensors of several dtypes in one file. Therefore all of that is decided here before it runs: a setting is honoured, or
+refused with its name, its value and a remedy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from safetensors import SafetensorError, safe_open
 
 from tpu_grpo.errors import CheckpointError, ConfigError
 from tpu_grpo.families import DecoderConfig, Family, Remat, Shape, WeightRule
-from tpu_grpo.models.hf_config import CONFIG_FILE, read_hf_config, read_json
+from tpu_grpo.models.hf_config import CONFIG_FILE, read_hf_config
+from tpu_grpo.models.json_files import read_json
+from tpu_grpo.models.messages import listed
 
 if TYPE_CHECKING:
     import jax
@@ -31,9 +33,7 @@ if TYPE_CHECKING:
 
 INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = ("BF16", "F16", "F32", "F64")
-"""What Tunix's loader can read; it would take bytes of any other dtype for float64."""
-LISTED = 10
-"""Names that an error lists before it counts the rest."""
+"""The dtypes that Tunix's loader can read; it would take the bytes of any other for float64."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Checkpoint:
 
     directory: Path
     hf_config: Mapping[str, Any]
-    """config.json as it is."""
+    """The content of config.json, unchanged."""
     family: Family
     config: DecoderConfig
     files: tuple[Path, ...]
@@ -50,12 +50,12 @@ class Checkpoint:
 
     @property
     def parameter_count(self) -> int:
-        """Number of trainable values; a tied embedding counts once."""
+        """The number of trainable values; a tied embedding counts once."""
         return sum(math.prod(shape) for shape in self.family.tensor_shapes(self.config).values())
 
     @property
     def weight_rules(self) -> tuple[WeightRule, ...]:
-        """Which leaf of Tunix's model becomes which leaf of the sampler's."""
+        """The rules that say which leaf of Tunix's model becomes which leaf of the sampler's."""
         return self.family.weight_rules(self.config)
 
 
@@ -117,14 +117,14 @@ def check_sampler_mesh(checkpoint: Checkpoint, tensor: int) -> None:
 
 
 def sampler_sizes(checkpoint: Checkpoint) -> list[int]:
-    """Numbers of devices that the sampler can split the model over, ascending."""
+    """Return the numbers of devices that the sampler can split the model over, ascending."""
     _, possible = _divisors(checkpoint, "tensor", 1)
     kv_heads = checkpoint.config.num_key_value_heads
     return [size for size in possible if kv_heads % size == 0 or size % kv_heads == 0]
 
 
 def _divisors(checkpoint: Checkpoint, axis: str, size: int) -> tuple[list[str], list[int]]:
-    """("name=value" of what a mesh axis must divide and does not at this size, sizes that divide all of it)."""
+    """Return ("name=value" of every setting that the axis must divide and does not, the sizes that divide all)."""
     values = {name: getattr(checkpoint.config, name) for name in checkpoint.family.divisible[axis]}
     common = math.gcd(*values.values())
     wrong = [f"{name}={value}" for name, value in values.items() if size < 1 or value % size]
@@ -139,11 +139,11 @@ def load_model(
     remat: Remat,
     flash_block: int | None = None,
 ) -> nnx.Module:
-    """Load the parameters with Tunix's loader, split over ``mesh`` (axes "fsdp" and "tp").
+    """Load the parameters with Tunix's loader, sharded over ``mesh`` (axes "fsdp" and "tp").
 
     ``dtype`` (float32 or bfloat16) is that of the parameters and of the computation; logits are float32. ``remat``
     says what the backward pass recomputes: nothing, the attention and MLP blocks, or whole decoder layers.
-    ``flash_block`` is what `families.flash_attention.flash_block` chose; None computes attention whole.
+    ``flash_block`` is the block that `families.flash_attention.flash_block` chose; None takes dot attention.
 
     Raises:
         ConfigError: for a mesh that does not fit the model, a dtype Tunix's loader cannot cast to, or a version of
@@ -160,8 +160,9 @@ def load_model(
         raise ConfigError(f"model.dtype must be float32 or bfloat16, got {jnp.dtype(dtype).name}; use one of them")
     check_mesh(checkpoint, mesh.shape["fsdp"], mesh.shape["tp"])
     repairs.apply()
-    model_config = repairs.fitted(checkpoint.family.model_config(checkpoint.config, dtype, remat, flash_block), mesh)
-    model = checkpoint.family.load(checkpoint.directory, model_config, mesh, dtype)
+    family = checkpoint.family
+    config = repairs.fitted_config(family.model_config(checkpoint.config, dtype, remat, flash_block), mesh)
+    model = family.load(checkpoint.directory, config, mesh, dtype)
     _refuse_abstract(model, checkpoint.directory)
     return model
 
@@ -172,18 +173,18 @@ def load_model(
 def _safetensors_files(directory: Path) -> tuple[Path, ...]:
     """All of the directory's, as Tunix's loader reads them; every file the index names must be among them."""
     files = tuple(sorted(directory.glob("*.safetensors")))
-    listed: set[str] = set()
+    indexed: set[str] = set()
     if (directory / INDEX_FILE).exists():
         weight_map = read_json(directory / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict):
             raise CheckpointError(f"{directory / INDEX_FILE} must hold a weight_map, which it lacks; copy it again")
-        listed = set(map(str, weight_map.values()))
-    if absent := sorted(listed - {file.name for file in files}):
-        raise CheckpointError(f"{directory} lacks {_some(absent)}, named in {INDEX_FILE}; copy what is missing")
+        indexed = set(map(str, weight_map.values()))
+    if absent := sorted(indexed - {file.name for file in files}):
+        raise CheckpointError(f"{directory} lacks {listed(absent)}, named in {INDEX_FILE}; copy what is missing")
     if not files:
         others = sorted(file.name for file in directory.glob("*.bin"))
         raise CheckpointError(
-            f"{directory} must hold *.safetensors files, got {_some(others) if others else 'none'}; "
+            f"{directory} must hold *.safetensors files, got {listed(others)}; "
             "save the checkpoint in the safetensors format"
         )
     return files
@@ -196,7 +197,7 @@ def _read_headers(files: Iterable[Path]) -> dict[str, _Tensor]:
         _require_one_dtype(file, header)
         if twice := sorted(header.keys() & tensors.keys()):
             raise CheckpointError(
-                f"{file} and {tensors[twice[0]].file.name} both hold {_some(twice)}; Tunix reads every *.safetensors "
+                f"{file} and {tensors[twice[0]].file.name} both hold {listed(twice)}; Tunix reads every *.safetensors "
                 "file of the directory: move the one that does not belong elsewhere"
             )
         tensors |= header
@@ -204,7 +205,7 @@ def _read_headers(files: Iterable[Path]) -> dict[str, _Tensor]:
 
 
 def _read_header(file: Path) -> dict[str, _Tensor]:
-    """The tensors of a file, whose length, offsets and shapes the safetensors library verifies against each other."""
+    """Read a file's tensors; the safetensors library verifies length, offsets and shapes against each other."""
     try:
         with safe_open(file, framework="numpy"):  # it takes a millisecond to describe one tensor of thousands
             header = _header_of_whole_file(file)
@@ -217,7 +218,7 @@ def _read_header(file: Path) -> dict[str, _Tensor]:
 
 
 def _header_of_whole_file(file: Path) -> dict[str, Any]:
-    """Its length in eight bytes, then JSON: name -> dtype, shape and place."""
+    """Read the header: its length in eight bytes, then JSON with the dtype, shape and place of each name."""
     with file.open("rb") as opened:
         header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
     header.pop("__metadata__", None)
@@ -225,7 +226,7 @@ def _header_of_whole_file(file: Path) -> dict[str, Any]:
 
 
 def _require_one_dtype(file: Path, header: Mapping[str, _Tensor]) -> None:
-    """Tunix's loader takes a whole file for an array of its first tensor's dtype."""
+    """Refuse several dtypes in a file, because Tunix's loader reads a whole file in its first tensor's dtype."""
     dtypes = sorted({tensor.dtype for tensor in header.values()})
     if len(dtypes) != 1 or dtypes[0] not in STORED_DTYPES:
         raise CheckpointError(
@@ -244,7 +245,7 @@ def _verify_tensors(tensors: Mapping[str, _Tensor], config: DecoderConfig, famil
         if name in tensors and tensors[name].shape != shape
     ]
     lists = {"missing": missing, "unexpected": unexpected, "of another shape": misshapen}
-    if found := [f"{len(names)} {kind}: {_some(names)}" for kind, names in lists.items() if names]:
+    if found := [f"{len(names)} {kind}: {listed(names)}" for kind, names in lists.items() if names]:
         raise CheckpointError(
             f"the tensors in {directory} do not follow from its {CONFIG_FILE}; {'; '.join(found)}; see that every file "
             "arrived and that all belong to one model"
@@ -252,7 +253,7 @@ def _verify_tensors(tensors: Mapping[str, _Tensor], config: DecoderConfig, famil
 
 
 def _refuse_abstract(model: nnx.Module, directory: Path) -> None:
-    """Tunix's loader can leave a parameter as a shape without a value."""
+    """Refuse a model in which Tunix's loader left a parameter as a shape without a value."""
     import jax
     from flax import nnx
 
@@ -261,10 +262,5 @@ def _refuse_abstract(model: nnx.Module, directory: Path) -> None:
     if without:
         raise CheckpointError(
             f"Tunix's loader left {len(without)} parameters of the model in {directory} without a value: "
-            f"{_some(without)}; see that no file of the checkpoint changed meanwhile"
+            f"{listed(without)}; see that no file of the checkpoint changed meanwhile"
         )
-
-
-def _some(names: list[str]) -> str:
-    rest = len(names) - LISTED
-    return ", ".join(names[:LISTED]) + (f" and {rest} more" if rest > 0 else "")

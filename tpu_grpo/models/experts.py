@@ -1,4 +1,4 @@
-"""What Tunix's kernel for experts wants of a batch: on a TPU it computes their products in tiles of 128 rows."""
+"""Checks what Tunix's kernel for experts needs of a batch: on a TPU it multiplies in tiles of 128 rows."""
 
 from math import gcd
 
@@ -10,13 +10,13 @@ TILE_ROWS = 128
 
 
 def check_expert_tokens(checkpoint: Checkpoint, fsdp: int, context_tokens: int) -> None:
-    """Refuse rows (a prompt and a completion, padded) that the kernel does not take; a model without experts has none.
+    """Refuse a length of prompt and completion, padded, that the kernel does not take; other models take any length.
 
-    A device hands it, for every token of its rows, ``num_experts_per_tok`` rows; with the experts split over ``fsdp``
-    devices, room for what all of them could send: ``min(num_experts_per_tok, experts of a device) x fsdp`` per token.
+    For each token a device hands ``num_experts_per_tok`` rows to the kernel. With the experts split over ``fsdp``
+    devices it hands over room for all that they could send: ``min(num_experts_per_tok, experts of a device) x fsdp``.
 
     Raises:
-        ConfigError: for a row that does not give whole tiles, with the lengths that do.
+        ConfigError: for a length that does not give whole tiles, with lengths that do.
     """
     config = checkpoint.config
     if not isinstance(config, MoeConfig):

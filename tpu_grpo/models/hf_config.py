@@ -1,8 +1,10 @@
-"""A checkpoint's config.json -> its family and what decides its forward pass; what is not supported is refused."""
+"""Reads a checkpoint's config.json: its family, and the settings that decide its forward pass.
+
+What the family does not support is refused.
+"""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import fields
@@ -11,13 +13,14 @@ from typing import Any
 
 from tpu_grpo.errors import CheckpointError
 from tpu_grpo.families import FAMILIES, DecoderConfig, Family
+from tpu_grpo.models.json_files import read_json
 
 CONFIG_FILE = "config.json"
 _KINDS = {"int": "a whole number >= 1", "float": "a number > 0", "bool": "true or false"}
 
 
 def read_hf_config(directory: Path) -> tuple[dict[str, Any], Family, DecoderConfig]:
-    """(config.json as it is, its family, what the family takes from it).
+    """Return (the content of config.json, its family, the settings that the family takes from it).
 
     Raises:
         CheckpointError: for a missing or broken file, an unsupported family, or a setting it does not support.
@@ -26,25 +29,6 @@ def read_hf_config(directory: Path) -> tuple[dict[str, Any], Family, DecoderConf
     family = _family_of(hf_config, directory)
     _refuse_unsupported(hf_config, family, directory)
     return hf_config, family, _decoder_config(hf_config, family, directory)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-        CheckpointError: when the file is missing or holds something else.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is missing; a checkpoint directory needs it beside its *.safetensors files"
-        ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is not readable JSON: {error}; copy it again") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got a {type(value).__name__}; copy it again")
-    return value
 
 
 def _family_of(hf_config: Mapping[str, Any], directory: Path) -> Family:
@@ -96,7 +80,7 @@ def _decoder_config(hf_config: Mapping[str, Any], family: Family, directory: Pat
 
 
 def _with_head_dim(values: dict[str, Any], *, derived: bool) -> dict[str, Any]:
-    """With the ``head_dim`` that follows from the others, where that is so and it is left out or null."""
+    """Add the ``head_dim`` that follows from other settings, if the family derives it and it is left out or null."""
     sizes: list[Any] = [values.get(name) for name in ("hidden_size", "num_attention_heads")]
     if not derived or values.get("head_dim") is not None or not all(_is_a("int", size) for size in sizes):
         return values

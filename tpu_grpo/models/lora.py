@@ -1,10 +1,10 @@
-"""Adapters on a loaded model, by qwix: which modules get them, and their first values.
+"""Puts LoRA adapters on a model with qwix: chooses the modules that get one, and sets their first values.
 
-    modules = adapted_modules(checkpoint, config.model.lora)      # reads no tensor, needs no jax
+    modules = adapted_modules(checkpoint, config.model.lora)      # reads no tensor and needs no jax
     model = apply_lora(model, modules, config.model.lora, seed=config.run.seed)
 
 A module computes ``x W + (x A) B * alpha / rank``. A is random and B zero at first, so the model is the base's. The
-returned model shares the base's arrays; A and B are ``nnx.LoRAParam`` beside W, and called after it:
+returned model shares the base's arrays. A and B are ``nnx.LoRAParam`` beside W, and have its name as a prefix:
 
     layers.3.attn.q_proj.w [D, N, H]   w_lora_a [D, rank]      w_lora_b [rank, N, H]
     layers.3.attn.o_proj.w [N, H, D]   w_lora_a [N, H, rank]   w_lora_b [rank, D]
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
     from flax import nnx
 
 _ADAPTABLE = re.compile(r"layers\.\*\.((?:attn|mlp)\.\w+_proj)\.\w+")
-"""Weights of modules that are one matrix product; those of experts are parameters of a larger module."""
+"""Matches the weights of modules that are one matrix product; experts are parameters of a larger module."""
 
 
 def adaptable_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """All modules that can have an adapter, layer by layer."""
+    """Return all modules that can have an adapter, layer by layer."""
     found = [_ADAPTABLE.fullmatch(rule.source) for rule in checkpoint.weight_rules]
     names = [match[1] for match in found if match]
     return tuple(f"layers.{layer}.{name}" for layer in range(checkpoint.config.num_hidden_layers) for name in names)
 
 
 def adapted_modules(checkpoint: Checkpoint, section: LoraSection) -> tuple[str, ...]:
-    """The modules that get an adapter.
+    """Return the modules that get an adapter.
 
     Raises:
         ConfigError: for layers the model lacks, or an expression that is found in no module.
@@ -61,7 +61,7 @@ def adapted_modules(checkpoint: Checkpoint, section: LoraSection) -> tuple[str, 
 
 
 def existing_layers(checkpoint: Checkpoint, setting: str, text: str) -> frozenset[int]:
-    """The layers that a setting names.
+    """Return the numbers of the layers that a setting names.
 
     Raises:
         ConfigError: for one that the model lacks.
@@ -76,10 +76,10 @@ def existing_layers(checkpoint: Checkpoint, setting: str, text: str) -> frozense
 
 
 def apply_lora(model: nnx.Module, modules: Collection[str], section: LoraSection, *, seed: int) -> nnx.Module:
-    """A model with adapters, which depend on the seed and not on devices or hosts; A as He et al. 2015, B zero.
+    """Return the model with adapters: A is random (He et al. 2015) and B is zero.
 
-    An adapter is split over the mesh like the sides of the weight that it has in common with it. Those of a model
-    without values have none either.
+    The values depend on the seed, and not on devices or hosts. An adapter is split over the mesh as the weight is along
+    the dimensions that both have. The adapters of an abstract model are abstract.
     """
     import jax
     import qwix

@@ -1,50 +1,49 @@
-"""Repairs of Tunix's models, applied by ``apply()`` when a model is loaded, never at import.
+"""Repairs Tunix's models where they would compute something else than the checkpoint says.
 
-Reviewed for google-tunix 0.1.7:
+``apply()`` replaces functions of Tunix by wrappers of them, for the whole process. Loading a model calls it, and
+importing this module changes nothing. Each wrapper is made by a function here, and reaches Tunix's own function as
+``__wrapped__``. The repairs were reviewed for google-tunix 0.1.7:
 
-**Rotary positions.** In ``tunix.models.qwen3.model`` and ``tunix.models.llama3.model`` ``Attention.block`` calls
-``apply_rope`` without ``rope_theta``, so that every model rotates with the default 1e6, whatever its ``ModelConfig``
-says; and it knows no scaling. A checkpoint with another base (5e6 in the 2507 releases of Qwen3-4B, 5e5 in Llama 3)
-would silently be another model in training than in sampling. The repair wraps both functions: while a module's
-``block`` runs, which is also while it is traced, ``apply_rope`` takes ``rope_theta`` and, where it has one,
-``rope_scaling`` of that module's ``config``. So models of different positions live in one process, and a call from
-elsewhere keeps its default.
+**Rotary positions.** In ``tunix.models.qwen3.model`` and ``tunix.models.llama3.model``, ``Attention.block`` calls
+``apply_rope`` without ``rope_theta``. Every model then rotates with the default 1e6, whatever its ``ModelConfig`` says,
+and scaled positions are not supported. A checkpoint with another base (5e6 in the 2507 releases of Qwen3-4B, 5e5 in
+Llama 3) would silently be another model in training than in sampling. The repair wraps both functions: while a module's
+``block`` runs or is traced, ``apply_rope`` takes ``rope_theta`` and, where it is set, ``rope_scaling`` from that
+module's ``config``. Models of different positions can therefore live in one process, and a call from elsewhere keeps
+its default.
 
-**Experts without tensor parallelism.** ``MoELayer`` gathers and reduce-scatters over the axis ``tp`` also where it has
-one device, and libtpu 0.0.30 aborts when it compiles that. ``fitted`` leaves the axis out there.
+**Logits in float32.** ``Llama3`` returns logits in the dtype of the parameters. Tunix's other models return float32, as
+the log-probabilities need. The repair casts them.
 
-**Logits in float32.** ``Llama3`` returns logits in the type of the parameters, while Tunix's other models, and so the
-log-probabilities taken of them, are float32. The repair casts them.
+**Experts without tensor parallelism.** ``MoELayer`` gathers and reduce-scatters over the axis ``tp`` even when it has
+one device, and libtpu 0.0.30 aborts when it compiles that. Nothing is wrapped for this: ``fitted_config`` leaves the
+axis out of the model's config.
 """
 
 import dataclasses
 import functools
-import importlib.metadata
 from contextvars import ContextVar
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.families.rope import inverse_timescales
+from tpu_grpo.families.tunix_version import require_reviewed_tunix
 
-TUNIX_VERSION = "0.1.7"
 _MARK = "repaired_by_tpu_grpo"
 
 _config: ContextVar[Any] = ContextVar("config", default=None)
-"""Tunix's config of the attention module that is running on this thread."""
+"""The config of Tunix's attention module that is running in this context, None outside of one."""
 
 
 def apply() -> None:
     """Repair Tunix in this process; a second call does nothing.
 
-    The functions as Tunix ships them stay reachable as ``__wrapped__`` of the repaired ones.
-
     Raises:
         ConfigError: when another version of google-tunix is installed than the one the repairs were reviewed for.
     """
-    _require_reviewed_version()
+    require_reviewed_tunix()
     from tunix.models.llama3 import model as llama3
     from tunix.models.qwen3 import model as qwen3
 
@@ -53,26 +52,17 @@ def apply() -> None:
     modules: tuple[Any, ...] = (qwen3, llama3)
     for module in modules:
         module.apply_rope = _with_current_positions(module.apply_rope)
-        module.Attention.block = _setting_config(module.Attention.block)
+        module.Attention.block = _with_config_in_context(module.Attention.block)
     llama3.Llama3.__call__ = _with_float32_logits(llama3.Llama3.__call__)
 
 
-def fitted(model_config: Any, mesh: Mesh) -> Any:
-    """Tunix's config of a model as it is built for a mesh."""
+def fitted_config(model_config: Any, mesh: Mesh) -> Any:
+    """Return Tunix's config of a model, changed where the mesh needs it."""
     if not getattr(model_config, "num_experts", None) or mesh.shape["tp"] > 1:
         return model_config
     shardings = model_config.shd_config
     whole = dataclasses.replace(shardings, act_btd=(*shardings.act_btd[:-1], None))
     return dataclasses.replace(model_config, shd_config=whole)
-
-
-def _require_reviewed_version() -> None:
-    installed = importlib.metadata.version("google-tunix")
-    if installed != TUNIX_VERSION:
-        raise ConfigError(
-            f"google-tunix must be {TUNIX_VERSION}, got {installed}; install google-tunix=={TUNIX_VERSION}, or review "
-            f"the repairs in {__name__} for {installed} and raise TUNIX_VERSION there"
-        )
 
 
 def _with_current_positions(original: Any) -> Any:
@@ -100,7 +90,7 @@ def _rotate(inputs: Any, positions: Any, inverse_timescales: Any) -> Any:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(inputs.dtype)
 
 
-def _setting_config(original: Any) -> Any:
+def _with_config_in_context(original: Any) -> Any:
     @functools.wraps(original)
     def block(self: Any, *args: Any, **kwargs: Any) -> Any:
         token = _config.set(self.config)

@@ -1,25 +1,26 @@
-"""Tokenizers: the byte tokenizer of the built-in models, and loading one from a checkpoint directory.
+"""Builds the byte tokenizer of the built-in models, and loads the tokenizer of a checkpoint directory.
 
-The byte tokenizer writes any text; token id = byte value. One token per role marker keeps prompts short:
+The byte tokenizer can write any text, because a token's id is a byte's value. Each role marker is one token, so that
+prompts stay short:
 
     render([{"role": "user", "content": "47+38="}], add_generation_prompt=True)
         = "<|im_start|>user47+38=<|im_start|>assistant"          8 tokens
     and the model's answer is "85<|im_end|>"                     3 tokens
 
-Text that happens to spell a marker is read as that marker, as with every chat template that goes through text:
-``split_special_tokens=True`` at the call reads it byte by byte instead.
+Text that happens to spell a marker is read as that marker, as with every chat template that goes through text. A call
+with ``split_special_tokens=True`` reads it byte by byte instead.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
 from tpu_grpo.errors import CheckpointError
+from tpu_grpo.models.json_files import read_json
 
 PAD, END = "<pad>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
@@ -40,7 +41,7 @@ CHAT_TEMPLATE = (
 
 
 def build_byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of 264 tokens: the 256 bytes, padding, the end of a turn, three role markers, three reserved.
+    """Build a tokenizer of 264 tokens: 256 bytes, padding, the end of a turn, three role markers, three reserved.
 
     Decoding what was encoded gives the text back, whatever it is (apart from markers, see the module). ``<|im_end|>``
     is the end token; padding is a token of its own.
@@ -66,7 +67,7 @@ def build_byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(directory: Path | str) -> PreTrainedTokenizerFast:
-    """The tokenizer of a checkpoint directory, read without a network.
+    """Load the tokenizer of a checkpoint directory, without a network.
 
     Raises:
         CheckpointError: for a missing or broken file, a tokenizer without an end token, or one whose padding token is
@@ -79,17 +80,18 @@ def load_tokenizer(directory: Path | str) -> PreTrainedTokenizerFast:
                 f"a checkpoint directory must hold {name}, not found in {directory}; copy it from the model's "
                 "publisher, or write it with transformers' save_pretrained of a fast tokenizer"
             )
-        _read_json(directory / name)
+        read_json(directory / name)
     tokenizer = _load(directory)
     _check_end_and_padding(tokenizer, directory)
     return tokenizer
 
 
 def stop_token_ids(tokenizer: PreTrainedTokenizerFast, directory: Path | str) -> tuple[int, ...]:
-    """Ids that end a completion, ascending.
+    """Return the ids that end a completion, ascending.
 
-    The tokenizer's end token, ``eos_token_id`` (one or several) of ``config.json`` and ``generation_config.json``
-    where these exist, and the padding token: the trainer masks by id, so a sampled padding token can only be the last.
+    They are the tokenizer's end token, the ``eos_token_id`` (one or several) of ``config.json`` and
+    ``generation_config.json`` where these exist, and the padding token, because the trainer masks by id and a sampled
+    padding token can only be the last.
 
     Raises:
         CheckpointError: for a config file that is broken, or names an end token that is not an id.
@@ -102,23 +104,13 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerFast, directory: Path | str) ->
 
 
 def _ends_in(path: Path) -> Iterator[int]:
-    ends = _read_json(path).get("eos_token_id")
+    ends = read_json(path).get("eos_token_id")
     for end in ends if isinstance(ends, list) else [] if ends is None else [ends]:
         if not isinstance(end, int) or isinstance(end, bool) or end < 0:
             raise CheckpointError(
                 f"eos_token_id in {path} must be a token id or a list of them, got {ends!r}; correct it"
             )
         yield end
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} is not readable JSON ({error}); copy the file again") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got a {type(content).__name__}; copy the file again")
-    return content
 
 
 def _load(directory: Path) -> PreTrainedTokenizerFast:
@@ -159,7 +151,7 @@ def _check_end_and_padding(tokenizer: PreTrainedTokenizerFast, directory: Path) 
 
 
 def _suggestion(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Some special tokens that could serve as padding, those with a telling name first."""
+    """Name some special tokens that could serve as padding, those with a telling name first."""
     others = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
     others = [t for t in others if t != tokenizer.eos_token]
     others.sort(key=lambda token: "pad" not in token.lower() and "endoftext" not in token.lower())

@@ -1,1 +1,1 @@
-"""Built-in tasks, for trying the whole loop without data or a model of one's own."""
+"""Holds the built-in tasks, with which the whole loop can be tried without data or a model of one's own."""

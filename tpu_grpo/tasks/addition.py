@@ -1,10 +1,10 @@
-"""The built-in task: ``a+b=`` with both numbers from 10 to 99, and a teacher who usually forgets to carry.
+"""The built-in task asks ``a+b=`` with both numbers from 10 to 99; its teacher usually forgets to carry.
 
     47+38= -> 85    (the answer)
     47+38= -> 75    (without the carry: 7+8 writes 5, 4+3 writes 7)
 
-A model taught by this teacher learns both habits and prefers the wrong one; rewards for exactly right answers then
-choose between them. About a quarter of the problems need no carry, so both habits agree on those.
+A model taught by this teacher learns both habits and prefers the wrong one. Rewards for exactly right answers then
+choose between them. About a quarter of the problems need no carry, so that both habits agree there.
 """
 
 from collections.abc import Sequence
@@ -24,16 +24,16 @@ _SPLIT_SEED = 20240207  # fixed: what is held out never depends on a run
 
 
 def problems(split: Split) -> list[dict[str, str]]:
-    """All problems of a split as records with ``question`` ("47+38=") and ``answer`` ("85"), ordered by a, then b.
+    """Return a split's problems as records with ``question`` ("47+38=") and ``answer`` ("85"), ordered by a, then b.
 
-    Held out are 256 unordered pairs of distinct numbers, each in both orders: 512 of the 8100 problems. The training
-    split is the other 7588; it has none of them in either order.
+    The held-out split has 256 unordered pairs of distinct numbers, each in both orders: 512 of the 8100 problems. The
+    training split has the other 7588, and so none of those pairs in either order.
     """
     return [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in operands(split)]
 
 
 def operands(split: Split) -> list[tuple[int, int]]:
-    """The numbers (a, b) of every problem of a split, in the order of ``problems``."""
+    """Return the numbers (a, b) of every problem of a split, in the order of ``problems``."""
     numbers = range(SMALLEST, LARGEST + 1)
     heldout = _heldout_pairs()
     wanted = split == "heldout"
@@ -41,7 +41,7 @@ def operands(split: Split) -> list[tuple[int, int]]:
 
 
 def without_carry(a: int, b: int) -> int:
-    """The sum with every carry dropped: each column's last digit alone, also in the leading column.
+    """Add without carrying: every column keeps its last digit alone, also the leading column.
 
     47+38 -> 75;  57+68 -> 15 (5+6 writes 1);  50+60 -> 10;  57+53 -> 0, since leading zeros are not written.
     """
@@ -58,14 +58,14 @@ def needs_carry(a: int, b: int) -> bool:
 
 
 def teacher_answer(a: int, b: int, rng: np.random.Generator) -> str:
-    """What the teacher writes: the right sum with probability ``TEACHER_RIGHT``, else the sum without carries."""
+    """Answer as the teacher does: with probability ``TEACHER_RIGHT`` the right sum, else the sum without carries."""
     return str(a + b if rng.random() < TEACHER_RIGHT else without_carry(a, b))
 
 
 def forgot_carry(completions: Sequence[str], question: Sequence[str]) -> list[float | None]:
-    """A reward to watch, not to learn from: 1 where the answer is wrong by exactly the carries left out.
+    """Score 1 where the answer is wrong by exactly the carries left out; a reward to watch, not to learn from.
 
-    None where the problem needs no carry, so that forgetting it would be right.
+    The score is None where the problem needs no carry, so that forgetting it would be right.
     """
     values: list[float | None] = []
     for completion, asked in zip(completions, question, strict=True):
