@@ -1,6 +1,7 @@
 """One test per repair that fails when Tunix no longer needs it."""
 
 import functools
+import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def build(cluster_type: type[rl_cluster.RLCluster], directory: Path, rollout_mes
 
 
 def test_another_tunix_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(repairs.metadata, "version", lambda name: "0.2.0")
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.2.0")
     with pytest.raises(ConfigError, match=r"google-tunix must be 0\.1\.7, got 0\.2\.0"):
         build(repairs.Cluster, tmp_path)
 

@@ -10,7 +10,6 @@
    `CollectingTrainer` compiles its own; `Cluster` has it used, by telling Tunix not to compile.
 """
 
-from importlib import metadata
 from typing import Any
 from unittest import mock
 
@@ -21,23 +20,8 @@ from tunix.rl import trainer as rl_trainer
 from tunix.rl import utils as rl_utils
 from tunix.sft.checkpoint_manager import CheckpointManager
 
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.families.tunix_version import require_reviewed_tunix
 from tpu_grpo.learner.trainer import CollectingTrainer
-
-TUNIX_VERSION = "0.1.7"
-
-
-def require_tunix() -> None:
-    """Refuse any other Tunix than the one these repairs were written for.
-
-    Raises:
-        ConfigError: naming the version found.
-    """
-    if (found := metadata.version("google-tunix")) != TUNIX_VERSION:
-        raise ConfigError(
-            f"google-tunix must be {TUNIX_VERSION}, got {found}; the learner replaces some of its internals: install "
-            f"google-tunix=={TUNIX_VERSION}"
-        )
 
 
 class Cluster(rl_cluster.RLCluster):
@@ -47,7 +31,7 @@ class Cluster(rl_cluster.RLCluster):
     trainer_class: type[CollectingTrainer] = CollectingTrainer
 
     def _init_cluster(self) -> None:
-        require_tunix()
+        require_reviewed_tunix()
         with mock.patch.object(rl_trainer, "Trainer", self.trainer_class), _no_host_copy():
             super()._init_cluster()
 
@@ -66,7 +50,7 @@ class WholeArrayCheckpointManager(CheckpointManager):
     """Tunix's checkpoint manager, that compiles nothing."""
 
     def __init__(self, directory: str, options: ocp.CheckpointManagerOptions):
-        require_tunix()
+        require_reviewed_tunix()
         super().__init__(root_directory=None)
         whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
         registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
