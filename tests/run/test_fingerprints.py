@@ -187,3 +187,11 @@ def test_a_file_that_is_missing_is_a_value_too(files: Path) -> None:
     after = fingerprints(config(files))
     assert differing(before, after) == {f"source of reward {files}/mine.py:score"}
     assert after[f"source of reward {files}/mine.py:score"] == "not readable: FileNotFoundError"
+
+
+def test_the_source_of_an_algorithm_is_compared(files: Path) -> None:
+    name = f"{files}/algorithm.py:Mine"
+    (files / "algorithm.py").write_text("first")
+    before = fingerprints(config(files, algorithm={"name": name}))
+    (files / "algorithm.py").write_text("second")
+    assert differing(before, fingerprints(config(files, algorithm={"name": name}))) == {f"source of algorithm {name}"}
