@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 from tests.models.random_checkpoint import edit_config, write_random_qwen3
@@ -203,11 +202,10 @@ def test_releasing_memory_during_the_update_changes_nothing(
     def updating(learner: Learner, scored: Any) -> Any:
         updates.append(scored.rollout.batch.step)
         for engine in seen[0].replicas.engines.values():
-            runner = engine._scheduler.runner
-            assert runner.weights is None
-            assert not any(isinstance(layer, jax.Array) for layer in runner.token_to_kv_pool.kv_buffer)
-        assert seen[0]._sync is not None
-        assert not seen[0]._sync._held
+            assert not engine.has_weights
+            assert not engine.cache
+        assert seen[0].sync is not None
+        assert not seen[0].sync.written
         return update(learner, scored)
 
     monkeypatch.setattr(SyncedEngines, "install", installing)

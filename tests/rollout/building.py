@@ -13,7 +13,8 @@ from flax import nnx
 from tests.models.forward import compiled_logprobs, trainer_mesh
 from tpu_grpo.config import RunConfig
 from tpu_grpo.models import load_model, read_checkpoint
-from tpu_grpo.rollout.engine import Engine, EngineOptions, engine_mesh
+from tpu_grpo.rollout.engine import Engine, engine_mesh
+from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.types import Completion, Request, SampleKey, SamplingParams
 from tpu_grpo.weights.plan import named_leaves
 from tpu_grpo.weights.sync import WeightSync
@@ -47,7 +48,7 @@ def install(engine: Engine, model: nnx.Module) -> None:
     mesh = jax.tree.leaves(engine.weight_specs)[0].sharding.mesh
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     leaves = {k: jax.device_put(v, replicated) for k, v in named_leaves(nnx.state(model, nnx.Param)).items()}
-    rules = read_checkpoint(Path(engine._scheduler.model_config.model_path)).weight_rules
+    rules = read_checkpoint(engine.checkpoint).weight_rules
     engine.install_weights(WeightSync(rules, leaves, engine.weight_specs)(leaves)[0])
 
 

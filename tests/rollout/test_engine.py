@@ -1,14 +1,14 @@
 """The engine against Tunix's forward pass on the same tokens, and against itself under other schedules."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
-from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
+from sgl_jax.srt.managers.schedule_batch import global_config
 
 from tests.models.random_checkpoint import write_random_qwen3
 from tests.rollout.building import (
@@ -26,7 +26,8 @@ from tests.rollout.building import (
     trainer_logprobs,
 )
 from tpu_grpo.errors import ConfigError, RequestError, WeightsError
-from tpu_grpo.rollout.engine import Engine, choose_attention, engine_mesh
+from tpu_grpo.rollout.engine import Engine, engine_mesh
+from tpu_grpo.rollout.options import choose_attention
 from tpu_grpo.types import Request, SampleKey, SamplingParams
 
 AGREE = 1e-4  # float32, the contract's bound; measured 1e-6 to 5e-6
@@ -135,27 +136,23 @@ def test_retraction_under_pressure_changes_nothing(
     checkpoint: Path, model: nnx.Module, reference_tokens: list[list[int]]
 ) -> None:
     """A cache of two long rows for eight running ones: rows are put back and prefilled again with what they had."""
-    engine = build_engine(checkpoint, model, kv_tokens=120)
-    scheduler = engine._scheduler
-    scheduler.init_new_token_ratio = scheduler.new_token_ratio = 0.01  # admit optimistically, so that memory runs out
-    retracted = []
-    extend = scheduler._extend_requests_to_queue
-    scheduler._extend_requests_to_queue = lambda reqs, is_retracted=False: (  # type: ignore[method-assign]
-        retracted.extend(reqs),
-        extend(reqs, is_retracted),
-    )
+    optimistic = mock.patch.object(global_config, "default_init_new_token_ratio", 0.01)  # so that memory runs out
+    with optimistic:
+        engine = build_engine(checkpoint, model, kv_tokens=120)
     asked = requests(group=4)
     completions = engine.generate(asked)
-    assert retracted
+    assert engine.retractions
     assert tokens(completions) == reference_tokens
     assert disagreement(model, asked, completions) <= AGREE
 
 
-def test_stop_tokens_end_a_completion_and_limits_cut_it(engine: Engine, reference_tokens: list[list[int]]) -> None:
+def test_stop_tokens_end_a_completion_and_limits_cut_it(
+    checkpoint: Path, model: nnx.Module, engine: Engine, reference_tokens: list[list[int]]
+) -> None:
     stop = reference_tokens[0][5]
     first = reference_tokens[0].index(stop)
     request = requests(sampling=SamplingParams(16))[0]
-    free = Engine(engine._scheduler, replace(engine.options, stop_token_ids=frozenset({stop})))
+    free = build_engine(checkpoint, model, stop_token_ids=frozenset({stop}))
     stopped = free.generate([request])[0]
     assert stopped.token_ids.tolist() == reference_tokens[0][: first + 1]
     assert stopped.finish_reason == "stop"
@@ -181,14 +178,13 @@ def test_new_weights_forget_stale_prefixes(checkpoint: Path, tmp_path: Path, mod
 
 
 def test_stale_prefixes_would_be_wrong(checkpoint: Path, tmp_path: Path, model: nnx.Module) -> None:
-    """What the flush prevents: the old keys and values under new weights."""
+    """An engine that does not forget prefixes uses the old keys and values under new weights."""
     other = policy(write_random_qwen3(tmp_path / "other", seed=5))
     engine = build_engine(checkpoint, model)
     asked = requests(sampling=GREEDY)
     engine.generate(asked)
-    runner = engine._scheduler.runner
-    fresh = build_engine(checkpoint, other)._scheduler.runner
-    runner.weights = fresh.weights
+    with mock.patch.object(engine, "forget_prefixes"):
+        install(engine, other)
     assert disagreement(other, asked, engine.generate(asked)) > 0.05
 
 
@@ -241,7 +237,7 @@ def test_flash_on_a_cpu_is_refused() -> None:
 
 
 def test_wrong_weights_are_refused(engine: Engine) -> None:
-    weights = dict(zip(engine.weight_specs, engine._scheduler.runner.weights or [], strict=True))
+    weights = engine.weights
     name = "transformer.norm.scale"
     with pytest.raises(WeightsError, match=rf"missing \['{name}'\], unknown \['nonsense'\]"):
         engine.install_weights({("nonsense" if k == name else k): v for k, v in weights.items()})
@@ -287,12 +283,9 @@ def test_programs_lowered_without_weights_are_those_that_run(checkpoint: Path, m
     options = engine_options(max_running_requests=64)
     described = Engine.build(checkpoint, engine_mesh(jax.devices()[:1]), options)
     built = build_engine(checkpoint, model, max_running_requests=64)
-    runner = built._scheduler.runner
-    inputs = runner.inputs.padding(ForwardMode.DECODE, 64)
-    with jax.set_mesh(runner.mesh):
-        cache = runner.token_to_kv_pool.kv_buffer
-        run = runner.step_program.lower(runner.weights, cache, inputs, mode=ForwardMode.DECODE)
-    lowered = described.lower("decode", 64)
+    assert built.has_weights
+    assert not described.has_weights
+    lowered, run = described.lower("decode", 64), built.lower("decode", 64)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), lowered.in_avals) == jax.tree.map(
         lambda x: (x.shape, x.dtype), run.in_avals
     )

@@ -1,4 +1,4 @@
-"""Replicas on four devices: how devices are cut and requests dealt, and that neither changes a token."""
+"""Replicas on four devices: how devices are divided and requests assigned, and that neither changes a token."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,9 +17,9 @@ from tests.rollout.building import CONTEXT, PROMPTS, disagreement, engine_option
 from tpu_grpo.errors import ConfigError, RequestError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models import read_checkpoint
-from tpu_grpo.rollout.engine import EngineOptions
+from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.packing import pack, unpack
-from tpu_grpo.rollout.replicas import Replica, Replicas, cut, deal
+from tpu_grpo.rollout.replicas import Replica, Replicas, assign_requests, make_replicas
 from tpu_grpo.types import Completion, Request, SamplingParams
 from tpu_grpo.weights.plan import named_leaves
 from tpu_grpo.weights.sync import WeightSync
@@ -28,12 +28,12 @@ OPTIONS = engine_options()
 
 
 def slice_of(hosts: int, per_host: int) -> list[Any]:
-    """Devices of several hosts, of which only number and host are looked at."""
+    """Devices of several hosts, of which only number and host are read."""
     numbers = range(hosts * per_host)
     return [SimpleNamespace(id=number, process_index=number // per_host) for number in numbers]
 
 
-# --- cutting and dealing ---------------------------------------------------------------------------------------------
+# --- dividing devices and assigning requests ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def slice_of(hosts: int, per_host: int) -> list[Any]:
     ],
 )
 def test_replicas_lie_inside_hosts_or_over_whole_hosts(tensor: int, hosts: list[tuple[int, ...]]) -> None:
-    replicas = cut(slice_of(2, 4), tensor)
+    replicas = make_replicas(slice_of(2, 4), tensor)
     assert [replica.hosts for replica in replicas] == hosts
     assert [replica.number for replica in replicas] == list(range(8 // tensor))
     assert [device.id for replica in replicas for device in replica.devices] == list(range(8))
@@ -55,20 +55,20 @@ def test_replicas_lie_inside_hosts_or_over_whole_hosts(tensor: int, hosts: list[
 @pytest.mark.parametrize("tensor", [3, 5, 6, 16])
 def test_a_size_that_cuts_hosts_otherwise_is_refused_with_those_that_do_not(tensor: int) -> None:
     with pytest.raises(ConfigError, match=rf"must divide the 4 devices.*8 devices, got {tensor}; use one of \[1, 2, 4"):
-        cut(slice_of(2, 4), tensor)
+        make_replicas(slice_of(2, 4), tensor)
 
 
 def test_three_hosts_of_two_make_no_replica_of_two_hosts() -> None:
     with pytest.raises(ConfigError, match=r"got 4; use one of \[1, 2, 6\]"):
-        cut(slice_of(3, 2), 4)
+        make_replicas(slice_of(3, 2), 4)
 
 
-def test_whole_groups_are_dealt_in_turn() -> None:
+def test_whole_groups_are_assigned_in_turn() -> None:
     asked = requests([(1, 2), (3,), (1, 2), (4, 4, 4)], group=2)  # prompts 0 and 2 are one group
-    assert deal(asked, 2) == [[0, 1, 4, 5, 6, 7], [2, 3]]
-    assert deal(asked, 3) == [[0, 1, 4, 5], [2, 3], [6, 7]]
-    assert deal(asked, 5) == [[0, 1, 4, 5], [2, 3], [6, 7], [], []]
-    assert deal(asked, 1) == [list(range(8))]
+    assert assign_requests(asked, 2) == [[0, 1, 4, 5, 6, 7], [2, 3]]
+    assert assign_requests(asked, 3) == [[0, 1, 4, 5], [2, 3], [6, 7]]
+    assert assign_requests(asked, 5) == [[0, 1, 4, 5], [2, 3], [6, 7], [], []]
+    assert assign_requests(asked, 1) == [list(range(8))]
 
 
 # --- passing completions between hosts -------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def test_every_replica_has_all_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_tokens_do_not_depend_on_the_dealing(
+def test_tokens_do_not_depend_on_the_assignment(
     checkpoint: Path, model: nnx.Module, one_replica_tokens: list[list[int]], tensor: int
 ) -> None:
     replicas, weights = build(checkpoint, model, tensor)
@@ -145,7 +145,8 @@ def test_tokens_do_not_depend_on_the_dealing(
     assert tokens(replicas.generate(requests(group=4)[::-1])) == one_replica_tokens[::-1]
     assert len({*replicas.digests.values()}) == 4 // tensor  # each did something else
     for engine in replicas.engines.values():  # one sync reached all, and no replica holds a copy of its copy
-        for weight, name in zip(engine._scheduler.runner.weights or (), engine.weight_specs, strict=True):
+        assert list(engine.weights) == list(engine.weight_specs)
+        for name, weight in engine.weights.items():
             there = {s.device: s.data.unsafe_buffer_pointer() for s in weights[name].addressable_shards}
             for shard in weight.addressable_shards:
                 assert shard.data.unsafe_buffer_pointer() == there[shard.device], name

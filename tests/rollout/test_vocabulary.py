@@ -1,8 +1,8 @@
-"""Embedding and output head split by vocabulary: what each device holds, what moves, and that no token changes."""
+"""Embedding and output head sharded by vocabulary: what devices hold, what moves, and that no token changes."""
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 
 from tests.models.random_checkpoint import write_random_qwen3
 from tests.rollout.building import GREEDY, SAMPLED, build_engine, disagreement, engine_options, policy, requests, tokens
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.rollout.engine import Engine, engine_mesh
 from tpu_grpo.rollout.sampling import SamplingColumns, sample_tokens
-from tpu_grpo.rollout.vocabulary import deal_rows, splits_vocabulary
+from tpu_grpo.rollout.vocabulary import shard_rows, splits_vocabulary
 from tpu_grpo.types import SamplingParams
 
 VOCABULARY, WIDTH = 304, 64
@@ -56,7 +55,7 @@ def test_one_that_does_not_divide_is_refused_with_the_sizes_that_do(tmp_path: Pa
 
 
 def moved(program: str) -> list[tuple[str, int]]:
-    """(collective, elements of its largest result) of every collective in a compiled program."""
+    """Find every collective in a compiled program: (its name, elements of its largest result)."""
     found = []
     for line in program.splitlines():
         if call := re.search(r"= (.*?) (all-gather|all-reduce|all-to-all|collective-permute)(?:-start)?\(", line):
@@ -67,21 +66,15 @@ def moved(program: str) -> list[tuple[str, int]]:
 
 @pytest.mark.parametrize(("tied", "tensor"), [(True, 2), (False, 4)])
 def test_no_table_is_gathered(tmp_path: Path, tied: bool, tensor: int) -> None:
-    mesh = engine_mesh(jax.devices()[:tensor])
-    options = engine_options(prefill_tokens=64)
-    runner = Engine.build(write(tmp_path, tied=tied), mesh, options)._scheduler.runner
-    tables = [spec for name, spec in runner.weight_specs.items() if name.endswith(".embedding")]
+    engine = build_engine(write(tmp_path, tied=tied), tensor=tensor, prefill_tokens=64)
+    tables = [spec for name, spec in engine.weight_specs.items() if name.endswith(".embedding")]
     assert len(tables) == (1 if tied else 2)
     for spec in tables:
         assert isinstance(spec.sharding, NamedSharding)
         assert spec.sharding.shard_shape(spec.shape) == (VOCABULARY // tensor, WIDTH)
-    for mode, rows in ((ForwardMode.DECODE, 8), (ForwardMode.EXTEND, 64)):
-        inputs = runner.inputs.padding(mode, rows)
-        with jax.set_mesh(runner.mesh):
-            step = runner.step_program.lower(
-                list(runner.weight_specs.values()), runner.token_to_kv_pool.kv_buffer, inputs, mode=mode
-            )
-        collectives = moved(step.compile().as_text() or "")
+    modes: tuple[tuple[Literal["decode", "prefill"], int], ...] = (("decode", 8), ("prefill", 64))
+    for mode, rows in modes:
+        collectives = moved(engine.lower(mode, rows).compile().as_text() or "")
         assert ("all-reduce", rows * WIDTH) in collectives  # the looked-up rows of the embedding
         share = 8 // tensor * VOCABULARY // tensor
         assert ("all-to-all", share) in collectives  # the logits
@@ -95,7 +88,7 @@ def test_pinning_the_logits_is_needed() -> None:
     def logits(hidden: jax.Array, table: jax.Array, *, pinned: bool) -> jax.Array:
         found = hidden @ table.T
         if pinned:
-            return deal_rows(found, mesh, split=True)
+            return shard_rows(found, mesh, split=True)
         return jax.lax.with_sharding_constraint(found, NamedSharding(mesh, P("tensor", None)))
 
     hidden = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P()))
@@ -123,7 +116,9 @@ def test_sampling_from_split_logits_is_the_same_to_the_bit(rows: int) -> None:
     )
     mesh = engine_mesh(jax.devices())
     split = jax.device_put(logits, NamedSharding(mesh, P(None, "tensor")))
-    found = jax.jit(lambda given, settings: sample_tokens(deal_rows(given, mesh, split=True), settings))(split, columns)
+    found = jax.jit(lambda given, settings: sample_tokens(shard_rows(given, mesh, split=True), settings))(
+        split, columns
+    )
     alone = jax.jit(sample_tokens)(jnp.asarray(logits), columns)
     for ours, theirs in zip(found, alone, strict=True):
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
@@ -137,9 +132,8 @@ def test_tokens_are_those_of_one_device(tmp_path: Path) -> None:
     sizes = {"max_running_requests": 3, "prefill_tokens": 64}
     alone = build_engine(checkpoint, model, **sizes)
     split = build_engine(checkpoint, model, tensor=4, shard_vocab=True, **sizes)
-    names = dict(zip(split.weight_specs, split._scheduler.runner.weights or (), strict=True))
     for name in ("lm_head.embedding", "transformer.embed_tokens.embedding"):  # what the sync delivered
-        assert [shard.data.shape for shard in names[name].addressable_shards] == [(VOCABULARY // 4, WIDTH)] * 4
+        assert [shard.data.shape for shard in split.weights[name].addressable_shards] == [(VOCABULARY // 4, WIDTH)] * 4
     completions = split.generate(asked)
     assert tokens(completions) == tokens(alone.generate(asked))
     assert disagreement(model, asked, completions) <= 1e-4

@@ -1,4 +1,4 @@
-"""The joint between trainer and engines: what is freed between rollout and update, and that it comes back."""
+"""Engines with the trainer's parameters: what is freed between rollout and update, and that it comes back."""
 
 from pathlib import Path
 from typing import Any
@@ -38,32 +38,31 @@ def build(directory: Path, fsdp: int, tp: int, tensor: int) -> tuple[SyncedEngin
 
 
 def held(engines: SyncedEngines) -> tuple[list[jax.Array], dict[str, list[jax.Array]]]:
-    """All engines' layers of cache, and parameters by name."""
-    runners = [engine._scheduler.runner for engine in engines.replicas.engines.values()]
-    cache = [layer for runner in runners for layer in runner.token_to_kv_pool.kv_buffer]
-    weights = [dict(zip(runner.weight_specs, runner.weights or (), strict=True)) for runner in runners]
+    """List the cached layers of all engines, and their parameters by name."""
+    every = list(engines.replicas.engines.values())
+    cache, weights = [layer for engine in every for layer in engine.cache], [engine.weights for engine in every]
     return cache, {name: [each[name] for each in weights] for name in weights[0]}
 
 
 def live_bytes() -> int:
-    """Of all buffers of all devices, each counted once."""
+    """Add up all buffers of all devices, each counted once."""
     shards = (shard for array in jax.live_arrays() for shard in array.addressable_shards)
     return sum({shard.data.unsafe_buffer_pointer(): shard.data.nbytes for shard in shards}.values())
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "tp", "tensor"), [(1, 1, 1), (4, 1, 2)], ids=["mostly shared", "two replicas with their own"]
+    ("fsdp", "tp", "tensor"), [(1, 1, 1), (4, 1, 2)], ids=["mostly aliased", "two replicas with their own"]
 )
 def test_what_is_released_is_free_and_comes_back(tmp_path: Path, fsdp: int, tp: int, tensor: int) -> None:
     engines, params = build(tmp_path, fsdp, tp, tensor)
     before = tokens(engines.replicas.generate(requests(group=2)))
     cache, weights = held(engines)
-    assert engines._sync is not None
-    shared = {move.target for move in engines._sync.moves if move.aliased}
-    assert ("transformer.layers.0.mlp.up_proj.weight" in shared) == (tensor == 1)
-    assert "transformer.norm.scale" in shared
-    assert "transformer.layers.0.self_attn.q_proj.weight" not in shared
-    own = [array for name, arrays in weights.items() if name not in shared for array in arrays]
+    assert engines.sync is not None
+    aliased = {move.target for move in engines.sync.moves if move.aliased}
+    assert ("transformer.layers.0.mlp.up_proj.weight" in aliased) == (tensor == 1)
+    assert "transformer.norm.scale" in aliased
+    assert "transformer.layers.0.self_attn.q_proj.weight" not in aliased
+    own = [array for name, arrays in weights.items() if name not in aliased for array in arrays]
     own_bytes = sum(shard.data.nbytes for array in own for shard in array.addressable_shards)
     # a slot per token, and one for padding, x heads for K and V, over a replica's devices
     slots = engines.replicas.engines[0].options.cache_tokens + 1
@@ -75,7 +74,7 @@ def test_what_is_released_is_free_and_comes_back(tmp_path: Path, fsdp: int, tp: 
     assert full - live_bytes() == cached + own_bytes
     assert all(layer.is_deleted() for layer in cache)
     for name, arrays in weights.items():
-        assert [array.is_deleted() for array in arrays] == [name not in shared] * len(arrays), name
+        assert [array.is_deleted() for array in arrays] == [name not in aliased] * len(arrays), name
     for name, leaf in named_leaves(params).items():
         np.testing.assert_array_equal(np.asarray(leaf), expected[name])
     with pytest.raises(AssertionError, match="install_weights comes before"):

@@ -82,14 +82,14 @@ def version(name: str) -> None:
 @fault
 def sampled_token(_: str) -> None:
     """The third step of the engine takes in another token."""
-    from tpu_grpo.rollout.scheduler import Started, SteppedScheduler
+    from tpu_grpo.rollout.scheduler import StepInFlight, SteppedScheduler
 
     original = SteppedScheduler.finish_step
 
     def finish_step(self: Any) -> None:
-        started = self._started
-        if started is not None and self.forward_ct == 3:
-            self._started = Started(started.batch, started.tokens ^ 1, started.logprobs)
+        step = self.in_flight
+        if step is not None and self.forward_ct == 3:
+            self.in_flight = StepInFlight(step.batch, step.tokens ^ 1, step.logprobs)
         original(self)
 
     SteppedScheduler.finish_step = finish_step  # type: ignore
@@ -109,7 +109,7 @@ def gathered_token(_: str) -> None:
     """A token changes after the hosts exchanged their completions."""
     from tpu_grpo.rollout import replicas
 
-    original, calls = replicas._in_order, []
+    original, calls = replicas.in_request_order, []
 
     def in_order(*args: Any) -> Any:
         completions = original(*args)
@@ -118,7 +118,7 @@ def gathered_token(_: str) -> None:
             completions[3].token_ids[0] ^= 1
         return completions
 
-    replicas._in_order = in_order
+    replicas.in_request_order = in_order
 
 
 @fault
@@ -169,7 +169,7 @@ def prompts(_: str) -> None:
 @fault
 def schedule(_: str) -> None:
     """This host's cache is smaller than the others' by one request."""
-    from tpu_grpo.rollout.engine import EngineOptions
+    from tpu_grpo.rollout.options import EngineOptions
 
     EngineOptions.cache_tokens = property(lambda self: 20 + 2)  # type: ignore
 

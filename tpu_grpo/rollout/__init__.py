@@ -1,16 +1,20 @@
-"""Rollouts by in-process sglang-jax engines: the only room that imports sgl_jax.
+"""Rollouts by in-process sglang-jax engines; this is the only room that imports sgl_jax.
 
-replicas.py          what the pipeline sees: all engines of the run, dealt requests, installed weights
-engine.py            one engine: build, generate, install weights, forget prefixes
-generation.py        requests on their way through an engine
-packing.py           completions as arrays, to pass between hosts
-shapes.py            the few padded shapes a run compiles
+sampler.py           turns a batch of prompts into a Rollout: requests with keys, completions, texts
+replicas.py          holds all engines of the run: it assigns requests to them and installs weights in them
+engine.py            one engine: build it, install weights, generate, release
+options.py           the sizes and settings of an engine
+generation.py        a batch of requests while an engine serves it
 scheduler.py         sglang-jax's scheduler, stepped on the calling thread
-runner.py            one compiled program per shape: model, attention, sampler
-sampling.py          our sampler
-vocabulary.py        embedding and output head split over devices, and what that asks of the sampler
+runner.py            one compiled program per shape, of model, attention and token sampling
+step_inputs.py       pads a scheduled batch to the arrays of one step
+shapes.py            chooses the few padded shapes that a run compiles
+sampling.py          draws tokens from logits
+vocabulary.py        shards embedding and output head, and the logits for token sampling
+attention.py         the attention modes: gather, flash and native
 gather_attention.py  paged attention for any device
 flash_attention.py   the library's kernel for heads of any width
-experts.py           layers of experts
-repairs.py           everything changed in sglang-jax 0.0.2, each with its reason
+experts.py           mixture-of-experts layers
+packing.py           packs completions into arrays to pass them between hosts
+repairs.py           everything that is changed in sglang-jax 0.0.2, each with its reason
 """

@@ -7,6 +7,6 @@ import numpy as np
 
 if TYPE_CHECKING:
     AnyArray = Any
-    """Both at once, which a type checker cannot follow."""
+    """A field is a numpy array on the host and a jax array in the step; no type checker can follow that."""
 else:
     AnyArray = jax.Array | np.ndarray

@@ -1,4 +1,4 @@
-"""An in-process rollout engine: the seam between this package and sglang-jax's internals.
+"""An in-process rollout engine, which hides sglang-jax's internals from the rest of this package.
 
     engine = Engine.build(checkpoint_dir, mesh, options)
     engine.install_weights(weights)          # name -> array, as engine.weight_specs says; forgets cached prefixes
@@ -7,8 +7,8 @@
 Everything happens on the calling thread.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,101 +19,19 @@ from jaxtyping import Array
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.server_args import ServerArgs
 
-from tpu_grpo.config import CACHE_MARGIN_TOKENS, RunConfig
-from tpu_grpo.errors import ConfigError, RequestError
+from tpu_grpo.errors import RequestError
 from tpu_grpo.rollout import repairs
 from tpu_grpo.rollout.flash_attention import check_pages
 from tpu_grpo.rollout.generation import Generation
-from tpu_grpo.rollout.runner import Runner
+from tpu_grpo.rollout.options import EngineOptions
+from tpu_grpo.rollout.runner import Runner, RunnerSettings
 from tpu_grpo.rollout.scheduler import SteppedScheduler, StepSeconds
-from tpu_grpo.rollout.shapes import Shapes, choose_shapes
 from tpu_grpo.types import Completion, Request
 
-AttentionName = Literal["flash", "gather", "native"]
 AXES = ("data", "tensor", "expert")
-"""Of sglang-jax's meshes."""
+"""The mesh axes that sglang-jax's models use."""
 CONTEXT_MARGIN_TOKENS = 8
 """sglang-jax refuses prompts within six tokens of its context length."""
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """What an engine is built for; all sizes are fixed for its life."""
-
-    context_tokens: int
-    """Longest prompt and completion together."""
-    stop_token_ids: frozenset[int]
-    dtype: Literal["float32", "bfloat16"]
-    attention: AttentionName
-    max_running_requests: int
-    kv_tokens: int | None
-    """Size of the KV cache; enough for ``max_running_requests`` rows of ``context_tokens`` when None."""
-    page_size: int
-    prefill_tokens: int
-    prefix_cache: bool
-    batch_paddings: tuple[int, ...] | None
-    shard_vocab: bool | None
-    """Split embedding and output head by vocabulary; where the number of devices divides it when None."""
-
-    @classmethod
-    def from_config(
-        cls, config: RunConfig, stop_token_ids: Sequence[int], *, replicas: int, platform: str
-    ) -> "EngineOptions":
-        """The options of each of a run's engines, on devices of a platform."""
-        rollout = config.rollout
-        rows = -(-config.data.prompts_per_step // replicas) * config.algorithm.group_size
-        return cls(
-            context_tokens=config.context_tokens,
-            stop_token_ids=frozenset(stop_token_ids),
-            dtype=config.model.dtype,
-            attention=choose_attention(rollout.attention, platform),
-            max_running_requests=min(rollout.max_running_requests, rows),
-            kv_tokens=rollout.kv_tokens,
-            page_size=rollout.page_size,
-            prefill_tokens=rollout.prefill_tokens,
-            prefix_cache=rollout.prefix_cache,
-            batch_paddings=rollout.batch_paddings,
-            shard_vocab=config.meshes.sampler.shard_vocab,
-        )
-
-    @property
-    def shapes(self) -> Shapes:
-        """The padded shapes this engine compiles."""
-        return choose_shapes(
-            context_tokens=self.context_tokens,
-            page_size=self.page_size,
-            max_running_requests=self.max_running_requests,
-            prefill_tokens=self.prefill_tokens,
-            batch_paddings=self.batch_paddings,
-        )
-
-    @property
-    def cache_tokens(self) -> int:
-        """Size of the KV cache in tokens, whole pages."""
-        if self.kv_tokens is not None:
-            return self.kv_tokens // self.page_size * self.page_size
-        return self.max_running_requests * self.tokens_of_request(self.context_tokens)
-
-    def tokens_of_request(self, tokens: int) -> int:
-        """Cache tokens that a request of ``tokens`` needs: whole pages, with the library's margin."""
-        return -(-(tokens + CACHE_MARGIN_TOKENS) // self.page_size) * self.page_size
-
-
-def choose_attention(name: Literal["auto", "flash", "gather", "native"], platform: str) -> AttentionName:
-    """Resolve ``auto`` and refuse what the sampler's devices (tpu, cpu, gpu) cannot run.
-
-    Raises:
-        ConfigError: for flash without a TPU.
-    """
-    on_tpu = platform == "tpu"
-    if name == "auto":
-        return "flash" if on_tpu else "gather"
-    if name == "flash" and not on_tpu:
-        raise ConfigError(
-            f"rollout.attention=flash needs a TPU, the sampler's devices are {platform}; "
-            "use gather (any device) or auto"
-        )
-    return name
 
 
 class Engine:
@@ -125,94 +43,114 @@ class Engine:
 
     @classmethod
     def build(cls, checkpoint: Path, mesh: Mesh, options: EngineOptions) -> "Engine":
-        """Describe the model and its cache; weights come by ``install_weights``, and the cache with them.
+        """Build an engine without weights or cache; ``install_weights`` brings both.
 
         Args:
-            checkpoint: directory whose config.json says which model; no weight is read.
-            mesh: from ``engine_mesh``.
-            options: fixed sizes and settings.
+            checkpoint: directory whose config.json describes the model; no weights are read.
+            mesh: a mesh from ``engine_mesh``.
+            options: the engine's sizes and settings.
 
         Raises:
-            ConfigError: if ``options.shard_vocab`` asks for what the mesh's size does not divide, or flash attention
-                cannot take the pages.
+            ConfigError: if ``options.shard_vocab`` is set and the mesh's size does not divide the vocabulary, or if
+                flash attention cannot take the pages.
         """
         if options.attention == "flash":
             context = options.context_tokens + CONTEXT_MARGIN_TOKENS
             check_pages(rows=options.max_running_requests, context_tokens=context, page_size=options.page_size)
         repairs.require_repaired_version()
         repairs.count_instead_of_clock()
-        settings = {name: getattr(options, name) for name in ("attention", "shapes", "shard_vocab")}
-        runner_class = type("EngineRunner", (Runner,), settings)
-        scheduler = SteppedScheduler(_server_args(checkpoint, mesh, options), mesh, runner_class)
-        return cls(scheduler, options)
+        settings = RunnerSettings(options.attention, options.shapes, options.shard_vocab)
+        build_runner = functools.partial(Runner, settings)
+        return cls(SteppedScheduler(_server_args(checkpoint, mesh, options), mesh, build_runner), options)
+
+    @property
+    def checkpoint(self) -> Path:
+        """The directory whose config.json describes the model."""
+        return Path(self._scheduler.server_args.model_path)
 
     @property
     def mesh(self) -> Mesh:
-        """Its devices, with the axes AXES."""
+        """The engine's devices, with the axes AXES."""
         return self._scheduler.runner.mesh
 
     @property
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Name -> shape, dtype and sharding of every parameter."""
+        """The shape, dtype and sharding of every parameter, by name."""
         return self._scheduler.runner.weight_specs
 
     @property
     def cache_specs(self) -> list[jax.ShapeDtypeStruct]:
-        """Shape, type and sharding of every layer's cache."""
+        """The shape, dtype and sharding of every layer's cache."""
         return self._scheduler.runner.cache_specs
 
     @property
     def seconds(self) -> StepSeconds:
-        """Where the time of all steps so far went."""
+        """The seconds that all steps so far spent, by what was done."""
         return self._scheduler.seconds
 
     @property
+    def retractions(self) -> int:
+        """How many running requests so far went back to the queue because the cache ran short."""
+        return self._scheduler.retractions
+
+    @property
     def digest(self) -> str:
-        """sha256 of every scheduling decision and token so far; hosts that drive one engine have the same."""
+        """sha256 of every scheduling decision and token so far; it is equal on all hosts that drive one engine."""
         return self._scheduler.digest
 
     def before_every_step(self, call: Callable[[int, str], None]) -> None:
-        """``call(number of the step, digest)`` before each step is launched, instead of what was called before."""
+        """Call ``call(number of the step, digest)`` before each step is launched; this replaces an earlier ``call``."""
         scheduler = self._scheduler
         scheduler.before_launch = lambda: call(scheduler.forward_ct, scheduler.digest)
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
-        """Sample with these parameters from now on; prefixes computed by the old ones are forgotten.
+        """Sample with these parameters from now on, and forget the prefixes that older ones computed.
 
         Raises:
             WeightsError: if names, shapes or types are not those of ``weight_specs``.
         """
         self._scheduler.runner.install_weights(weights)
         self._scheduler.runner.restore_cache()
-        self._scheduler.forget_prefixes()
+        self.forget_prefixes()
 
     def release(self) -> None:
-        """Free the cache and let go of the parameters, until ``install_weights``; only between generations."""
-        self._scheduler.forget_prefixes()
+        """Free the cache and drop the parameters until ``install_weights``; call it only between generations."""
+        self.forget_prefixes()
         self._scheduler.runner.release()
 
-    def weight(self, name: str) -> Array:
-        """The parameter it samples with."""
+    @property
+    def has_weights(self) -> bool:
+        """Whether parameters are installed."""
+        return self._scheduler.runner.weights is not None
+
+    @property
+    def weights(self) -> dict[str, Array]:
+        """The parameters that the engine samples with, by name; empty where none are installed."""
         runner = self._scheduler.runner
-        assert runner.weights is not None, "install_weights comes first"
-        return runner.weights[list(runner.weight_specs).index(name)]
+        return dict(zip(runner.weight_specs, runner.weights, strict=True)) if runner.weights is not None else {}
+
+    @property
+    def cache(self) -> list[Array]:
+        """The cached keys and values of every layer; empty where no cache is allocated."""
+        layers = self._scheduler.runner.token_to_kv_pool.kv_buffer
+        return [layer for layer in layers if isinstance(layer, jax.Array)]
 
     def compile_all(self) -> int:
-        """Compile every shape now; returns the number of programs."""
+        """Compile every shape now, and return the number of programs."""
         return self._scheduler.runner.compile_all()
 
     def lower(self, mode: Literal["decode", "prefill"], size: int) -> jax.stages.Lowered:
-        """The program of a decode step of ``size`` rows or a prefill of ``size`` tokens; needs no weights."""
+        """Lower the program of a decode step of ``size`` rows or a prefill of ``size`` tokens; it needs no weights."""
         return self._scheduler.runner.lower(ForwardMode.DECODE if mode == "decode" else ForwardMode.EXTEND, size)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample a completion for every request.
 
         Returns:
-            Completions in the order of ``requests``.
+            The completions in the order of ``requests``.
 
         Raises:
-            RequestError: for a request the engine can never serve, before any is started.
+            RequestError: if the engine can never serve one of them; none is started then.
         """
         generation = self.begin(requests)
         while generation.advance():
@@ -220,18 +158,18 @@ class Engine:
         return generation.completions()
 
     def begin(self, requests: Sequence[Request]) -> Generation:
-        """Start on requests, to be advanced step by step; one generation at a time. Raises as ``generate`` does."""
-        assert self._scheduler.runner.weights is not None, "install_weights comes before a generation"
+        """Start a generation, one at a time, which the caller advances step by step. Raises what ``generate`` does."""
+        assert self.has_weights, "install_weights comes before a generation"
         self.check(requests)
         return Generation(self._scheduler, requests, self.options.stop_token_ids, share=self.options.prefix_cache)
 
     def check(self, requests: Sequence[Request]) -> None:
-        """Raise RequestError for a request the engine can never serve."""
+        """Raise RequestError if the engine can never serve one of these requests."""
         for index, request in enumerate(requests):
             self._check(index, request)
 
     def forget_prefixes(self) -> None:
-        """Drop every cached key and value."""
+        """Drop all cached keys and values; call it only between generations."""
         self._scheduler.forget_prefixes()
 
     def _check(self, index: int, request: Request) -> None:
@@ -256,14 +194,14 @@ class Engine:
             raise RequestError(f"request {index}: token ids must be in [0, {vocabulary}), got {request.token_ids}")
 
 
-def partition(spec: jax.ShapeDtypeStruct) -> PartitionSpec:
-    """How one of an engine's ``weight_specs`` is split over AXES."""
+def partition_spec(spec: jax.ShapeDtypeStruct) -> PartitionSpec:
+    """Return the partition spec of one of an engine's ``weight_specs``."""
     assert isinstance(spec.sharding, NamedSharding)
     return spec.sharding.spec
 
 
 def engine_mesh(devices: Sequence[Any]) -> Mesh:
-    """A mesh for one engine that splits heads and hidden units over ``devices``."""
+    """Make the mesh of one engine, which shards heads and hidden units over ``devices``."""
     return Mesh(np.asarray(devices).reshape(1, len(devices), 1), AXES)
 
 

@@ -1,7 +1,8 @@
-"""A layer of experts for the sampler's model, in place of sglang-jax's ``EPMoE`` and with its constructor and weights.
+"""A mixture-of-experts layer for the sampler's model. It replaces sglang-jax's ``EPMoE``, whose constructor and weight
+names it has.
 
-Experts are split over the mesh. Every device has all tokens: it computes what its own experts give for them, and the
-results are added up over the devices. No token is ever dropped.
+Experts are sharded over the mesh. Every device has all tokens: it computes what its own experts contribute, and an
+all-reduce adds up the contributions. No token is ever dropped.
 
 Arrays: T tokens, D width, E experts (e on this device), K experts per token, F hidden width of an expert.
 """
@@ -16,11 +17,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 AXIS = "tensor"
-"""Axis of the sampler's mesh that experts are split over."""
+"""The axis of the sampler's mesh over which experts are sharded."""
 
 
 class Experts(nnx.Module):
-    """Gated MLPs, of which each token uses the ``num_experts_per_tok`` that its router scores highest."""
+    """Routes each token to the ``num_experts_per_tok`` gated MLPs that its router scores highest."""
 
     def __init__(
         self,
@@ -44,7 +45,7 @@ class Experts(nnx.Module):
         self.wo = param(num_experts, intermediate_dim, config.hidden_size)  # down
 
     def __call__(self, inputs: Float[Array, "T D"], router_logits: Float[Array, "T E"]) -> Float[Array, "T D"]:
-        """The sum of each token's experts, by the softmax of their scores, which add up to one."""
+        """Add up the outputs of each token's experts, weighted by the softmax over their router logits."""
         scores_TK, experts_TK = jax.lax.top_k(router_logits.astype(jnp.float32), self.experts_per_token)
         weights_TK = jax.nn.softmax(scores_TK).astype(inputs.dtype)
         by_expert = P(AXIS, None, None)
@@ -65,7 +66,10 @@ def _mix_own_experts(
     up_eDF: Float[Array, "e D F"],
     down_eFD: Float[Array, "e F D"],
 ) -> Float[Array, "T D"]:
-    """On one device: rows, one per (token, expert), are sorted by expert; those of other devices' experts come last."""
+    """Compute the contribution of this device's experts, and add it up over the devices.
+
+    There is a row for every pair of token and expert. Rows are sorted by expert; those of other devices come last.
+    """
     own, per_token = gate_eDF.shape[0], experts_TK.shape[1]
     local = experts_TK.reshape(-1) - jax.lax.axis_index(AXIS) * own
     local = jnp.where((local >= 0) & (local < own), local, own)
@@ -74,7 +78,7 @@ def _mix_own_experts(
     x = x_TD[tokens]
     hidden = jax.nn.silu(jax.lax.ragged_dot(x, gate_eDF, sizes)) * jax.lax.ragged_dot(x, up_eDF, sizes)
     out = jax.lax.ragged_dot(hidden, down_eFD, sizes)
-    is_own = (local[order] < own)[:, None]  # what ragged_dot leaves in the rows beyond is not defined
+    is_own = (local[order] < own)[:, None]  # ragged_dot leaves the other rows undefined
     weighted = jnp.where(is_own, out.astype(jnp.float32) * weights_TK.reshape(-1)[order][:, None], 0.0)
     sum_TD = jnp.zeros(x_TD.shape, jnp.float32).at[tokens].add(weighted)
     return jax.lax.psum(sum_TD.astype(x_TD.dtype), AXIS)

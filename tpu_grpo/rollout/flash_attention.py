@@ -1,7 +1,7 @@
-"""sglang-jax's flash attention for heads of any width: the kernel's are multiples of 128, narrower ones are padded.
+"""sglang-jax's flash attention for heads of any width: its kernel takes multiples of 128, so heads are padded.
 
-Zeros appended to queries and keys add nothing to their products; those appended to values are cut off again. The cache
-keeps heads as wide as the kernel's.
+Zeros appended to queries and keys add nothing to their products, and what belongs to zeros appended to values is cut
+off again. The cache keeps padded heads.
 
 Suffixes: T new tokens of all rows, H heads of any kind, D head width.
 """
@@ -17,14 +17,14 @@ from tpu_grpo.errors import ConfigError
 
 KERNEL_WIDTH = 128
 PAGE_TABLE = 2**17
-"""Most pages of all rows: the library lets their table take half of the 1 MiB of scalar memory, and would otherwise run
-fewer rows at once without a word."""
+"""The most pages that all rows may have together. The library lets their table take half of the 1 MiB of scalar memory,
+and silently runs fewer rows at once beyond that."""
 PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Sizes of pages; the kernel's blocks have 512 tokens on v4, 1024 elsewhere."""
+"""The page sizes that are suggested. A block of the kernel holds 512 tokens on v4 and 1024 elsewhere."""
 
 
 def kernel_width(head_dim: int) -> int:
-    """The narrowest the kernel takes: ``kernel_width(64) == 128``."""
+    """Round a head width up to one that the kernel takes: ``kernel_width(64) == 128``."""
     return -(-head_dim // KERNEL_WIDTH) * KERNEL_WIDTH
 
 
@@ -32,7 +32,7 @@ def check_pages(*, rows: int, context_tokens: int, page_size: int) -> None:
     """Refuse pages that the kernel cannot take, or more of them than its table holds.
 
     Raises:
-        ConfigError: with sizes that it takes.
+        ConfigError: if it cannot; the message names sizes that fit.
     """
     if page_size > PAGES[-1]:
         raise ConfigError(
@@ -51,12 +51,12 @@ def check_pages(*, rows: int, context_tokens: int, page_size: int) -> None:
 
 
 class PaddedFlashAttention(FlashAttention):
-    """FlashAttention built with the kernel's head width, called with the model's."""
+    """FlashAttention that is built for the kernel's head width and called with the model's."""
 
     def __call__(
         self, q: Array, k: Array, v: Array, layer: RadixAttention, *args: Any, **kwargs: Any
     ) -> tuple[Float[Array, "T H*D"], Array]:
-        """As the library's: (output, updated cache)."""
+        """Attend with padded heads; returns the output and the updated cache, as the library's class does."""
         width = layer.head_dim
         q, k, v = (self._padded(x.reshape(len(x), -1, width)) for x in (q, k, v))
         output, cache = super().__call__(q, k, v, layer, *args, **kwargs)

@@ -5,7 +5,7 @@ pages above one token. This one costs rows x length, for any page size, with the
 chunks of CHUNK_TOKENS with a running softmax (Milakov and Gimelshein 2018, arXiv 1805.02867), as many as the longest
 row needs at that moment: one program serves every length.
 
-Queries of a prefill are cut into blocks of QUERY_BLOCK tokens of one row, so that rows of very different lengths (a
+Queries of a prefill are split into blocks of QUERY_BLOCK tokens of one row, so that rows of very different lengths (a
 whole prompt beside rows that found theirs in the cache) cost what they are long.
 
 Suffixes: B rows, N pages of a row, T new tokens of all rows, R rows or blocks that attend together, Q queries of each,
@@ -29,29 +29,29 @@ QUERY_BLOCK = 16
 BLOCKS_AT_ONCE = 8
 CHUNK_TOKENS = 32
 DECODE_GROUPS = 2
-"""Decode rows attend in this many independent groups, which a CPU computes side by side."""
+"""Decode rows attend in this many independent groups, which a CPU computes in parallel."""
 MASKED = -1e30
 
 
 class GatherMetadata(NamedTuple):
-    """Where the rows' tokens lie; the block fields are used by prefill only."""
+    """Where the tokens of the rows lie. Only prefill uses the fields of blocks."""
 
     pages_BN: Int[AnyArray, "B N"]
     block_row: Int[AnyArray, " blocks"]
     block_start: Int[AnyArray, " blocks"]
-    """First query of the block, counted from the row's first new token."""
+    """The first query of the block, counted from the row's first new token."""
     block_length: Int[AnyArray, " blocks"]
-    """New tokens of the block's row; 0 for padding blocks."""
+    """The number of new tokens of the block's row, or 0 for padding blocks."""
     block_token: Int[AnyArray, "blocks Q"]
-    """Index among the T new tokens of each query of the block."""
+    """The index of each query of the block among the T new tokens."""
     token_slot: Int[AnyArray, " T"]
-    """Index of each new token among the blocks' queries, flattened."""
+    """The index of each new token among the flattened queries of all blocks."""
 
 
 def block_metadata(
     pages_BN: Int[np.ndarray, "B N"], extend_lens_B: Int[np.ndarray, " B"], total_tokens: int
 ) -> GatherMetadata:
-    """Cut each row's new tokens into blocks of QUERY_BLOCK: ``total_tokens / QUERY_BLOCK + B`` at most."""
+    """Split each row's new tokens into blocks of QUERY_BLOCK, at most ``total_tokens / QUERY_BLOCK + B`` of them."""
     most = -(-total_tokens // QUERY_BLOCK) + len(extend_lens_B)
     blocks = -(-most // BLOCKS_AT_ONCE) * BLOCKS_AT_ONCE
     row, start, length = (np.zeros(blocks, np.int32) for _ in range(3))
@@ -74,14 +74,14 @@ def block_metadata(
 
 
 def decode_metadata(pages_BN: Int[np.ndarray, "B N"]) -> GatherMetadata:
-    """Metadata of a decode step: one query per row, no blocks."""
+    """Build the metadata of a decode step, which has one query per row and no blocks."""
     none = np.zeros(0, np.int32)
     return GatherMetadata(pages_BN, none, none, none, np.zeros((0, QUERY_BLOCK), np.int32), none)
 
 
 @dataclass(frozen=True)
 class GatherAttention:
-    """What a forward batch needs of sglang-jax's ``AttentionBackend``, built inside the traced step."""
+    """Replaces sglang-jax's ``AttentionBackend`` in a forward batch; it is built inside the traced step."""
 
     page_size: int
     metadata: GatherMetadata
@@ -94,7 +94,7 @@ class GatherAttention:
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         token_to_kv_pool: MHATokenToKVPool,
-    ) -> tuple[Float[Array, "T HD"], Float[Array, "S 2K D"]]:
+    ) -> tuple[Float[Array, "T H*D"], Float[Array, "S 2*K D"]]:
         """Write the new keys and values into the cache, attend, and return the output and the layer's new cache."""
         cache = token_to_kv_pool.set_kv_buffer_legacy(layer.layer_id, forward_batch.out_cache_loc, k, v)
         paged = cache.reshape(-1, self.page_size, layer.kv_head_num, 2, layer.head_dim)
@@ -115,7 +115,7 @@ def decode_attention(
     seq_lens_B: Int[Array, " B"],
     scale: float,
 ) -> Float[Array, "B K G D"]:
-    """One query per row against the row's first ``seq_lens`` cached tokens."""
+    """Attend with one query per row to the row's first ``seq_lens`` cached tokens."""
     groups = DECODE_GROUPS if q.shape[0] % DECODE_GROUPS == 0 else 1
     queries, pages, lens = (jnp.split(array, groups) for array in (q[:, None], pages_BN, seq_lens_B[:, None]))
     out = [paged_attention(*part, paged, scale) for part in zip(queries, pages, lens, strict=True)]
@@ -129,7 +129,7 @@ def prefill_attention(
     prefix_lens_B: Int[Array, " B"],
     scale: float,
 ) -> Float[Array, "T K G D"]:
-    """Causal attention of new tokens to their row's cached prefix and to each other."""
+    """Attend causally with new tokens to their row's cached prefix and to each other."""
 
     def attend(blocks: tuple[Array, Array, Array, Array]) -> Array:
         row, start, token, length = blocks
@@ -150,9 +150,9 @@ def paged_attention(
     paged: Float[Array, "pages page K 2 D"],
     scale: float,
 ) -> Float[Array, "R Q K G D"]:
-    """Attention of each query to the first ``visible`` tokens of its row's pages; softmax in float32.
+    """Attend with each query to the first ``visible`` tokens of its row's pages, with the softmax in float32.
 
-    Queries that see nothing (padding) return zeros.
+    The result of queries that see nothing (padding) is zero.
     """
     page_size = paged.shape[1]
     pages_per_chunk = max(1, CHUNK_TOKENS // page_size)
@@ -182,7 +182,7 @@ def paged_attention(
 
 
 def _scores(q: Float[Array, "R Q K G D"], keys: Float[Array, "R C K D"]) -> Float[Array, "R Q K G C"]:
-    if q.shape[1] == 1:  # as sums of products: a CPU runs many tiny matrix products one after the other
+    if q.shape[1] == 1:  # sums of products, because a CPU runs many tiny matrix products one after the other
         products = q[:, 0, None].astype(jnp.float32) * keys[:, :, :, None].astype(jnp.float32)  # R C K G D
         return jnp.moveaxis(products.sum(-1), 1, -1)[:, None]
     return jnp.einsum("rqkgd,rckd->rqkgc", q, keys, preferred_element_type=jnp.float32)

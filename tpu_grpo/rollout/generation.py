@@ -1,20 +1,20 @@
-"""Requests on their way through one engine.
+"""A batch of requests while an engine serves it.
 
-Requests of one group (equal prompts) are found by their token ids: the first one prefills the prompt, the others wait
-for it and reuse it.
+Requests with equal prompts form a group. The first of them prefills the prompt; the others wait for it and reuse its
+cached keys and values.
 """
 
 from collections.abc import Sequence
 
-from tpu_grpo.rollout.scheduler import Running, SteppedScheduler
+from tpu_grpo.rollout.scheduler import RunningRequest, SteppedScheduler
 from tpu_grpo.types import Completion, Request
 
 
 class Generation:
-    """Requests on their way through an engine, one at a time per engine; ``advance`` until it says no.
+    """A batch of requests in an engine, which serves one batch at a time. Call ``advance`` until it returns False.
 
-    Each call takes in the tokens of the step before and starts the next, so that engines on different devices work at
-    the same time when they are advanced in turn.
+    Each call collects the tokens of the step before and starts the next one. Engines on different devices therefore
+    work at the same time if they are advanced in turn.
     """
 
     def __init__(
@@ -23,18 +23,18 @@ class Generation:
         self._scheduler = scheduler
         self._requests = requests
         self._stop_ids = stop_ids
-        self._rows: list[Running | None] = [None] * len(requests)
+        self._rows: list[RunningRequest | None] = [None] * len(requests)
         self._followers: dict[int, list[int]] = {}
-        for leader, members in groups(requests, share=share):
+        for leader, members in prompt_groups(requests, share=share):
             self._submit(leader)
             if members:
                 self._followers[leader] = members
 
     def advance(self) -> bool:
-        """Finish the step under way and start the next; False once every request is finished."""
+        """Finish the step in flight and start the next; returns False once every request is finished."""
         self._scheduler.finish_step()
         if not self._followers and all(row is not None and row.req.finished() for row in self._rows):
-            self._scheduler.start_step()  # an empty one: hands back the slots of the last rows
+            self._scheduler.start_step()  # an empty one, which hands back the slots of the last rows
             self._scheduler.running.clear()
             return False
         for leader in [i for i in self._followers if (row := self._rows[i]) is not None and row.prefilled]:
@@ -44,17 +44,19 @@ class Generation:
         return True
 
     def completions(self) -> list[Completion]:
-        """In the order of the requests, once all are finished."""
+        """List the completions in the order of the requests; call it once all are finished."""
         return [row.completion() for row in self._rows if row is not None]
 
     def _submit(self, index: int) -> None:
         self._rows[index] = self._scheduler.submit(self._requests[index], self._stop_ids)
 
 
-def groups(requests: Sequence[Request], *, share: bool = True) -> list[tuple[int, list[int]]]:
-    """(leader, followers) index lists, leaders in order; every request leads itself when nothing is shared.
+def prompt_groups(requests: Sequence[Request], *, share: bool = True) -> list[tuple[int, list[int]]]:
+    """Group requests with the same prompt token ids.
 
-    A group is the requests with the same prompt: their token ids are what can be shared.
+    Returns:
+        For each group the index of its first request, which prefills the prompt, and the indices of the others. The
+        groups are in the order of their first requests. With ``share=False`` every request is a group of its own.
     """
     if not share:
         return [(index, []) for index in range(len(requests))]

@@ -1,4 +1,4 @@
-"""Completions as one array of fixed shape, to pass between hosts over their interconnect.
+"""Packs completions into one array of fixed shape, which hosts exchange over their interconnect.
 
 A row of int32 is ``[tokens, cached tokens, finish reason, ids..., log-probabilities...]``; ids and log-probabilities
 take ``T = new_tokens`` places each, filled with 0. Log-probabilities keep their float32 bits.
@@ -15,8 +15,8 @@ REASONS: tuple[FinishReason, ...] = ("stop", "length")
 HEAD = 3
 
 
-def pack(completions: Sequence[Completion], rows: int, new_tokens: int) -> Int[np.ndarray, "R 3+2*T"]:
-    """Completions of at most ``new_tokens`` tokens each, with empty rows up to ``rows``."""
+def pack(completions: Sequence[Completion], rows: int, new_tokens: int) -> Int[np.ndarray, "{rows} 3+2*{new_tokens}"]:
+    """Pack completions of at most ``new_tokens`` tokens each, and append empty rows up to ``rows``."""
     table = np.zeros((rows, HEAD + 2 * new_tokens), np.int32)
     for row, completion in zip(table, completions, strict=False):
         count = len(completion.token_ids)
@@ -26,8 +26,8 @@ def pack(completions: Sequence[Completion], rows: int, new_tokens: int) -> Int[n
     return table
 
 
-def unpack(table: Int[np.ndarray, "R 3+2*T"]) -> list[Completion]:
-    """What ``pack`` packed, a completion per row."""
+def unpack(table: Int[np.ndarray, "R columns"]) -> list[Completion]:
+    """Unpack what ``pack`` packed; every row is a completion."""
     new_tokens = (table.shape[1] - HEAD) // 2
     found = []
     for row in table:

@@ -1,8 +1,9 @@
 """Everything changed in sglang-jax 0.0.2, in one place, each with its reason.
 
 Nothing here runs at import. A repair is a context manager around the one call that needs it, or a function that fixes
-an object after it was built; only the clock of the prefix tree stays replaced, because the tree reads it at every step.
-Each repair has a test that fails once the library no longer needs it.
+an object after it was built. Whatever is replaced in the library is replaced by ``mock.patch.object``, and only for the
+duration of that call. The one exception is the clock of the prefix tree, which the tree reads at every step. Each
+repair has a test that fails once the library no longer needs it.
 """
 
 import copy
@@ -11,7 +12,7 @@ import itertools
 import os
 import random
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -34,7 +35,7 @@ def require_repaired_version() -> None:
     """Refuse another sglang-jax: these repairs reach into its internals.
 
     Raises:
-        ConfigError: naming both versions.
+        ConfigError: if another version is installed; it names both.
     """
     found = version("sglang-jax")
     if found != REPAIRED_VERSION:
@@ -45,8 +46,10 @@ def require_repaired_version() -> None:
 
 
 @contextmanager
-def in_process(mesh: Mesh, runner_class: type) -> Iterator[None]:
+def in_process(mesh: Mesh, build_runner: Callable[..., Any]) -> Iterator[None]:
     """Build a Scheduler with our mesh and runner, and without sockets, watchdog thread or reseeded global generators.
+
+    ``build_runner`` is called in place of ``ModelRunner``, with the arguments of its constructor.
 
     Reason: ``Scheduler.__init__`` opens zmq sockets, makes a mesh of all devices, starts a thread that kills the
     process when a step takes long, and seeds ``random`` and ``numpy.random``; ``ModelWorker`` names its runner class.
@@ -64,7 +67,7 @@ def in_process(mesh: Mesh, runner_class: type) -> Iterator[None]:
         mock.patch.object(scheduler, "get_zmq_socket", return_value=None),
         mock.patch.object(scheduler, "create_device_mesh", return_value=mesh),
         mock.patch.object(scheduler, "threading", threading),
-        mock.patch.object(tp_worker, "ModelRunner", runner_class),
+        mock.patch.object(tp_worker, "ModelRunner", build_runner),
     ):
         try:
             yield
@@ -74,7 +77,7 @@ def in_process(mesh: Mesh, runner_class: type) -> Iterator[None]:
 
 
 def import_native_attention() -> type:
-    """The library's NativeAttention class.
+    """Import the library's NativeAttention class.
 
     Reason: its module registers a pytree that flax >= 0.12 has registered already (every ``nnx.Module``), so importing
     it raises ValueError.
@@ -85,7 +88,7 @@ def import_native_attention() -> type:
 
 
 def abstract_model(model_class: type, hf_config: Any, dtype: jnp.dtype, mesh: Mesh) -> nnx.Module:
-    """The model with ``jax.ShapeDtypeStruct`` parameters; nothing is allocated.
+    """Build the model with ``jax.ShapeDtypeStruct`` parameters, so that nothing is allocated.
 
     Reason: its ``nnx.with_partitioning`` parameters demand an ambient mesh under flax's eager sharding.
     """
@@ -95,7 +98,7 @@ def abstract_model(model_class: type, hf_config: Any, dtype: jnp.dtype, mesh: Me
 
 @contextmanager
 def _our_experts() -> Iterator[None]:
-    """Build layers of experts from our class.
+    """Let models build their mixture-of-experts layers from our class.
 
     Reasons: ``EPMoE`` does not run on one device (its forward is defined twice, and the second has other arguments);
     on several it declares its weights a device's share too small, rounds the router's weights to bfloat16, and needs
@@ -142,7 +145,7 @@ def lm_head_in_model_dtype(model: Any, dtype: jnp.dtype) -> None:
 
 
 def rope_as_published(model: nnx.Module) -> None:
-    """Compute rotary angles in float32 whatever the model's type, and scaled where the model says so.
+    """Compute rotary angles in float32 whatever the model's type, and with the scaling that the model asks for.
 
     Reasons: ``RotaryEmbedding`` rounds its inverse frequencies to the model's type; in bfloat16 the angle at position
     1000 is off by up to 2 radians. Sines and cosines are still rounded to the queries' type when they are applied, as
@@ -181,14 +184,15 @@ def own_hf_config(model_config: Any) -> None:
 def count_instead_of_clock() -> None:
     """Let the prefix tree order its nodes by a counter.
 
-    Reason: it evicts by ``time.monotonic()``, so hosts, or two runs of one program, could evict different prefixes.
-    Idempotent.
+    Reason: it evicts by ``time.monotonic()``, so hosts, or two runs of one program, could evict different prefixes. A
+    second call changes nothing.
     """
     from sgl_jax.srt.mem_cache import radix_cache
 
     if not isinstance(radix_cache.time, types.SimpleNamespace):
         ticks = itertools.count()
-        radix_cache.time = types.SimpleNamespace(monotonic=lambda: next(ticks))
+        counter = types.SimpleNamespace(monotonic=lambda: next(ticks))
+        mock.patch.object(radix_cache, "time", counter).start()  # never stopped: the tree reads it at every step
 
 
 class NoSamplingInfo:
@@ -203,19 +207,19 @@ class NoSamplingInfo:
 
     @classmethod
     def from_schedule_batch(cls, *_: Any) -> "NoSamplingInfo":
-        """The library's constructor."""
+        """Make an instance, in place of the library's constructor."""
         return cls()
 
     def filter_batch(self, *_: Any) -> None:
-        """Nothing to filter."""
+        """Do nothing: there are no columns to filter."""
 
     def merge_batch(self, *_: Any) -> None:
-        """Nothing to merge."""
+        """Do nothing: there are no columns to merge."""
 
 
 @contextmanager
 def without_sampling_info() -> Iterator[None]:
-    """Schedule a step with NoSamplingInfo."""
+    """Let the library schedule a step with NoSamplingInfo."""
     from sgl_jax.srt.managers import schedule_batch
 
     with mock.patch.object(schedule_batch, "SamplingBatchInfo", NoSamplingInfo):

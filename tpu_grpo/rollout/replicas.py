@@ -1,4 +1,4 @@
-"""The engines of a run: the sampler's devices cut into replicas, each with its own scheduler, cache and sub-mesh.
+"""The engines of a run: the sampler's devices are divided into replicas, each with its own scheduler, cache and mesh.
 
     replicas = Replicas.build(checkpoint, devices, tensor=2, options, hosts)   # 8 devices: 4 replicas of 2
     replicas.install_weights(weights)           # arrays on all replicas, as replicas.weight_specs says
@@ -9,8 +9,9 @@ For 8 devices on 2 hosts (4 each) and three groups of requests a, b, c:
     tensor 2    host 0: replicas 0 and 1 sample a and b     host 1: replica 2 samples c, replica 3 has nothing to do
     tensor 8    one replica over both hosts samples a, b and c, both hosts making the same decisions
 
-Nobody waits for another host while a replica inside one host samples; afterwards the hosts that share a replica compare
-what it decided and sampled, and every host gets the whole batch. Tokens do not depend on the dealing: see sampling.py.
+A replica inside one host waits for no other host while it samples. Afterwards the hosts that drive one replica together
+compare what it decided and sampled, and every host receives the whole batch. Tokens do not depend on which replica
+serves a request: see sampling.py.
 """
 
 import json
@@ -29,26 +30,27 @@ from jaxtyping import Array
 
 from tpu_grpo.errors import ConfigError, LockstepError
 from tpu_grpo.hosts import Hosts, devices_per_host, hosts_of, progress
-from tpu_grpo.rollout.engine import AXES, Engine, EngineOptions, engine_mesh, partition
-from tpu_grpo.rollout.generation import groups
+from tpu_grpo.rollout.engine import AXES, Engine, engine_mesh, partition_spec
+from tpu_grpo.rollout.generation import prompt_groups
+from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.packing import pack, unpack
 from tpu_grpo.types import Completion, Request
 
 
 @dataclass(frozen=True)
 class Replica:
-    """One engine's place: its number, its devices, and the hosts that drive it."""
+    """Where an engine runs: its number, its devices, and the hosts that drive it."""
 
     number: int
     devices: tuple[Any, ...]
     hosts: tuple[int, ...]
 
 
-def cut(devices: Sequence[Any], tensor: int) -> tuple[Replica, ...]:
-    """Replicas of ``tensor`` devices, in order; each inside one host, or over whole hosts.
+def make_replicas(devices: Sequence[Any], tensor: int) -> tuple[Replica, ...]:
+    """Divide devices, in order, into replicas of ``tensor`` devices, each inside one host or over whole hosts.
 
     Raises:
-        ConfigError: for a size that would cut a host's devices otherwise, with the sizes that do not.
+        ConfigError: if ``tensor`` allows neither; it lists the sizes that do.
     """
     per_host, total = devices_per_host(devices), len(devices)
     fitting = [t for t in range(1, total + 1) if total % t == 0 and (per_host % t == 0 or t % per_host == 0)]
@@ -61,28 +63,32 @@ def cut(devices: Sequence[Any], tensor: int) -> tuple[Replica, ...]:
     return tuple(Replica(number, part, hosts_of(part)) for number, part in enumerate(parts))
 
 
-def copied(
+def replicated_specs(
     engine_specs: Mapping[str, jax.ShapeDtypeStruct], replicas: Sequence[Replica]
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """One engine's parameters with a copy in every replica: the axis "data" of their mesh counts the replicas."""
+    """Extend the specs of one engine's parameters to all replicas, over which the axis "data" of their mesh runs."""
     devices = np.asarray([replica.devices for replica in replicas])
     mesh = Mesh(devices[..., None], AXES)
     return {
-        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(mesh, partition(spec)))
+        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(mesh, partition_spec(spec)))
         for name, spec in engine_specs.items()
     }
 
 
-def deal(requests: Sequence[Request], replicas: int) -> list[list[int]]:
-    """Indices of the requests of each replica: whole groups, dealt in turn. Every host computes the same."""
+def assign_requests(requests: Sequence[Request], replicas: int) -> list[list[int]]:
+    """Assign whole groups of requests to replicas, round robin; every host computes the same assignment.
+
+    Returns:
+        The indices of each replica's requests, in ascending order.
+    """
     shares: list[list[int]] = [[] for _ in range(replicas)]
-    for turn, (leader, members) in enumerate(groups(requests)):
+    for turn, (leader, members) in enumerate(prompt_groups(requests)):
         shares[turn % replicas] += [leader, *members]
     return [sorted(share) for share in shares]
 
 
 class Replicas:
-    """All replicas of a run, of which this process drives those that have a device of its own."""
+    """All replicas of a run; this process drives those that include one of its devices."""
 
     def __init__(self, replicas: Sequence[Replica], engines: Mapping[int, Engine], hosts: Hosts):
         self.replicas = tuple(replicas)
@@ -96,64 +102,68 @@ class Replicas:
         """Build this host's engines.
 
         Args:
-            checkpoint: directory whose config.json says which model; no weight is read.
-            devices: the sampler's, host by host.
-            tensor: devices of one replica.
-            options: of every engine.
-            hosts: this process among those of the run.
+            checkpoint: directory whose config.json describes the model; no weights are read.
+            devices: the sampler's devices, host by host.
+            tensor: number of devices of a replica.
+            options: sizes and settings of every engine.
+            hosts: the processes of the run.
         """
-        replicas = cut(devices, tensor)
+        replicas = make_replicas(devices, tensor)
         mine = [replica for replica in replicas if hosts.index in replica.hosts]
         engines = {r.number: Engine.build(checkpoint, engine_mesh(r.devices), options) for r in mine}
         for replica in mine:
             if len(replica.hosts) > 1:
-                engines[replica.number].before_every_step(_noting(replica.number))
+                engines[replica.number].before_every_step(_step_hook(replica.number))
         return cls(replicas, engines, hosts)
 
     @cached_property
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Name -> shape, dtype and sharding over all replicas of every parameter."""
-        return copied(next(iter(self.engines.values())).weight_specs, self.replicas)
+        """The shape, dtype and sharding over all replicas of every parameter, by name."""
+        return replicated_specs(next(iter(self.engines.values())).weight_specs, self.replicas)
 
     @property
     def digests(self) -> dict[int, str]:
-        """Digest of decisions and tokens of each replica that this host drives."""
+        """The digest of decisions and tokens of each replica that this host drives, by the replica's number."""
         return {number: engine.digest for number, engine in self.engines.items()}
 
     def check_every_step(self) -> None:
-        """Compare every replica that spans hosts before each of its steps, among just those hosts."""
+        """Let hosts that drive a replica together compare its digest before each of its steps."""
         for number, engine in self.engines.items():
             if len(members := self.replicas[number].hosts) > 1:
-                engine.before_every_step(_noting(number, self._hosts.among(members)))
+                engine.before_every_step(_step_hook(number, self._hosts.among(members)))
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
-        """Sample with these parameters (on all replicas) from now on; every replica takes its own copy, none is made.
+        """Sample with these parameters from now on. They lie on all replicas, and each engine takes its copy as it is.
 
         Raises:
             WeightsError: if names, shapes or types are not those of ``weight_specs``.
         """
         for engine in self.engines.values():
-            engine.install_weights({name: _part(array, engine, name) for name, array in weights.items()})
+            engine.install_weights({name: _copy_on_engine(array, engine, name) for name, array in weights.items()})
 
     def forget_prefixes(self) -> None:
-        """Drop every cached key and value."""
+        """Drop all cached keys and values."""
         for engine in self.engines.values():
             engine.forget_prefixes()
 
     def release(self) -> None:
-        """Free every cache and let go of the parameters, until ``install_weights``."""
+        """Free all caches and drop the parameters until ``install_weights``."""
         for engine in self.engines.values():
             engine.release()
 
     def differs_by(self, name: str, expected: Array) -> float:
-        """Largest difference between a parameter, on all replicas, and what this host's engines hold; NaN is inf."""
+        """Return the largest difference between ``expected`` and the parameter in this host's engines.
+
+        ``expected`` lies on all replicas. A NaN counts as an infinite difference.
+        """
         gaps = [
-            float(_largest_gap(engine.weight(name), _part(expected, engine, name))) for engine in self.engines.values()
+            float(_largest_gap(engine.weights[name], _copy_on_engine(expected, engine, name)))
+            for engine in self.engines.values()
         ]
         return float("inf") if any(np.isnan(gaps)) else max(gaps)
 
     def compile_all(self) -> int:
-        """Compile every shape of every engine now, engines side by side; returns the number of programs."""
+        """Compile every shape of every engine now, engines in parallel, and return the number of programs."""
         with ThreadPoolExecutor(len(self.engines)) as pool:
             return sum(pool.map(Engine.compile_all, self.engines.values()))
 
@@ -161,13 +171,13 @@ class Replicas:
         """Sample a completion for every request; every host passes the same requests and gets all completions.
 
         Raises:
-            RequestError: for a request no engine can ever serve, before any is started.
-            LockstepError: if hosts that share a replica decided or sampled differently.
+            RequestError: if no engine can ever serve one of them; none is started then.
+            LockstepError: if hosts that drive one replica together decided or sampled differently.
         """
         next(iter(self.engines.values())).check(requests)
-        shares = deal(requests, len(self.replicas))
+        assigned = assign_requests(requests, len(self.replicas))
         generations = {
-            number: engine.begin([requests[i] for i in shares[number]]) for number, engine in self.engines.items()
+            number: engine.begin([requests[i] for i in assigned[number]]) for number, engine in self.engines.items()
         }
         active = list(generations.values())
         while active:
@@ -175,11 +185,11 @@ class Replicas:
         own = {number: generation.completions() for number, generation in generations.items()}
         if self._hosts.count > 1:
             self._compare()
-            own = self._exchange(own, shares, max((r.sampling.max_new_tokens for r in requests), default=1))
-        return _in_order(own, shares)
+            own = self._exchange(own, assigned, max((r.sampling.max_new_tokens for r in requests), default=1))
+        return in_request_order(own, assigned)
 
     def _compare(self) -> None:
-        """Check that hosts that share a replica are still in step; all hosts take part, so all end if some differ."""
+        """Check that hosts decided and sampled alike in the replicas they share; all hosts take part, so all raise."""
         mine = json.dumps(self.digests).encode()
         everyone = [json.loads(part) for part in self._hosts.gather("scheduling and tokens", mine)]
         for replica in self.replicas:
@@ -193,25 +203,28 @@ class Replicas:
                 )
 
     def _exchange(
-        self, own: Mapping[int, Sequence[Completion]], shares: Sequence[Sequence[int]], new_tokens: int
+        self, own: Mapping[int, Sequence[Completion]], assigned: Sequence[Sequence[int]], new_tokens: int
     ) -> dict[int, list[Completion]]:
-        """Completions of all replicas; each comes from the first host that drives it."""
+        """Gather the completions of all replicas; the first host that drives a replica sends its completions."""
         by_host = {host: [r.number for r in self.replicas if r.hosts[0] == host] for host in range(self._hosts.count)}
-        rows = max(sum(len(shares[number]) for number in numbers) for numbers in by_host.values())
+        rows = max(sum(len(assigned[number]) for number in numbers) for numbers in by_host.values())
         mine = [completion for number in by_host[self._hosts.index] for completion in own[number]]
         tables = self._hosts.gather_array("completions", pack(mine, rows, new_tokens))
         found: dict[int, list[Completion]] = {}
         for host, numbers in by_host.items():
             start = 0
             for number in numbers:
-                stop = start + len(shares[number])
+                stop = start + len(assigned[number])
                 found[number] = unpack(tables[host][start:stop])
                 start = stop
         return found
 
 
-def _noting(number: int, partners: Hosts | None = None) -> Callable[[int, str], None]:
-    """What hosts that share a replica do before each of its steps: note it for the watch, and compare it if asked."""
+def _step_hook(number: int, partners: Hosts | None = None) -> Callable[[int, str], None]:
+    """Make the call before each step of a replica that spans hosts.
+
+    It notes the step for the watch over lost hosts, and compares its digest with those of ``partners``, if given.
+    """
 
     def note(step: int, digest: str) -> None:
         progress.note(f"replica {number}", step, digest)
@@ -226,21 +239,21 @@ def _largest_gap(held: Array, expected: Array) -> Array:
     return jnp.abs(held.astype(jnp.float32) - expected.astype(jnp.float32)).max()
 
 
-def _part(array: Array, engine: Engine, name: str) -> Array:
-    """The copy of a parameter that lies on one engine's devices, without moving anything."""
+def _copy_on_engine(array: Array, engine: Engine, name: str) -> Array:
+    """Take the copy of a parameter that lies on an engine's devices, without moving anything."""
     if name not in engine.weight_specs:
-        return array  # the engine says what is wrong
+        return array  # unknown: the engine will raise
     devices = list(engine.mesh.devices.flat)
     if array.sharding.device_set == set(devices):
         return array
     on = {shard.device: shard.data for shard in array.addressable_shards}
-    sharding = NamedSharding(engine.mesh, partition(engine.weight_specs[name]))
+    sharding = NamedSharding(engine.mesh, partition_spec(engine.weight_specs[name]))
     return jax.make_array_from_single_device_arrays(array.shape, sharding, [on[d] for d in devices if d in on])
 
 
-def _in_order(found: Mapping[int, Sequence[Completion]], shares: Sequence[Sequence[int]]) -> list[Completion]:
-    """Undo the dealing."""
+def in_request_order(found: Mapping[int, Sequence[Completion]], assigned: Sequence[Sequence[int]]) -> list[Completion]:
+    """Put the completions of all replicas into the order of the requests."""
     rows: dict[int, Completion] = {}
-    for number, share in enumerate(shares):
-        rows |= zip(share, found[number], strict=True)
+    for number, indices in enumerate(assigned):
+        rows |= zip(indices, found[number], strict=True)
     return [rows[index] for index in range(len(rows))]

@@ -1,13 +1,16 @@
-"""The model runner of an engine: weights as arguments, and one compiled program per shape for model and sampler.
+"""The model runner of an engine: one compiled program per shape runs the model and samples tokens.
 
     runner.install_weights({"transformer.embed_tokens.embedding": array, ...})
     tokens_B, logprobs_B = runner.launch(batch)       # device arrays; the cache was updated in place
+
+Weights are arguments of the program, so that new ones need no compilation.
 
 Suffix: B rows (padded).
 """
 
 import copy
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -25,81 +28,92 @@ from sgl_jax.srt.model_loader.loader import get_model_architecture
 
 from tpu_grpo.errors import WeightsError
 from tpu_grpo.rollout import repairs
-from tpu_grpo.rollout.attention import AttentionMode, Flash, Gather, Native
+from tpu_grpo.rollout.attention import AttentionMode, AttentionName, FlashMode, GatherMode, NativeMode
 from tpu_grpo.rollout.flash_attention import kernel_width
 from tpu_grpo.rollout.sampling import sample_tokens
 from tpu_grpo.rollout.shapes import Shapes
 from tpu_grpo.rollout.step_inputs import InputBuilder, StepInputs
-from tpu_grpo.rollout.vocabulary import VOCABULARY_LEAVES, deal_rows, splits_vocabulary
+from tpu_grpo.rollout.vocabulary import VOCABULARY_LEAVES, shard_rows, splits_vocabulary
+
+
+@dataclass(frozen=True)
+class RunnerSettings:
+    """What our runner needs to know beside the library's ServerArgs."""
+
+    attention: AttentionName
+    shapes: Shapes
+    shard_vocab: bool | None
 
 
 class Runner(ModelRunner):
-    """sglang-jax's ModelRunner with the model, the cache and the attention it builds, and our step around them."""
+    """sglang-jax's ModelRunner, with our own step around the model and the cache that it builds."""
 
-    attention: str
-    shapes: Shapes
-    shard_vocab: bool | None
     weights: list[Array] | None = None
     cache_specs: list[jax.ShapeDtypeStruct]
 
-    # --- what ModelRunner.initialize calls -------------------------------------------------------------------------
+    def __init__(self, settings: RunnerSettings, **library_arguments: Any):
+        """Build the runner; ``library_arguments`` are those of ModelRunner's constructor."""
+        self.settings = settings  # set first: the library's constructor calls the methods below
+        super().__init__(**library_arguments)
+
+    # --- what the library's constructor calls ----------------------------------------------------------------------
 
     def load_model(self) -> None:
-        """Build the model without allocating its parameters; they arrive by ``install_weights``."""
+        """Build the model without allocating its parameters, which arrive by ``install_weights``."""
         config = self.model_config
         repairs.own_hf_config(config)
         config.validate_tensor_parallel_config(self.tp_size)
         config.configure_for_tensor_parallel(self.tp_size)
-        if self.attention == "flash":
-            config.head_dim = kernel_width(config.head_dim)  # the cache's; the model reads hf_config
+        if self.settings.attention == "flash":
+            config.head_dim = kernel_width(config.head_dim)  # of the cache; the model reads hf_config
         model_class, _ = get_model_architecture(config)
         model = repairs.abstract_model(model_class, config.hf_config, config.dtype, self.mesh)
         repairs.lm_head_in_model_dtype(model, config.dtype)
         repairs.rope_as_published(model)
-        self.model = None  # ModelRunner's attribute; parameters live in self.weights alone
+        self.model = None  # an attribute of ModelRunner; parameters are in self.weights alone
         self.dtype = config.dtype
-        self._splits_vocabulary = splits_vocabulary(self.shard_vocab, config.vocab_size, self.tp_size)
+        self._splits_vocabulary = splits_vocabulary(self.settings.shard_vocab, config.vocab_size, self.tp_size)
         self._graph, self._abstract = nnx.split(model)
 
     def initialize_jit(self) -> None:
-        """Nothing yet: each shape of ``step_program`` is compiled when it is first run."""
+        """Compile nothing yet: each shape of ``step_program`` is compiled when it first runs."""
 
     def init_memory_pool(self, *args: Any, **kwargs: Any) -> None:
-        """Describe the cache; ``restore_cache`` makes it."""
+        """Describe the cache without allocating it; ``restore_cache`` does that."""
         with repairs.cache_without_arrays():
             super().init_memory_pool(*args, **kwargs)
         self.cache_specs = self.token_to_kv_pool.kv_buffer
 
     def profile_max_num_token(self, total_device_memory: int) -> int:
-        """The configured size: measuring free memory would differ between hosts and drop compiled programs."""
+        """Return the configured size, because free memory differs between hosts and its measurement drops programs."""
         del total_device_memory
         size = self.server_args.max_total_tokens
         assert size is not None
         return size
 
     def get_available_device_memory(self) -> int:
-        """Never measured; see ``profile_max_num_token``."""
+        """Return 0, because memory is never measured; see ``profile_max_num_token``."""
         return 0
 
     def _get_attention_backend(self) -> Any:
         modes: dict[str, Callable[[], AttentionMode]] = {
-            "gather": lambda: Gather(self.page_size),
-            "native": lambda: Native(self),
-            "flash": lambda: Flash(self),
+            "gather": lambda: GatherMode(self.page_size),
+            "native": lambda: NativeMode(self),
+            "flash": lambda: FlashMode(self),
         }
-        self._attention = modes[self.attention]()
-        self.inputs = InputBuilder(self.shapes, self._attention)
+        self._attention = modes[self.settings.attention]()
+        self.inputs = InputBuilder(self.settings.shapes, self._attention)
         return self._attention.library_backend()
 
     # --- weights -----------------------------------------------------------------------------------------------------
 
     @cached_property
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Name -> shape, dtype and sharding of every parameter, in the order of ``self.weights``."""
+        """The shape, dtype and sharding of every parameter by name, in the order of ``self.weights``."""
         specs = nnx.to_flat_state(nnx.get_partition_spec(self._abstract))
         found = {}
         for (path, leaf), (_, spec) in zip(nnx.to_flat_state(self._abstract), specs, strict=True):
-            name, partition = ".".join(map(str, path)), _whole_in_an_engine(spec.value)
+            name, partition = ".".join(map(str, path)), _without_data_axis(spec.value)
             if self._splits_vocabulary and name.endswith(VOCABULARY_LEAVES):
                 partition = P("tensor", None)
             sharding = NamedSharding(self.mesh, partition)
@@ -110,7 +124,7 @@ class Runner(ModelRunner):
         """Use these parameters from the next step on.
 
         Raises:
-            WeightsError: listing names that are missing or unknown, or arrays of another shape or type.
+            WeightsError: if names are missing or unknown, or an array has another shape or type; it lists them.
         """
         specs = self.weight_specs
         if weights.keys() != specs.keys():
@@ -127,32 +141,32 @@ class Runner(ModelRunner):
     # --- memory between rollouts -------------------------------------------------------------------------------------
 
     def release(self) -> None:
-        """Delete the cache and let go of the parameters; both are back before the next step."""
+        """Delete the cache and drop the references to the parameters; both must be back before the next step."""
         self.weights, pool = None, self.token_to_kv_pool
         for layer in pool.kv_buffer:
             layer.delete()
         pool.kv_buffer = self.cache_specs
 
     def restore_cache(self) -> None:
-        """Make the cache, empty, if there is none."""
+        """Allocate an empty cache if there is none."""
         pool = self.token_to_kv_pool
         if pool.kv_buffer is self.cache_specs:
             pool.kv_buffer = [self._empty_layer() for _ in pool.kv_buffer]
 
     @cached_property
     def _empty_layer(self) -> Any:
-        """() -> one layer's cache; compiled at the first call."""
+        """A function that allocates the empty cache of one layer; it is compiled at the first call."""
         layer = self.cache_specs[0]
         return jax.jit(lambda: jnp.zeros(layer.shape, layer.dtype), out_shardings=layer.sharding)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
     def launch(self, batch: ScheduleBatch) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-        """Start the step of a scheduled batch; rows beyond the batch's are padding."""
+        """Launch the step of a scheduled batch; rows beyond those of the batch are padding."""
         return self.run(batch.forward_mode, self.inputs.build(batch))
 
     def run(self, mode: ForwardMode, inputs: StepInputs) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-        """Run the step program and keep the cache it returns."""
+        """Run the step program, and keep the cache that it returns."""
         assert self.weights is not None, "install_weights comes before the first step"
         with jax.set_mesh(self.mesh):
             tokens, logprobs, cache = self.step_program(
@@ -163,7 +177,7 @@ class Runner(ModelRunner):
 
     @cached_property
     def step_program(self) -> Any:
-        """The jitted step: (weights, cache, inputs, mode) -> (tokens, log-probabilities, cache). Donates the cache."""
+        """The jitted step (weights, cache, inputs, mode) -> (tokens, logprobs, cache), which donates the cache."""
         replicated = NamedSharding(self.mesh, P())
         cache = [self.token_to_kv_pool.kv_sharding] * self.token_to_kv_pool.layer_num
         outputs = (replicated, replicated, cache)
@@ -175,7 +189,7 @@ class Runner(ModelRunner):
         pool = copy.copy(self.token_to_kv_pool)
         pool.kv_buffer = list(cache)
         output, new_cache, _ = model(self._forward_batch(inputs, mode), pool, _logits_metadata(inputs, mode))
-        logits = deal_rows(output.next_token_logits, self.mesh, split=self._splits_vocabulary)
+        logits = shard_rows(output.next_token_logits, self.mesh, split=self._splits_vocabulary)
         tokens, logprobs = sample_tokens(logits, inputs.sampling)
         return tokens, logprobs, new_cache
 
@@ -199,26 +213,28 @@ class Runner(ModelRunner):
     # --- compiling ahead ---------------------------------------------------------------------------------------------
 
     def compile_all(self) -> int:
-        """Run every shape once on padding, so that nothing compiles later. Returns how many programs there are."""
-        sizes = [(ForwardMode.DECODE, rows) for rows in self.shapes.batch]
-        sizes += [(ForwardMode.EXTEND, tokens) for tokens in self.shapes.prefill]
+        """Run every shape once on padding, so that nothing compiles later. Returns the number of programs."""
+        sizes = [(ForwardMode.DECODE, rows) for rows in self.settings.shapes.batch]
+        sizes += [(ForwardMode.EXTEND, tokens) for tokens in self.settings.shapes.prefill]
         for mode, size in sizes:
             self.run(mode, self.inputs.padding(mode, size))
         return len(sizes)
 
     def lower(self, mode: ForwardMode, size: int) -> jax.stages.Lowered:
-        """The step program of one shape, without weights or cache."""
-        replicated = NamedSharding(self.mesh, P())
-        inputs = jax.tree.map(
-            lambda value: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=replicated),
-            self.inputs.padding(mode, size),
-        )
+        """Lower the step program of one shape, for the installed weights or, without any, for their specs."""
+        inputs, weights = self.inputs.padding(mode, size), self.weights
+        if weights is None:
+            weights, replicated = list(self.weight_specs.values()), NamedSharding(self.mesh, P())
+            inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), inputs)
         with jax.set_mesh(self.mesh):
-            return self.step_program.lower(list(self.weight_specs.values()), self.cache_specs, inputs, mode=mode)
+            return self.step_program.lower(weights, self.token_to_kv_pool.kv_buffer, inputs, mode=mode)
 
 
-def _whole_in_an_engine(spec: P | None) -> P:
-    """Without the axis "data", which counts the engines, while the library's router of experts is split over it."""
+def _without_data_axis(spec: P | None) -> P:
+    """Remove the axis "data" from a partition spec.
+
+    The library shards its expert router over that axis, which is the axis of replicas on our sampler's mesh.
+    """
     parts = [tuple(axis for axis in part if axis != "data") if isinstance(part, tuple) else part for part in spec or ()]
     return P(*parts)
 

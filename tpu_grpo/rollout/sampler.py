@@ -1,4 +1,4 @@
-"""From a batch of prompts to a Rollout: requests with their keys, the engine, decoded texts."""
+"""The rollout stage: it turns a batch of prompts into requests with keys, completions and decoded texts."""
 
 import time
 from collections.abc import Sequence
@@ -11,34 +11,34 @@ from tpu_grpo.errors import NonFiniteError
 from tpu_grpo.types import Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, SamplingParams
 
 EVALUATION_SAMPLE = 2**31
-"""Sample number of the first answer of an evaluation; training counts its samples from 0 and never gets there."""
+"""The sample number of an evaluation's first answer. Training counts samples from 0 and never gets this far."""
 PROBE_SAMPLE = EVALUATION_SAMPLE - 1
 TEXTS_SAMPLE = EVALUATION_SAMPLE - 2
-"""Sample numbers of requests that are neither."""
+"""The sample numbers of requests that belong to neither training nor evaluation."""
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:
-    """How a run draws its training completions."""
+    """Return the settings with which a run samples its training completions."""
     rollout = config.rollout
     return SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
 
 
-class Generates(Protocol):
-    """One engine, or all replicas of a run."""
+class CompletionEngine(Protocol):
+    """Serves requests: one Engine, or all Replicas of a run."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """A completion for every request, in their order."""
+        """Return a completion for every request, in their order."""
         ...
 
     def forget_prefixes(self) -> None:
-        """Drop every cached key and value."""
+        """Drop all cached keys and values."""
         ...
 
 
 class Sampler:
-    """Samples completions of prompts with engines whose weights someone else keeps up to date."""
+    """Samples completions of prompts. Somebody else keeps the weights of its engine up to date."""
 
-    def __init__(self, engine: Generates, tokenizer: PreTrainedTokenizerFast, config: RunConfig):
+    def __init__(self, engine: CompletionEngine, tokenizer: PreTrainedTokenizerFast, config: RunConfig):
         self._engine = engine
         self._tokenizer = tokenizer
         self._seed = config.run.seed
@@ -48,11 +48,11 @@ class Sampler:
     def rollout(self, batch: PromptBatch) -> Rollout:
         """Sample a group of completions for every prompt of a step.
 
-        What evaluations or probes left in the cache is dropped before: it would change in which chunks prompts are
-        computed, and with them the last bits, so that a run's numbers depended on when it was evaluated or continued.
+        The cache is emptied first. What an evaluation or a probe left in it would change the chunks in which prompts
+        are prefilled and thereby the last bits, so that a run's numbers would depend on when it was evaluated.
 
         Raises:
-            NonFiniteError: if a log-probability is not finite: the weights, or the computation, are broken.
+            NonFiniteError: if a log-probability is not finite, which means that weights or computation are broken.
         """
         start = time.perf_counter()
         self._engine.forget_prefixes()
@@ -66,10 +66,10 @@ class Sampler:
         return Rollout(batch, self._group_size, completions, self._texts(completions), seconds)
 
     def answer(self, prompts: Sequence[Prompt], *, temperature: float, samples: int = 1) -> Rollout:
-        """Completions of prompts for an evaluation: greedy at 0, else with keys that are the same every time.
+        """Sample completions for an evaluation, with keys that are the same every time; temperature 0 is greedy.
 
-        What is in the cache is dropped before, so that the same weights give the same answers whatever was sampled
-        before: in the run, in a run that continues, or from a checkpoint.
+        The cache is emptied first, so that the same weights give the same answers whatever was sampled before: during
+        the run, after it was continued, or from a checkpoint.
         """
         start = time.perf_counter()
         self._engine.forget_prefixes()

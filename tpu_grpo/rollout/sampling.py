@@ -1,4 +1,4 @@
-"""The sampler: one program for all settings, and tokens that depend on nothing but their key, position and logits.
+"""Token sampling: one program serves all settings, and a token depends on its key, position and logits alone.
 
 Suffixes: B rows, V vocabulary.
 
@@ -19,18 +19,18 @@ from tpu_grpo.rollout.arrays import AnyArray
 
 
 class SamplingColumns(NamedTuple):
-    """Per-row settings and keys, as arrays, so that no setting is compiled in."""
+    """The settings and keys of each row, as arrays, so that no setting is compiled in."""
 
     temperature: Float[AnyArray, " B"]
-    """0 is greedy."""
+    """The temperature; 0 means greedy."""
     top_k: Int[AnyArray, " B"]
-    """0 keeps all."""
+    """How many of the likeliest tokens are kept; 0 keeps all."""
     top_p: Float[AnyArray, " B"]
     min_p: Float[AnyArray, " B"]
     key: UInt32[AnyArray, "B 4"]
-    """(seed, step, prompt, sample)."""
+    """The row's seed, step, prompt and sample."""
     position: Int[AnyArray, " B"]
-    """Index in the sequence that the sampled token will have."""
+    """The index that the sampled token will have in its sequence."""
 
 
 def sample_tokens(
@@ -73,13 +73,13 @@ def filter_logits(scaled_BV: Float[Array, "B V"], columns: SamplingColumns) -> F
 
 
 def _ranks(values_BV: Float[Array, "B V"]) -> Int[Array, "B V"]:
-    """Integers in the order of float32 numbers: their bits, those of negative numbers turned round."""
+    """Map float32 numbers to integers of the same order: their bits, which are inverted for negative numbers."""
     bits_BV = jax.lax.bitcast_convert_type(values_BV, jnp.int32)
     return bits_BV ^ ((bits_BV >> 31) & 0x7FFFFFFF)
 
 
 def _lowest(enough: Callable[[Int[Array, "B 1"]], Bool[Array, " B"]], like_BV: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """The lowest rank that is enough, per row; all above it are, too."""
+    """Find the lowest rank per row for which ``enough`` holds; it must hold for all higher ranks, too."""
     bounds = jnp.iinfo(jnp.int32)
     lowest_B = jnp.full_like(like_BV[:, 0], bounds.min, jnp.int32)
     highest_B = jnp.full_like(like_BV[:, 0], bounds.max, jnp.int32)

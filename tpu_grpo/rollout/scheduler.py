@@ -1,6 +1,6 @@
-"""sglang-jax's scheduler, stepped on the calling thread: continuous batching, paged cache, prefix tree.
+"""sglang-jax's scheduler with continuous batching, paged cache and prefix tree, stepped on the calling thread.
 
-A decision depends on the requests submitted and on nothing else: no clock, free memory, thread or socket takes part.
+Its decisions depend on the submitted requests alone: no clock, free memory, thread or socket takes part in them.
 """
 
 import hashlib
@@ -29,18 +29,21 @@ from tpu_grpo.types import Completion, Request
 
 @dataclass
 class StepSeconds:
-    """Where the time of the steps goes, summed; ``steps`` counts them."""
+    """Seconds that all steps so far spent, by what was done."""
 
     schedule: float = 0.0
     launch: float = 0.0
     wait: float = 0.0
+    """Waiting for the devices."""
     collect: float = 0.0
+    """Appending sampled tokens to their requests."""
     steps: int = 0
+    """The number of steps."""
 
 
 @dataclass(eq=False)
-class Running:
-    """A request inside the scheduler, with what was sampled so far."""
+class RunningRequest:
+    """A request inside the scheduler, with the log-probabilities of the tokens sampled so far."""
 
     request: Request
     req: Req
@@ -49,24 +52,24 @@ class Running:
 
     @property
     def prefilled(self) -> bool:
-        """Whether its prompt is computed and can be shared."""
+        """Whether its prompt is in the cache, where requests with the same prompt can reuse it."""
         return bool(self.req.output_ids)
 
     def completion(self) -> Completion:
-        """The finished completion; one whose last allowed token is a stop token ended by it."""
+        """Build the finished completion; one whose last allowed token is a stop token counts as stopped."""
         stops = not self.request.sampling.ignore_stop and self.req.output_ids[-1] in self.stop_token_ids
-        cut = isinstance(self.req.finished_reason, FINISH_LENGTH) and not stops
+        truncated = isinstance(self.req.finished_reason, FINISH_LENGTH) and not stops
         return Completion(
             token_ids=np.asarray(self.req.output_ids, np.int32),
             logprobs=np.asarray(self.logprobs, np.float32),
-            finish_reason="length" if cut else "stop",
+            finish_reason="length" if truncated else "stop",
             cached_tokens=self.req.cached_tokens,
         )
 
 
 @dataclass(frozen=True)
-class Started:
-    """A step under way on the devices. B rows, padded."""
+class StepInFlight:
+    """A step that the devices are computing. B rows, padded."""
 
     batch: ScheduleBatch
     tokens: jax.Array
@@ -76,29 +79,31 @@ class Started:
 
 
 class SteppedScheduler(Scheduler):
-    """The library's Scheduler with ``submit``, steps of two halves and ``forget_prefixes`` in place of its event loop.
+    """The library's Scheduler, driven by calls instead of its event loop.
 
-    Between ``start_step`` and ``finish_step`` the devices work, and other engines can be served.
+    ``submit`` queues requests. ``start_step`` launches a step and returns while the devices work, so that other engines
+    can be served meanwhile; ``finish_step`` collects the tokens. ``forget_prefixes`` empties the cache.
     """
 
-    def __init__(self, server_args: ServerArgs, mesh: Mesh, runner_class: type[Runner]):
+    def __init__(self, server_args: ServerArgs, mesh: Mesh, build_runner: Callable[..., Runner]):
         no_ports: Any = SimpleNamespace(**dict.fromkeys(PortArgs.__dataclass_fields__))
-        with repairs.in_process(mesh, runner_class):
+        with repairs.in_process(mesh, build_runner):
             super().__init__(server_args, no_ports)
-        self.running: dict[str, Running] = {}
+        self.running: dict[str, RunningRequest] = {}
         self.seconds = StepSeconds()
+        self.retractions = 0
         self.before_launch: Callable[[], None] | None = None
         self._log = hashlib.sha256()
-        self._started: Started | None = None
+        self.in_flight: StepInFlight | None = None
 
     @property
     def runner(self) -> Runner:
-        """Our model runner inside the library's worker."""
+        """The model runner inside the library's worker, which is ours."""
         worker: Any = self.tp_worker
         return worker.model_runner
 
-    def submit(self, request: Request, stop_token_ids: frozenset[int]) -> Running:
-        """Queue a request; the first submitted is the first served."""
+    def submit(self, request: Request, stop_token_ids: frozenset[int]) -> RunningRequest:
+        """Queue a request; requests are served in the order in which they were submitted."""
         params = LibrarySamplingParams(
             max_new_tokens=request.sampling.max_new_tokens,
             stop_token_ids=list(stop_token_ids),
@@ -109,38 +114,38 @@ class SteppedScheduler(Scheduler):
         fields: dict[str, Any] = {"rid": rid, "text": "", "input_ids": list(request.token_ids)}
         fields |= {"sampling_params": params, "logprob_start_len": -1, "token_ids_logprob": None}
         self.handle_generate_request(TokenizedGenerateReqInput(**fields))
-        running = Running(request, self.waiting_queue[-1], stop_token_ids)
+        running = RunningRequest(request, self.waiting_queue[-1], stop_token_ids)
         self.running[rid] = running
         return running
 
     def start_step(self) -> None:
-        """Schedule one batch and start it on the devices; ``finish_step`` comes next.
+        """Schedule one batch and launch it on the devices; call ``finish_step`` next.
 
         Raises:
-            RequestError: if requests wait but none can ever run.
+            RequestError: if requests wait but none of them can ever run.
         """
-        assert self._started is None, "the step before has not been finished"
+        assert self.in_flight is None, "the step before has not been finished"
         start = time.perf_counter()
         with repairs.without_sampling_info():
             batch = self.get_next_batch_to_run()
         self.cur_batch = batch
         self.seconds.schedule += time.perf_counter() - start
         if batch:
-            self._started = Started(batch, *self._launch(batch))
+            self.in_flight = StepInFlight(batch, *self._launch(batch))
         else:
             self._rest()
             self.last_batch = None
 
     def finish_step(self) -> None:
-        """Wait for the step that was started, if any, and take in its tokens."""
-        if self._started is None:
+        """Wait for the step in flight, if there is one, and collect its tokens."""
+        if self.in_flight is None:
             return
-        started, self._started = self._started, None
+        step, self.in_flight = self.in_flight, None
         start = time.perf_counter()
-        tokens, self._logprobs = jax.device_get((started.tokens, started.logprobs))
+        tokens, self._logprobs = jax.device_get((step.tokens, step.logprobs))
         self.seconds.wait += time.perf_counter() - start
         self.seconds.steps += 1
-        batch, tokens = started.batch, tokens[: len(started.batch.reqs)]
+        batch, tokens = step.batch, tokens[: len(step.batch.reqs)]
         self._log.update(tokens.tobytes())
         batch.output_ids = tokens
         self.process_batch_result(batch, GenerationBatchResult(None, tokens.tolist(), [], [], 0, 0))
@@ -148,11 +153,11 @@ class SteppedScheduler(Scheduler):
 
     @property
     def digest(self) -> str:
-        """sha256 of every decision and token so far: which requests ran in each step, in which slots, what came."""
+        """sha256 of every step so far: which requests ran, in which cache slots, and which tokens were sampled."""
         return self._log.hexdigest()
 
     def _launch(self, batch: ScheduleBatch) -> tuple[jax.Array, jax.Array]:
-        """Start the model and the sampler on a scheduled batch."""
+        """Launch the step program on a scheduled batch."""
         start = time.perf_counter()
         self.forward_ct += 1
         self._note_decision(batch)
@@ -168,7 +173,7 @@ class SteppedScheduler(Scheduler):
     def process_batch_result(
         self, batch: ScheduleBatch, result: GenerationBatchResult, launch_done: Any = None
     ) -> None:
-        """Append the sampled tokens to their requests, and their log-probabilities beside them."""
+        """Append the sampled tokens and their log-probabilities to their requests."""
         del launch_done
         start = time.perf_counter()
         reqs = list(batch.reqs)
@@ -180,18 +185,18 @@ class SteppedScheduler(Scheduler):
         self.seconds.collect += time.perf_counter() - start
 
     def stream_output(self, *_: Any, **__: Any) -> None:
-        """Nobody listens: completions are read from the requests."""
+        """Do nothing: completions are read from the requests."""
 
     def log_prefill_stats(self, *_: Any) -> None:
-        """Not logged: the pipeline reports tokens per second."""
+        """Log nothing: the pipeline reports tokens per second."""
 
     def log_decode_stats(self, *_: Any, **__: Any) -> None:
-        """Not logged: the pipeline reports tokens per second."""
+        """Log nothing: the pipeline reports tokens per second."""
 
     def forget_prefixes(self) -> None:
-        """Drop every cached key and value; only between generations.
+        """Drop all cached keys and values; call it only between generations.
 
-        Cached prefixes belong to the weights that computed them, so every weight sync is followed by this.
+        Cached prefixes belong to the weights that computed them, so this follows every weight sync.
         """
         assert not self.waiting_queue, "requests are still waiting"
         assert self.running_batch.is_empty(), "requests are still running"
@@ -202,6 +207,11 @@ class SteppedScheduler(Scheduler):
         self.cur_batch = self.last_batch = None
         self.running = {}
 
+    def _extend_requests_to_queue(self, reqs: list[Req], is_retracted: bool = False) -> None:
+        """Queue requests as the library does, and count those that return because the cache ran short."""
+        self.retractions += len(reqs) if is_retracted else 0
+        super()._extend_requests_to_queue(reqs, is_retracted)
+
     def _note_decision(self, batch: ScheduleBatch) -> None:
         rids = ",".join(req.rid for req in batch.reqs)
         self._log.update(f"{batch.forward_mode.name} {rids} ".encode())
@@ -209,9 +219,9 @@ class SteppedScheduler(Scheduler):
         self._log.update(np.asarray(batch.out_cache_loc, np.int64).tobytes())
 
     def _rest(self) -> None:
-        """Between batches: check for leaked slots, as the library does, and for requests that nothing can help.
+        """Check, when there is no batch, for leaked slots, as the library does, and for requests that can never run.
 
-        One empty step with requests waiting is normal: the library notices that its batch has emptied by taking it.
+        One empty step while requests wait is normal, because the library notices only then that its batch is empty.
         """
         if self.waiting_queue and self.last_batch is None:
             req = self.waiting_queue[0]
@@ -229,7 +239,7 @@ class SteppedScheduler(Scheduler):
         return allocator.available_size() + self.tree_cache.evictable_size()
 
     def _pools(self) -> tuple[ReqToTokenPool, BaseTokenToKVPoolAllocator]:
-        """Which cache slots each running request has, and which slots are free."""
+        """Return the table of each running request's cache slots, and the allocator that knows the free slots."""
         request_table, allocator = self.req_to_token_pool, self.token_to_kv_pool_allocator
         assert request_table is not None
         assert allocator is not None

@@ -1,7 +1,7 @@
-"""The few padded shapes a run compiles: chosen once from the config, never from what arrives.
+"""The few padded shapes that a run compiles. They are chosen once from the config, never from the requests that come.
 
-A decode program has one batch size, a prefill program one number of tokens; both take rows of any length up to the
-context. All are compiled when the engine is built, and nothing after that.
+A decode program has one batch size, and a prefill program one number of tokens. Both take rows of any length up to the
+context. All are compiled before the first step, and nothing after that.
 """
 
 from bisect import bisect_left
@@ -14,18 +14,18 @@ SMALLEST_PREFILL = 64
 
 @dataclass(frozen=True)
 class Shapes:
-    """Ladders of paddings, each ascending; a size is padded to the first rung that holds it."""
+    """Ascending ladders of padded sizes; a size is padded to the first rung that is large enough."""
 
     batch: tuple[int, ...]
-    """Rows of a decode step; the last is the most rows that run at once."""
+    """Rows of a decode step. The last rung is the most rows that run at once."""
     prefill: tuple[int, ...]
-    """New tokens of a prefill step over all rows; the last is the chunk size."""
+    """New tokens of all rows in a prefill step. The last rung is the chunk size."""
     context: int
-    """Tokens of the longest row, whole pages."""
+    """Tokens of the longest row, rounded up to whole pages."""
 
     @property
     def max_rows(self) -> int:
-        """Most rows that run at once."""
+        """The most rows that run at once."""
         return self.batch[-1]
 
 
@@ -37,7 +37,7 @@ def choose_shapes(
     prefill_tokens: int,
     batch_paddings: Sequence[int] | None = None,
 ) -> Shapes:
-    """The ladders for these limits; given ``batch_paddings`` replace the powers of two."""
+    """Choose the ladders for these limits; ``batch_paddings`` replace the powers of two where they are given."""
     batch = tuple(sorted({b for b in batch_paddings or () if b < max_running_requests} | {max_running_requests}))
     prefill_tokens = max(prefill_tokens, max_running_requests)
     return Shapes(
@@ -48,7 +48,7 @@ def choose_shapes(
 
 
 def ladder(first: int, last: int, factor: int) -> tuple[int, ...]:
-    """``first``, ``first * factor``, ... below ``last``, then ``last``: ``ladder(8, 50, 2) == (8, 16, 32, 50)``."""
+    """Multiply ``first`` by ``factor`` while below ``last``, and end with ``last``: (8, 50, 2) gives 8, 16, 32, 50."""
     rungs = []
     while first < last:
         rungs.append(first)
@@ -57,10 +57,10 @@ def ladder(first: int, last: int, factor: int) -> tuple[int, ...]:
 
 
 def pad_to(rungs: Sequence[int], size: int) -> int:
-    """The first rung that holds ``size``.
+    """Return the first rung that is at least ``size``.
 
     Raises:
-        ValueError: if none does.
+        ValueError: if no rung is.
     """
     index = bisect_left(rungs, size)
     if index == len(rungs):

@@ -1,4 +1,4 @@
-"""From a scheduled batch to the padded arrays of one step.
+"""Pads a scheduled batch to the arrays of one step.
 
 Suffixes: B rows (padded), b rows of the batch, T tokens of the step (padded), L context.
 """
@@ -19,18 +19,18 @@ from tpu_grpo.types import Request
 
 
 class StepInputs(NamedTuple):
-    """What one step needs on the devices, all of it replicated."""
+    """The arrays that one step needs on the devices; all of them are replicated."""
 
     input_ids: Int[AnyArray, " T"]
     positions: Int[AnyArray, " T"]
     out_cache_loc: Int[AnyArray, " T"]
-    """Cache slot of each new token; -1 for padding."""
+    """The cache slot of each new token, or -1 for padding."""
     seq_lens: Int[AnyArray, " B"]
-    """Tokens of each row after this step; 0 for padding."""
+    """Tokens that each row has after this step, or 0 for padding."""
     prefix_lens: Int[AnyArray, " B"]
     extend_lens: Int[AnyArray, " B"]
     cache_loc: Int[AnyArray, " S"]
-    """Cache slots of all rows, concatenated; used by the library's native attention only."""
+    """The concatenated cache slots of all rows; empty for gather attention."""
     attention: Any
     """The attention backend's metadata."""
     sampling: SamplingColumns
@@ -59,22 +59,22 @@ class InputBuilder:
         self._table.key[row] = (key.seed, key.step, key.prompt, key.sample)
 
     def build(self, batch: ScheduleBatch) -> StepInputs:
-        """The inputs of a scheduled batch."""
+        """Build the inputs of a scheduled batch."""
         mode = batch.forward_mode
         columns = self._decode_columns(batch) if mode.is_decode() else self._prefill_columns(batch)
         slots_bL = batch.req_to_token_pool.req_to_token[batch.req_pool_indices, : self._shapes.context]
-        return self._with(mode, columns, slots_bL, batch.req_pool_indices)
+        return self._inputs(mode, columns, slots_bL, batch.req_pool_indices)
 
     def padding(self, mode: ForwardMode, size: int) -> StepInputs:
-        """Inputs of one shape without a single row, for compiling."""
+        """Build inputs of one shape that hold nothing but padding, for compiling."""
         rows = size if mode == ForwardMode.DECODE else self._shapes.max_rows
         columns = {name: np.zeros(size, np.int32) for name in ("input_ids", "positions")}
         columns |= {name: np.zeros(rows, np.int32) for name in ("seq_lens", "prefix_lens", "extend_lens")}
         columns["out_cache_loc"] = np.full(size, -1, np.int32)
-        return self._with(mode, columns, np.zeros((0, self._shapes.context), np.int32), np.zeros(0, np.int32))
+        return self._inputs(mode, columns, np.zeros((0, self._shapes.context), np.int32), np.zeros(0, np.int32))
 
     def _decode_columns(self, batch: ScheduleBatch) -> Columns:
-        """One token per row."""
+        """Pad a decode step, which has one token per row."""
         rows = pad_to(self._shapes.batch, len(batch.seq_lens))
         seq_lens = _padded(batch.seq_lens, rows)
         ones = (seq_lens > 0).astype(np.int32)
@@ -88,7 +88,7 @@ class InputBuilder:
         }
 
     def _prefill_columns(self, batch: ScheduleBatch) -> Columns:
-        """The rows' new tokens, concatenated."""
+        """Pad a prefill step, which has the new tokens of its rows concatenated."""
         rows, tokens = self._shapes.max_rows, pad_to(self._shapes.prefill, len(batch.input_ids))
         positions = np.concatenate([np.arange(p, s) for p, s in zip(batch.prefix_lens, batch.seq_lens, strict=True)])
         return {
@@ -100,7 +100,7 @@ class InputBuilder:
             "extend_lens": _padded(batch.extend_lens, rows),
         }
 
-    def _with(
+    def _inputs(
         self,
         mode: ForwardMode,
         columns: Columns,

@@ -1,8 +1,9 @@
-"""The embedding and the output head split over an engine's devices by vocabulary, and the sampler's part in it.
+"""Sharding of embedding and output head by vocabulary, and the resharding of logits that token sampling needs.
 
-sglang-jax keeps both whole on every device: 2.3 GiB for Qwen3-8B. Split, XLA looks a token up where its row lies and
-adds the parts ([T, D], like every layer's sum), and each device computes the logits of its own part of the vocabulary.
-The sampler wants whole rows: see ``deal_rows``.
+sglang-jax replicates both on every device, which takes 2.3 GiB for Qwen3-8B. We shard them over the devices of an
+engine. XLA then looks up a token on the device that has its row, and adds the results with one all-reduce of [T, D], as
+after every layer. Each device computes the logits of its own part of the vocabulary. Token sampling needs the whole
+vocabulary of a row on one device: see ``shard_rows``.
 
 Suffixes: B rows, V vocabulary.
 """
@@ -15,14 +16,14 @@ from jaxtyping import Array, Float
 from tpu_grpo.errors import ConfigError
 
 VOCABULARY_LEAVES = ("embed_tokens.embedding", "lm_head.embedding")
-"""How the names of parameters end that are [V, D]."""
+"""The names of all parameters of shape [V, D] end in one of these."""
 
 
 def splits_vocabulary(asked: bool | None, vocabulary: int, tensor: int) -> bool:
-    """Whether ``tensor`` devices split a vocabulary; None is yes where it divides.
+    """Decide whether ``tensor`` devices shard a vocabulary; with None they do where ``tensor`` divides it.
 
     Raises:
-        ConfigError: if it was asked for and does not divide.
+        ConfigError: if sharding was asked for and ``tensor`` does not divide the vocabulary.
     """
     divides = vocabulary % tensor == 0
     if asked and not divides:
@@ -34,13 +35,14 @@ def splits_vocabulary(asked: bool | None, vocabulary: int, tensor: int) -> bool:
     return tensor > 1 and divides and asked is not False
 
 
-def deal_rows(logits_BV: Float[Array, "B V"], mesh: Mesh, *, split: bool) -> Float[Array, "B V"]:
-    """Logits split over ``mesh`` by rows, whatever they were before.
+def shard_rows(logits_BV: Float[Array, "B V"], mesh: Mesh, *, split: bool) -> Float[Array, "B V"]:
+    """Reshard logits over ``mesh`` by rows, with one all-to-all.
 
-    Whole rows make every maximum, sum and sort of the sampler the one that a single device does, in the same order, so
-    that splitting the vocabulary changes no token; and each device samples B / tensor rows. What moves is a device's
-    share of the logits, once. They are pinned as they come first: else XLA would rather bring the whole output head to
-    every device than the logits.
+    With whole rows, every maximum and sum over the vocabulary is computed by one device in the same order as without
+    sharding, so that sharding the vocabulary changes no token. Each device samples B / tensor rows.
+
+    The logits are first constrained to the sharding in which they were computed. Without that constraint, XLA would
+    all-gather the output head instead of exchanging the logits.
     """
     for spec in (P(None, "tensor") if split else P(), P("tensor", None)):
         logits_BV = jax.lax.with_sharding_constraint(logits_BV, NamedSharding(mesh, spec))

@@ -1,4 +1,4 @@
-"""Engines that take the trainer's parameters: the joint between learner, weights and rollout."""
+"""Engines that hold the trainer's policy: rollout engines joined with the weight sync that feeds them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,11 +23,11 @@ from tpu_grpo.weights.sync import WeightSync
 def build_weight_sync(
     config: RunConfig, rules: Sequence[WeightRule], params: nnx.State, target: Mapping[str, jax.ShapeDtypeStruct]
 ) -> WeightSync:
-    """The run's sync of these parameters (arrays, or their shapes) to the sampler's ``target``; compiles it.
+    """Compile the run's weight sync from these parameters (arrays or their specs) to the sampler's ``target``.
 
     Raises:
-        WeightsError: for leaves that do not correspond.
-        ConfigError: for a bound of temporary memory that the largest leaf does not keep.
+        WeightsError: if the leaves of the two sides do not correspond.
+        ConfigError: if the largest leaf needs more temporary memory than meshes.sync_temporary_mib.
     """
     return WeightSync(
         rules,
@@ -40,7 +40,7 @@ def build_weight_sync(
 
 
 class SyncedEngines:
-    """Engines that take the trainer's parameters: the joint between learner, weights and rollout."""
+    """The run's engines, into which ``install`` moves the trainer's parameters."""
 
     def __init__(
         self,
@@ -58,8 +58,13 @@ class SyncedEngines:
         self._sync: WeightSync | None = None
         self._checks: tuple[CopyCheck, CopyCheck] | None = None
 
+    @property
+    def sync(self) -> WeightSync | None:
+        """The compiled weight sync; None before the first ``install``."""
+        return self._sync
+
     def install(self, params: nnx.State) -> SyncResult:
-        """Move the trainer's parameters into every replica and forget what older ones computed.
+        """Move the trainer's parameters into every replica, and forget the prefixes that older ones computed.
 
         Raises:
             LockstepError: if copies of a parameter differ between hosts.
@@ -73,18 +78,18 @@ class SyncedEngines:
         return result
 
     def release(self) -> None:
-        """Free what only the engines need, caches and weights of their own, until the next ``install``.
+        """Free the engines' caches and those of their weights that the sync wrote, until the next ``install``.
 
-        Leaves that the engines share with the trainer stay the trainer's.
+        Leaves that are aliased with the trainer's stay, because the trainer needs them.
         """
         assert self._sync is not None, "install comes before release"
         self.replicas.release()
         self._sync.release()
 
     def worst_leaf(self, params: nnx.State) -> tuple[str, float]:
-        """The parameter in which this host's engines are farthest from the trainer's, and by how much.
+        """Return the parameter in which this host's engines differ most from what the trainer's give, and by how much.
 
-        Where an adapter was merged, a difference in the last bit is none: two programs may round it differently.
+        Differences in the last bit of a merged adapter are ignored, because two programs may round differently.
         """
         assert self._sync is not None, "install comes first"
         gaps = {}
@@ -104,8 +109,8 @@ class SyncedEngines:
             check(held, self._hosts)
 
     def generate_texts(self, prompts: Sequence[str], config: Any) -> SampledTexts:
-        """Completions of rendered prompts, for Tunix's own loops; ``config`` is Tunix's RolloutConfig."""
-        del config  # the run's settings hold
+        """Sample completions of rendered prompts for Tunix's own loops; ``config`` is Tunix's RolloutConfig."""
+        del config  # the run's own settings apply
         encoded = [tuple(self._tokenizer.encode(prompt, add_special_tokens=False)) for prompt in prompts]
         sampling, seed = sampling_params(self._config), self._config.run.seed
         requests = [Request(ids, sampling, SampleKey(seed, 0, row, TEXTS_SAMPLE)) for row, ids in enumerate(encoded)]

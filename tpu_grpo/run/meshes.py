@@ -1,4 +1,4 @@
-"""Which devices do what: the trainer's mesh and attention, and the sampler's devices in replicas."""
+"""The placement of a run: the trainer's mesh, the sampler's devices and the size of its replicas."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,55 +15,58 @@ from tpu_grpo.families.flash_attention import flash_block, whole_blocks
 from tpu_grpo.hosts import by_host, devices_per_host
 from tpu_grpo.models import Checkpoint, check_mesh, check_sampler_mesh, sampler_sizes
 from tpu_grpo.models.experts import check_expert_tokens
-from tpu_grpo.rollout.replicas import cut
+from tpu_grpo.rollout.replicas import make_replicas
 from tpu_grpo.rollout.vocabulary import splits_vocabulary
 
 SHARE_BYTES = 4 * 2**30
-"""Most bytes of the sampler's weights per device before a replica takes more devices by itself."""
+"""The default replica is the smallest in which no device holds more bytes of weights than this."""
 
 
 @dataclass(frozen=True)
 class Meshes:
-    """The trainer's mesh (fsdp, tp), and the sampler's devices, host by host, in replicas of ``tensor``."""
+    """The trainer's mesh, and the sampler's devices, which are divided into replicas of equal size."""
 
     trainer: Mesh
+    """Its axes are fsdp and tp."""
     sampler_devices: tuple[Any, ...]
+    """The devices are listed host by host."""
     tensor: int
+    """The number of devices of a replica."""
     flash_block: int | None
-    """Tokens of a block of the trainer's flash attention, which depends on what it runs on; None where it is dot."""
+    """Tokens in a block of the trainer's flash attention, or None where its attention is dot attention."""
 
     @property
     def replicas(self) -> int:
-        """How many there are."""
+        """The number of the sampler's replicas."""
         return len(self.sampler_devices) // self.tensor
 
     @property
     def platform(self) -> str:
-        """Of the sampler's devices: tpu, cpu or gpu."""
+        """The platform of the sampler's devices: tpu, cpu or gpu."""
         return self.sampler_devices[0].platform
 
     @property
     def attention(self) -> str:
-        """The trainer's, in words."""
+        """The trainer's attention in words."""
         return (
             "dot attention" if self.flash_block is None else f"flash attention in blocks of {self.flash_block} tokens"
         )
 
     @property
     def split(self) -> bool:
-        """Whether trainer and sampler have devices of their own."""
+        """Whether trainer and sampler have disjoint devices; otherwise they are colocated."""
         return not set(self.sampler_devices) & set(self.trainer.devices.flat)
 
 
 def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[Any] | None = None) -> Meshes:
-    """Place trainer and sampler on ``devices``: those of all hosts when None.
+    """Place trainer and sampler on ``devices``, or on the devices of all hosts if it is None.
 
-    shared: both on all devices, in turn. split: of every host's devices the first half is the trainer's and the second
-    the sampler's, so that every host takes part in both.
+    With layout "shared" both are colocated on all devices and use them in turn. With layout "split" the first half of
+    every host's devices is the trainer's and the second half the sampler's, so that every host takes part in both.
 
     Raises:
-        ConfigError: for sizes that do not multiply to the number of devices, or do not divide the model, or attention
-            that the trainer's devices do not run.
+        ConfigError: if sizes do not multiply to the number of devices or do not divide the model, or if the trainer's
+            devices cannot run its attention.
     """
     trainer_devices, sampler_devices = _devices(config, by_host(jax.devices() if devices is None else devices))
     tp, count = config.meshes.trainer.tp, len(trainer_devices)
@@ -75,7 +78,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
             f"use one of {fitting}"
         )
     tensor = config.meshes.sampler.tensor or default_tensor(config, checkpoint, len(sampler_devices))
-    cut(sampler_devices, tensor)
+    make_replicas(sampler_devices, tensor)  # refuses sizes that do not fit the hosts
     check_mesh(checkpoint, fsdp, tp)
     check_sampler_mesh(checkpoint, tensor)
     platform, row_tokens = trainer_devices[0].platform, config.context_tokens
@@ -88,7 +91,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
 
 
 def _devices(config: RunConfig, devices: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """(the trainer's, the sampler's), each host by host."""
+    """Return the trainer's devices and the sampler's, each host by host."""
     if config.meshes.layout == "shared":
         return list(devices), list(devices)
     per_host = devices_per_host(devices)
@@ -103,9 +106,9 @@ def _devices(config: RunConfig, devices: Sequence[Any]) -> tuple[list[Any], list
 
 
 def default_tensor(config: RunConfig, checkpoint: Checkpoint, devices: int) -> int:
-    """The fewest devices a replica whose share of the weights is at most SHARE_BYTES each; it depends on no host.
+    """Return the fewest devices per replica with which no device holds more than SHARE_BYTES of weights.
 
-    Where even the most devices the model allows hold more, that number.
+    If none does, this is the most devices that the model allows. It is the same on all hosts.
     """
     weight_bytes = checkpoint.parameter_count * jnp.dtype(config.model.dtype).itemsize
     possible = [size for size in sampler_sizes(checkpoint) if devices % size == 0]

@@ -1,4 +1,7 @@
-"""From a config to the parts of a run, each built once: the only place that knows every stage's constructor."""
+"""Builds the parts of a run from its config. Only this file knows the constructors of all stages.
+
+Read ``build_parts`` first; what it calls follows in the order of the calls.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from transformers import PreTrainedTokenizerFast
 
+from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import BUILTIN, RewardSpec, RunConfig
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.evaluation import GREEDY, Evaluation, EvaluationSamples, EvaluationSettings, evaluate
@@ -21,7 +25,7 @@ from tpu_grpo.models.lora import adapted_modules, apply_lora, existing_layers
 from tpu_grpo.models.tokenizers import load_tokenizer, stop_token_ids
 from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts, prompts_digest
 from tpu_grpo.rewards import DistributedRewards, RewardSet, open_rewards, repeats_itself
-from tpu_grpo.rollout.engine import EngineOptions
+from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.replicas import Replicas
 from tpu_grpo.rollout.sampler import Sampler
 from tpu_grpo.run.engines import SyncedEngines
@@ -32,15 +36,27 @@ from tpu_grpo.types import Prompt
 
 
 @dataclass(frozen=True)
+class Parts:
+    """Everything that the pipeline drives."""
+
+    task: "Task"
+    sampler: Sampler
+    engines: SyncedEngines
+    learner: Learner
+    probe: Probe
+
+
+@dataclass(frozen=True)
 class Task:
-    """What is learnt: prompts, rewards and the prompts that are kept for evaluation."""
+    """What the policy learns: prompts, the rewards of completions, and held-out prompts for evaluation."""
 
     prompts: PromptStream
     rewards: DistributedRewards
     held_out: "HeldOut | None"
+    """None if the config has no held-out prompts."""
 
     def close(self) -> None:
-        """Let the rewards close and end their processes."""
+        """Close the rewards and end their worker processes."""
         self.rewards.close()
         if self.held_out is not None:
             self.held_out.rewards.close()
@@ -48,32 +64,23 @@ class Task:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Prompts that are kept for evaluation, with the rewards that judge their answers."""
+    """Prompts that are kept for evaluation, with the rewards that score their answers."""
 
     prompts: tuple[Prompt, ...]
     rewards: DistributedRewards
     settings: EvaluationSettings
     best: str
-    """mode/reward that the best step is the highest of."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Everything the pipeline drives."""
-
-    task: Task
-    sampler: Sampler
-    engines: SyncedEngines
-    learner: Learner
-    probe: Probe
+    """The value, as mode/reward, whose maximum decides which step is the best."""
 
 
 def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
-    """Build everything a training run needs; the sampler holds the policy the learner starts (or resumes) from.
+    """Build everything that a training run needs, and install the policy that the learner starts or resumes from.
 
     Raises:
         LockstepError: if hosts hold different parameters.
+        WeightsError: if the probe finds that engines and trainer do not hold the same policy.
     """
+    open_algorithm(config.algorithm)  # first, so that a bad one is refused before anything is built
     checkpoint, tokenizer = open_model(config, hosts)
     meshes = build_meshes(config, checkpoint)
     task = open_task(config, tokenizer, hosts)
@@ -101,48 +108,8 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
     return Parts(task, Sampler(engines.replicas, tokenizer, config), engines, learner, probe)
 
 
-def open_engines(
-    config: RunConfig, hosts: Hosts, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast, meshes: Meshes
-) -> SyncedEngines:
-    """Engines on the sampler's devices, with the checkpoint's weights until others are installed."""
-    options = engine_options(config, meshes, stop_token_ids(tokenizer, checkpoint.directory))
-    _agree_on_engines(options, hosts)
-    replicas = Replicas.build(checkpoint.directory, meshes.sampler_devices, meshes.tensor, options, hosts)
-    if config.hosts.check == "step":
-        replicas.check_every_step()
-    return SyncedEngines(replicas, checkpoint.weight_rules, tokenizer, config, hosts)
-
-
-def _agree_on_engines(options: EngineOptions, hosts: Hosts) -> None:
-    """What follows from the settings and decides the programs: hosts that compile different ones could only abort."""
-    sizes = {"cache tokens": options.cache_tokens, "shapes": options.shapes}
-    hosts.agree_all({f"{name} of an engine": str(value) for name, value in sizes.items()})
-
-
-def with_adapters(base: nnx.Module, checkpoint: Checkpoint, config: RunConfig) -> nnx.Module:
-    """The model that is trained: the base itself, or one with adapters that shares its arrays."""
-    section = config.model.lora
-    if section.rank is None:
-        return base
-    model = apply_lora(base, adapted_modules(checkpoint, section), section, seed=config.run.seed)
-    if section.path is not None and not is_abstract(nnx.state(base)):
-        load_adapters(model, section)
-    return model
-
-
-def probe_prompts(prompts: PromptStream, meshes: Meshes) -> list[Prompt]:
-    """At least one for every replica, and as many as divide over the trainer's rows."""
-    fsdp, first = meshes.trainer.shape["fsdp"], prompts.batch(1).prompts
-    return [first[row % len(first)] for row in range(-(-meshes.replicas // fsdp) * fsdp)]
-
-
-def engine_options(config: RunConfig, meshes: Meshes, stop_ids: Sequence[int]) -> EngineOptions:
-    """What each of the run's engines is built for."""
-    return EngineOptions.from_config(config, stop_ids, replicas=meshes.replicas, platform=meshes.platform)
-
-
 def open_model(config: RunConfig, hosts: Hosts) -> tuple[Checkpoint, PreTrainedTokenizerFast]:
-    """The checkpoint (taught now, perhaps on every host, if it is built in and new) and its tokenizer."""
+    """Open the checkpoint and its tokenizer; a host that lacks a built-in model teaches it now."""
     if config.model.path.startswith(BUILTIN):
         directory = builtin.builtin_checkpoint(builtin_name(config), config.run.seed, progress=True)
         if hosts.count > 1:
@@ -154,11 +121,23 @@ def open_model(config: RunConfig, hosts: Hosts) -> tuple[Checkpoint, PreTrainedT
     return checkpoint, load_tokenizer(directory)
 
 
-def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """What the config asks of the model.
+def builtin_name(config: RunConfig) -> str:
+    """Return the name in a model.path that begins with BUILTIN.
 
     Raises:
-        ConfigError: for longer sequences than it takes, or modules or layers it lacks.
+        ConfigError: if there is no built-in model of that name.
+    """
+    name = config.model.path.removeprefix(BUILTIN)
+    if name not in builtin.NAMES:
+        raise ConfigError(f"model.path={config.model.path} is not built in; built in: {list(builtin.NAMES)}")
+    return name
+
+
+def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Check that the model can do what the config asks of it.
+
+    Raises:
+        ConfigError: if sequences are longer than the model takes, or if it lacks modules or layers.
     """
     longest = checkpoint.hf_config.get("max_position_embeddings")
     if longest is not None and config.context_tokens > longest:
@@ -172,16 +151,11 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
         existing_layers(checkpoint, "model.train_layers", config.model.train_layers)
 
 
-def builtin_name(config: RunConfig) -> str:
-    """Of a model.path that begins with BUILTIN. Raises ConfigError for one that does not exist."""
-    name = config.model.path.removeprefix(BUILTIN)
-    if name not in builtin.NAMES:
-        raise ConfigError(f"model.path={config.model.path} is not built in; built in: {list(builtin.NAMES)}")
-    return name
-
-
 def open_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts) -> Task:
-    """Prompts and rewards, checked against each other's columns; rewards are shared out over the hosts."""
+    """Open prompts and rewards, and check that the prompts have the columns that the rewards need.
+
+    The hosts divide the scoring among them.
+    """
     prompts = open_prompts(config.data, config.run.seed, tokenizer)
     _agree_on_prompts({part.name: part.rendered.prompts for part in prompts.parts}, hosts)
     rewards = open_rewards(config.rewards, prompts.columns)
@@ -192,7 +166,13 @@ def open_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Host
 def open_held_out(
     config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts, rewards: RewardSet | None = None
 ) -> HeldOut | None:
-    """Held-out prompts and their rewards, in the processes of ``rewards`` if these are the run's; None without any."""
+    """Open the held-out prompts and their rewards.
+
+    If evaluation uses the rewards of the run, these are scored by the worker processes of ``rewards``.
+
+    Returns:
+        None if the config has no held-out prompts.
+    """
     section = config.evaluation
     settings = EvaluationSettings.of(section, config.rollout.temperature)
     prompts = open_evaluation_prompts(section, config.data, tokenizer)
@@ -208,25 +188,65 @@ def open_held_out(
     return HeldOut(prompts, DistributedRewards(judges, hosts, _compared(specs)), settings, best)
 
 
+def _compared(specs: Sequence[RewardSpec]) -> list[str]:
+    """List the rewards that hosts can compare, because they give the same value whenever they are called."""
+    return [spec.shown for spec in specs if repeats_itself(spec)]
+
+
+def _agree_on_prompts(prompts: Mapping[str, Sequence[Prompt]], hosts: Hosts) -> None:
+    """Check that hosts read, generated or downloaded the same prompts."""
+    if hosts.count > 1:
+        hosts.agree_all({f"prompts of {name}": prompts_digest(found) for name, found in prompts.items()})
+
+
+def open_engines(
+    config: RunConfig, hosts: Hosts, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast, meshes: Meshes
+) -> SyncedEngines:
+    """Build the engines on the sampler's devices; they have no weights until some are installed."""
+    options = engine_options(config, meshes, stop_token_ids(tokenizer, checkpoint.directory))
+    _agree_on_engines(options, hosts)
+    replicas = Replicas.build(checkpoint.directory, meshes.sampler_devices, meshes.tensor, options, hosts)
+    if config.hosts.check == "step":
+        replicas.check_every_step()
+    return SyncedEngines(replicas, checkpoint.weight_rules, tokenizer, config, hosts)
+
+
+def engine_options(config: RunConfig, meshes: Meshes, stop_ids: Sequence[int]) -> EngineOptions:
+    """Derive the options of the run's engines, which are all alike."""
+    return EngineOptions.from_config(config, stop_ids, replicas=meshes.replicas, platform=meshes.platform)
+
+
+def _agree_on_engines(options: EngineOptions, hosts: Hosts) -> None:
+    """Check that hosts derive the same sizes from the settings; with different programs, hosts could only abort."""
+    sizes = {"cache tokens": options.cache_tokens, "shapes": options.shapes}
+    hosts.agree_all({f"{name} of an engine": str(value) for name, value in sizes.items()})
+
+
+def with_adapters(base: nnx.Module, checkpoint: Checkpoint, config: RunConfig) -> nnx.Module:
+    """Return the model that is trained: the base itself, or a model with adapters around the same arrays."""
+    section = config.model.lora
+    if section.rank is None:
+        return base
+    model = apply_lora(base, adapted_modules(checkpoint, section), section, seed=config.run.seed)
+    if section.path is not None and not is_abstract(nnx.state(base)):
+        load_adapters(model, section)
+    return model
+
+
+def token_id(value: Any) -> int:
+    """Return a special token id of a tokenizer, which is known to be set."""
+    assert isinstance(value, int)
+    return value
+
+
+def probe_prompts(prompts: PromptStream, meshes: Meshes) -> list[Prompt]:
+    """Take at least one prompt for every replica, rounded up to a multiple of the trainer's fsdp size."""
+    fsdp, first = meshes.trainer.shape["fsdp"], prompts.batch(1).prompts
+    return [first[row % len(first)] for row in range(-(-meshes.replicas // fsdp) * fsdp)]
+
+
 def evaluate_policy(
     sampler: Sampler, held_out: HeldOut, step: int
 ) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
     """Evaluate the policy that the sampler's engines hold; returns the estimates and the samples they are of."""
     return evaluate(sampler.answer, held_out.rewards.score, held_out.prompts, held_out.settings, step=step)
-
-
-def _compared(specs: Sequence[RewardSpec]) -> list[str]:
-    """Rewards that hosts compare, because they give the same value whenever they are asked."""
-    return [spec.shown for spec in specs if repeats_itself(spec)]
-
-
-def _agree_on_prompts(prompts: Mapping[str, Sequence[Prompt]], hosts: Hosts) -> None:
-    """See that hosts read, made or downloaded the same data, whatever kind it is."""
-    if hosts.count > 1:
-        hosts.agree_all({f"prompts of {name}": prompts_digest(found) for name, found in prompts.items()})
-
-
-def token_id(value: Any) -> int:
-    """A tokenizer's special token id, known to be set."""
-    assert isinstance(value, int)
-    return value

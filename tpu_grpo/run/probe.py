@@ -1,12 +1,13 @@
-"""Proof, in every run, that the engines hold the trainer's policy.
+"""The probe, which checks in every run that the engines hold the trainer's policy.
 
-The engines sample a few tokens after fixed prompts with fixed keys, and the trainer says how likely it finds them:
+The engines sample a few tokens after fixed prompts with fixed keys, and the trainer computes the log-probabilities of
+the same tokens:
 
-    mean |engine - trainer| within the bound     the run goes on
-    beyond it                                    the run stops, naming the leaf that is farthest from what it should be
+    mean |engine - trainer| is within the bound     the run goes on
+    it is beyond the bound                          the run stops and names the leaf that differs most
 
-and the leaves themselves are compared as well, each computed anew and by itself, which finds what a few tokens would
-not show, such as a leaf that one sync has left out.
+The probe also compares the leaves themselves, each computed again by a program of its own. That finds what a few tokens
+would not show, such as a leaf that one sync left out.
 """
 
 from collections.abc import Sequence
@@ -22,30 +23,30 @@ from tpu_grpo.run.engines import SyncedEngines
 from tpu_grpo.types import Prompt, Request, SampleKey, SamplingParams
 
 PROBE_TOKENS = 16
-"""Longest completion of the probe."""
+"""The most tokens of a completion of the probe."""
 BOUNDS = {"float32": 1e-3, "bfloat16": 0.2}
-"""Mean difference per token beyond which rounding is no explanation. Measured: 1e-6 to 2e-5 in float32, 0.005 to 0.1 in
-bfloat16 (the largest with experts, of which rounding can choose others)."""
+"""A larger mean difference per token cannot come from rounding. We measured 1e-6 to 2e-5 in float32 and 0.005 to 0.1 in
+bfloat16; the largest come from models with experts, where rounding can change the routing."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Compares after the first sync and after every ``meshes.probe_every``-th."""
+    """Compares engines and trainer after the first sync and after every ``meshes.probe_every``-th."""
 
     config: RunConfig
     engines: SyncedEngines
     learner: Learner
     prompts: Sequence[Prompt]
-    """As many as divide over the trainer's rows."""
+    """Their number is a multiple of the trainer's fsdp size."""
 
     def after_sync(self, number: int) -> float | None:
-        """Compare if sync ``number`` (the first is 0) is due; every host calls it.
+        """Compare if it is due after sync ``number``, counted from 0; every host must call this.
 
         Returns:
-            The mean difference of the log-probabilities, or None when it was not due.
+            The mean difference of the log-probabilities, or None if no comparison was due.
 
         Raises:
-            WeightsError: engines and trainer do not hold the same policy; names the worst leaf.
+            WeightsError: if engines and trainer do not hold the same policy; it names the worst leaf.
         """
         every = self.config.meshes.probe_every
         if every == 0 or number % every:
@@ -67,7 +68,7 @@ class Probe:
         )
 
     def _difference(self) -> float:
-        """Mean of |engine - trainer| over the probe's tokens."""
+        """Return the mean of |engine - trainer| over the log-probabilities of the probe's tokens."""
         rollout, seed = self.config.rollout, self.config.run.seed
         sampling = SamplingParams(min(rollout.max_new_tokens, PROBE_TOKENS), rollout.temperature, ignore_stop=False)
         requests = [

@@ -1,0 +1,90 @@
+"""The sizes and settings that an engine is built for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tpu_grpo.config import CACHE_MARGIN_TOKENS, RunConfig
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.rollout.attention import AttentionName
+from tpu_grpo.rollout.shapes import Shapes, choose_shapes
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The sizes and settings of an engine, which are fixed for its life."""
+
+    context_tokens: int
+    """The most tokens of a prompt and its completion together."""
+    stop_token_ids: frozenset[int]
+    dtype: Literal["float32", "bfloat16"]
+    attention: AttentionName
+    max_running_requests: int
+    kv_tokens: int | None
+    """Size of the KV cache in tokens; None makes it hold ``max_running_requests`` rows of ``context_tokens``."""
+    page_size: int
+    prefill_tokens: int
+    prefix_cache: bool
+    batch_paddings: tuple[int, ...] | None
+    shard_vocab: bool | None
+    """Whether to shard embedding and output head by vocabulary; None does so where the number of devices divides it."""
+
+    @classmethod
+    def from_config(
+        cls, config: RunConfig, stop_token_ids: Sequence[int], *, replicas: int, platform: str
+    ) -> "EngineOptions":
+        """Derive the options of every engine of a run with ``replicas`` engines on devices of a platform."""
+        rollout = config.rollout
+        rows = -(-config.data.prompts_per_step // replicas) * config.algorithm.group_size
+        return cls(
+            context_tokens=config.context_tokens,
+            stop_token_ids=frozenset(stop_token_ids),
+            dtype=config.model.dtype,
+            attention=choose_attention(rollout.attention, platform),
+            max_running_requests=min(rollout.max_running_requests, rows),
+            kv_tokens=rollout.kv_tokens,
+            page_size=rollout.page_size,
+            prefill_tokens=rollout.prefill_tokens,
+            prefix_cache=rollout.prefix_cache,
+            batch_paddings=rollout.batch_paddings,
+            shard_vocab=config.meshes.sampler.shard_vocab,
+        )
+
+    @property
+    def shapes(self) -> Shapes:
+        """The padded shapes that this engine compiles."""
+        return choose_shapes(
+            context_tokens=self.context_tokens,
+            page_size=self.page_size,
+            max_running_requests=self.max_running_requests,
+            prefill_tokens=self.prefill_tokens,
+            batch_paddings=self.batch_paddings,
+        )
+
+    @property
+    def cache_tokens(self) -> int:
+        """Size of the KV cache in tokens, rounded down to whole pages."""
+        if self.kv_tokens is not None:
+            return self.kv_tokens // self.page_size * self.page_size
+        return self.max_running_requests * self.tokens_of_request(self.context_tokens)
+
+    def tokens_of_request(self, tokens: int) -> int:
+        """Return the cache tokens that a request of ``tokens`` needs, with the library's margin, in whole pages."""
+        return -(-(tokens + CACHE_MARGIN_TOKENS) // self.page_size) * self.page_size
+
+
+def choose_attention(name: Literal["auto", "flash", "gather", "native"], platform: str) -> AttentionName:
+    """Resolve ``auto`` and refuse what the sampler's devices (tpu, cpu, gpu) cannot run.
+
+    Raises:
+        ConfigError: if flash is asked for without a TPU.
+    """
+    on_tpu = platform == "tpu"
+    if name == "auto":
+        return "flash" if on_tpu else "gather"
+    if name == "flash" and not on_tpu:
+        raise ConfigError(
+            f"rollout.attention=flash needs a TPU, the sampler's devices are {platform}; "
+            "use gather (any device) or auto"
+        )
+    return name
