@@ -2,18 +2,17 @@
 
 import argparse
 import json
-import logging
-import os
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from tpu_grpo.commands.starting import prepare
 from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.errors import TpuGrpoError, say
 from tpu_grpo.planning.child_process import run_in_child
-from tpu_grpo.planning.slices import open_slice, prepare
+from tpu_grpo.planning.slices import open_slice
+from tpu_grpo.planning.slices import prepare as prepare_slice
 
 ABOUT = """Says whether a run fits a TPU slice, by compiling the run's own programs for it; no TPU is needed.
 
@@ -55,8 +54,8 @@ def plan_and_print(config: RunConfig, slice_name: str, *, fast: bool, as_json: b
     Raises:
         TpuGrpoError: for a run that would be wrong with any amount of memory.
     """
-    prepare(slice_name)
-    _quiet()
+    prepare_slice(slice_name)
+    prepare(config)
     from tpu_grpo.planning.plan import make_plan
     from tpu_grpo.planning.report import plan_as_json, plan_lines, suggestion_line
     from tpu_grpo.planning.suggestions import suggest
@@ -81,11 +80,3 @@ _STARTED = time.perf_counter()
 def report_progress(what: str) -> None:
     """Print what is under way to stderr, with the seconds since the start."""
     print(f"[{time.perf_counter() - _STARTED:6.1f} s] {what}", file=sys.stderr, flush=True)
-
-
-def _quiet() -> None:
-    """Silence libraries, before jax is imported."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    logging.getLogger("absl").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=DeprecationWarning)
