@@ -1,0 +1,103 @@
+"""Tunix's own GRPO loop samples with this package's engine: python examples/tunix_loop.py [section.key=value ...]
+
+The cluster, optimizer, dataset, reward and ``train()`` are Tunix's or yours, as in any script that uses Tunix. Three
+things differ: ``rollout_engine`` is a `RolloutAdapter` around engines that sample in this process, the cluster is
+`Cluster`, and the learner is `EngineGrpoLearner`, which learns from the log-probabilities that the engine sampled with.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from transformers import PreTrainedTokenizerFast
+from tunix.rl.rl_cluster import ClusterConfig, RLTrainingConfig, Role
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+import tpu_grpo
+from tpu_grpo.learner import parameters
+from tpu_grpo.learner.adapter import RolloutAdapter
+from tpu_grpo.learner.agreement import agreement_metrics
+from tpu_grpo.learner.repairs import Cluster
+from tpu_grpo.learner.tunix_learner import EngineGrpoLearner, GrpoAlgorithmConfig
+from tpu_grpo.models import load_model
+from tpu_grpo.run.meshes import build_meshes
+from tpu_grpo.run.parts import open_engines, open_model, token_id
+
+STEPS, PROMPTS, GROUP = 10, 32, 8
+"""Optimizer steps, prompts of each, and completions of every prompt."""
+SETTINGS = (
+    "run.name=tunix_loop",
+    f"run.max_steps={STEPS}",
+    "model.path=builtin:addition",
+    f"data.prompts_per_step={PROMPTS}",
+    "data.max_prompt_tokens=12",
+    "rollout.max_new_tokens=4",
+    f"rollout.max_running_requests={PROMPTS * GROUP}",
+    f"algorithm.group_size={GROUP}",
+)
+"""The engine's settings, any of docs/rollout.md; what Tunix is told below must say the same of lengths and groups."""
+
+
+def sums(tokenizer: PreTrainedTokenizerFast) -> Iterator[Any]:
+    """Yield Tunix's batches: prompts as the model sees them, and columns that the reward gets with them."""
+    rng = np.random.default_rng(0)
+    while True:
+        pairs = rng.integers(10, 100, (PROMPTS, 2))
+        chats = [[{"role": "user", "content": f"{a}+{b}="}] for a, b in pairs]
+        prompts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
+        yield {"prompts": np.array(prompts), "answer": pairs.sum(axis=1)}
+
+
+def is_right(prompts: Sequence[str], completions: Sequence[str], answer: Sequence[int], **_: object) -> list[float]:
+    """Reward the right sum with 1, and print how many there were."""
+    rewards = [float(text.strip() == str(right)) for text, right in zip(completions, answer, strict=True)]
+    print(f"reward {np.mean(rewards):.3f}", flush=True)
+    return rewards
+
+
+def main(overrides: Sequence[str]) -> None:
+    """Build Tunix's cluster around the engine, and let Tunix train."""
+    config = tpu_grpo.load_config(None, [*SETTINGS, *overrides])
+    with tpu_grpo.start(config) as (hosts, _):  # before jax uses a device
+        checkpoint, tokenizer = open_model(config, hosts)
+        meshes = build_meshes(config, checkpoint)
+        model = load_model(checkpoint, meshes.trainer, dtype=jnp.dtype("float32"), remat="none")
+        engine = open_engines(config, hosts, checkpoint, tokenizer, meshes)
+        engine.install(parameters(model))
+        engine.replicas.compile_all()
+        pad_id, eos_id = token_id(tokenizer.pad_token_id), token_id(tokenizer.eos_token_id)
+        rollout: Any = functools.partial(RolloutAdapter, engine=engine, pad_id=pad_id, eos_id=eos_id)
+        cluster = Cluster(
+            actor=model,
+            tokenizer=tokenizer,
+            cluster_config=ClusterConfig(
+                role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), meshes.trainer),
+                rollout_engine=rollout,
+                rollout_config=RolloutConfig(max_prompt_length=12, max_tokens_to_generate=4, temperature=1.0),
+                training_config=RLTrainingConfig(
+                    actor_optimizer=optax.adamw(1e-4),
+                    max_steps=config.run.max_steps,
+                    eval_every_n_steps=config.run.max_steps,
+                    data_sharding_axis=("fsdp",),
+                ),
+            ),
+        )
+        learner = EngineGrpoLearner(cluster, GrpoAlgorithmConfig.from_section(config.algorithm), reward_fns=[is_right])
+        learner.train(sums(tokenizer))
+        report(cluster)
+
+
+def report(cluster: Cluster) -> None:
+    """Print the entropy of every step, and how far the engine's log-probabilities were from the trainer's."""
+    for number, step in enumerate(cluster.actor_trainer.take_micro_steps(), start=1):
+        farthest = agreement_metrics([step.aux["agreement"]])["agreement/logprob_abs_diff_max"]
+        entropy = float(step.aux["entropy"])
+        print(f"step {number}  entropy {entropy:.3f}  engine and trainer differ by at most {farthest:.1e}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,45 @@
+"""Each example, run as a user types it, for three steps."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def run_example(name: str, tmp_path: Path) -> str:
+    """What an example prints, in an environment without what the tests set for their own process."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
+    command = [sys.executable, str(REPOSITORY / "examples" / f"{name}.py"), "run.max_steps=3"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"tpu|grpc|metadata|warning", done.stderr, flags=re.IGNORECASE) is None, done.stderr
+    return done.stdout
+
+
+def test_the_loop_by_hand_samples_what_the_pipeline_samples(tmp_path: Path) -> None:
+    lines = re.findall(
+        r"^step (\d) +reward ([\d.]+) +agreement (\S+)$", run_example("own_loop", tmp_path), re.MULTILINE
+    )
+    assert [int(step) for step, *_ in lines] == [1, 2, 3]
+    assert all(0.3 < float(reward) < 0.7 for _, reward, _ in lines)  # the demo begins near one half
+    assert all(float(agreement) <= 1e-4 for *_, agreement in lines)
+
+
+def test_the_loop_by_hand_is_short() -> None:
+    assert len((REPOSITORY / "examples" / "own_loop.py").read_text().splitlines()) < 60
+
+
+def test_tunix_own_loop_learns_from_the_engines_samples(tmp_path: Path) -> None:
+    shown = run_example("tunix_loop", tmp_path)
+    rewards = [float(value) for value in re.findall(r"^reward (\S+)$", shown, re.MULTILINE)]
+    assert len(rewards) == 3
+    assert all(0.3 < reward < 0.7 for reward in rewards)
+    pattern = r"^step (\d)  entropy (\S+)  engine and trainer differ by at most (\S+)$"
+    steps = re.findall(pattern, shown, re.MULTILINE)
+    assert [int(step) for step, *_ in steps] == [1, 2, 3]
+    assert all(0.0 < float(entropy) < 5.0 for _, entropy, _ in steps)
+    assert len({entropy for _, entropy, _ in steps}) == 3  # the policy changes, and so does the engine:
+    assert all(float(difference) <= 1e-4 for *_, difference in steps)
