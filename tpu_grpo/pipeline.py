@@ -140,7 +140,7 @@ class Run:
             self.hosts.barrier(f"adapters of step {step}")
 
     def _any_host(self, asked: bool) -> bool:
-        """Whether this or any other host was asked to stop; all of them then stop after the same step."""
+        """Ask whether this or any other host was asked to stop; all of them then stop after the same step."""
         return b"1" in self.hosts.gather("stop", b"1" if asked else b"0")
 
     def _evaluate_if_due(self, step: int) -> dict[str, float]:
@@ -162,7 +162,7 @@ class Run:
         return self.config.checkpoint.keep_best and self.evaluations.best_step == step
 
     def _due(self, step: int, every: int) -> bool:
-        """After every ``every`` steps, and after the last."""
+        """Say whether a step is one of every ``every``, or the last."""
         return step == self.config.run.max_steps or _every(step, every)
 
     def finish(self) -> dict[str, Any]:

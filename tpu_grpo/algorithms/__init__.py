@@ -68,7 +68,7 @@ def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:
         "group_size": section.group_size,
         "iterations": section.iterations,
         "clip_low": section.clip_low,
-        "clip_high": section.clip_low if section.clip_high is None else section.clip_high,
+        "clip_high": section.upper_clip,
     }
     algorithm = build(section.name, _find(section.name), settings, section.options)
     if section.name not in SHIPPED:

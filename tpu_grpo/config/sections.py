@@ -148,6 +148,11 @@ class AlgorithmSection(Section):
     """Take this many prompts (groups) per forward and backward pass; gradients accumulate over the passes. All at once
     when unset."""
 
+    @property
+    def upper_clip(self) -> float:
+        """How far above 1 the ratio is clipped: clip_high, or clip_low when that is unset."""
+        return self.clip_low if self.clip_high is None else self.clip_high
+
     @field_validator("group_size")
     @classmethod
     def _group_has_baseline(cls, value: int) -> int:

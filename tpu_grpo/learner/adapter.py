@@ -23,7 +23,7 @@ from tpu_grpo.types import Completion
 
 @dataclass(frozen=True)
 class SampledTexts:
-    """One completion per prompt, in the order of the prompts."""
+    """Holds one completion per prompt, in the order of the prompts."""
 
     prompt_ids: tuple[Sequence[int], ...]
     completions: tuple[Completion, ...]
@@ -31,7 +31,7 @@ class SampledTexts:
 
 
 class SamplingEngine(Protocol):
-    """What Tunix's learner needs of whatever samples."""
+    """Samples completions for Tunix's learner; any engine with these two methods will do."""
 
     def generate_texts(self, prompts: Sequence[str], config: RolloutConfig) -> SampledTexts:
         """Sample one completion for every prompt; a group's prompt comes as often as its size."""
@@ -86,7 +86,7 @@ class RolloutAdapter(BaseRollout):
     def get_per_token_logps(
         self, prompt_tokens: Int[jax.Array, "B T_prompt"], completion_tokens: Int[jax.Array, "B T"]
     ) -> Float[jax.Array, "B T"]:
-        """The trainer's log-probability (float32, at the temperature) of every completion token."""
+        """Compute the trainer's log-probability (float32, at the temperature) of every completion token."""
         logps = common.compute_per_token_logps(
             *nnx.split(self._actor), **self._arguments(prompt_tokens, completion_tokens)
         )
@@ -94,7 +94,7 @@ class RolloutAdapter(BaseRollout):
         return logps
 
     def lower_per_token_logps(self, prompt_tokens: Any, completion_tokens: Any) -> jax.stages.Lowered:
-        """The program of ``get_per_token_logps``, of arrays or their shapes."""
+        """Lower the program of ``get_per_token_logps`` for arrays or for their shapes."""
         program: Any = common.compute_per_token_logps
         return program.lower(*nnx.split(self._actor), **self._arguments(prompt_tokens, completion_tokens))
 
@@ -114,13 +114,13 @@ class RolloutAdapter(BaseRollout):
             self._engine.install(params)
 
     def pad_id(self) -> int:
-        """The token that fills rows."""
+        """Return the token that fills rows."""
         return self._pad_id
 
     def eos_id(self) -> int:
-        """The token that ends a completion."""
+        """Return the token that ends a completion."""
         return self._eos_id
 
     def model(self) -> None:
-        """None: the engine's weights are no ``nnx`` module, so Tunix finds nothing shared and does sync."""
+        """Return None: the engine's weights are no ``nnx`` module, so Tunix finds no common arrays and does sync."""
         return

@@ -27,7 +27,7 @@ DATA_AXIS = "fsdp"
 
 @dataclass(frozen=True)
 class LearnerInputs:
-    """What a learner learns with, beside the settings of the run."""
+    """Holds what a learner learns with, beside the settings of the run."""
 
     model: nnx.Module
     """The policy, on ``mesh``; updated in place. Where it has adapters, they alone are trained; otherwise the layers of
@@ -36,13 +36,13 @@ class LearnerInputs:
     """The initial policy, if ``algorithm.beta`` > 0. It may be ``model`` itself or share its arrays, which costs
     nothing until they part: an update makes new arrays, and what is not trained stays shared."""
     mesh: Mesh
-    """The trainer's, with the axes fsdp and tp."""
+    """The trainer's mesh has the axes fsdp and tp."""
     tokenizer: Any
     """A Hugging Face tokenizer, or anything with encode, decode, bos_id, eos_id and pad_id."""
     pad_id: int
-    """Fills rows."""
+    """This token fills rows."""
     eos_id: int
-    """Ends completions."""
+    """This token ends completions."""
 
 
 def build_tunix_learner(
@@ -64,7 +64,7 @@ def build_tunix_learner(
 
 
 def row_shape(config: RunConfig, model: nnx.Module, pad_id: int) -> RowShape:
-    """What rows are padded to: prompts also to whole blocks of the model's flash attention."""
+    """Say what rows are padded to; prompts also fill up whole blocks of the model's flash attention."""
     settings: Any = getattr(model, "config", None)
     block = settings.flash_attention_block_size if getattr(settings, "use_flash_attention", False) else None
     added = whole_blocks(config.context_tokens, block) - config.context_tokens

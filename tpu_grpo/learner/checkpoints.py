@@ -32,19 +32,19 @@ _ITEMS = ("model_params", "optimizer_state")
 
 @dataclass
 class NewestAndBest(PreservationPolicy):
-    """Which checkpoints Orbax leaves: the ``count`` newest, and one that is the best."""
+    """Has Orbax keep the ``count`` newest checkpoints, and one that is the best."""
 
     count: int
     best: int | None = None
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """One answer per checkpoint, which come by step."""
+        """Give one answer per checkpoint; checkpoints come in the order of their steps."""
         newest = {checkpoint.step for checkpoint in checkpoints[-self.count :]}
         return [checkpoint.step in newest or checkpoint.step == self.best for checkpoint in checkpoints]
 
 
 class Checkpoints:
-    """The checkpoints of one run, labelled by its steps.
+    """Saves and restores the checkpoints of one run, labelled by its steps.
 
     checkpoints = Checkpoints(directory, keep=2)
     step = checkpoints.restore(model, optimizer, resume="auto")

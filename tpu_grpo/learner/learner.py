@@ -81,7 +81,7 @@ class Learner:
         return UpdateResult(metrics=_update_metrics(passes), advantages=advantages, seconds=seconds)
 
     def logprobs(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Float[np.ndarray, "B T"]:
-        """The policy's log-probability of every completion token, at the rollout's temperature, on every host.
+        """Compute the policy's log-probability of every completion token, at the rollout's temperature, on every host.
 
         B must divide over the trainer's rows (fsdp); T is ``rollout.max_new_tokens``, what is beyond a completion's
         end means nothing.
@@ -90,16 +90,16 @@ class Learner:
         return whole(self._tunix.policy_logprobs(rows))
 
     def params(self) -> nnx.State:
-        """The policy's parameters as they are on the trainer's mesh, those that are not trained among them."""
+        """Return the policy's parameters as they lie on the trainer's mesh, those that are not trained among them."""
         return parameters(self._trainer.model)
 
     def adapters(self) -> dict[str, np.ndarray]:
-        """Adapters by dotted name, gathered on this host; empty without any. Every host must call it."""
+        """Gather the adapters on this host, by dotted name; every host must call it. Without any it is empty."""
         state = nnx.to_flat_state(nnx.state(self._trainer.model, nnx.LoRAParam))
         return {".".join(map(str, path)): whole(leaf[...]) for path, leaf in state}
 
     def params_digest(self) -> str:
-        """sha256 of all parameters; see `digest.params_digest`."""
+        """Compute sha256 of all parameters; see `digest.params_digest`."""
         return params_digest(self.params())
 
     def save(self, step: int, *, best: int | None = None) -> None:
@@ -143,7 +143,9 @@ class Learner:
 
 
 def _update_metrics(passes: Sequence[tuple[list[MicroStep], UpdateRecord]]) -> dict[str, float]:
-    """``update/*`` over all passes, ``agreement/*`` over the first, whose weights are those the engine sampled with.
+    """Compute ``update/*`` over all passes, and ``agreement/*`` over the first.
+
+    The weights of the first pass are those that the engine sampled with.
 
     Loss and entropy are means over micro-batches, as the optimizer sees them; KL and clip fraction are means over
     tokens; the gradient norm is the mean over updates of each update's norm before clipping; the rate is the last.

@@ -12,18 +12,18 @@ from tpu_grpo.errors import ConfigError
 
 
 class UpdateRecord(NamedTuple):
-    """State of the first transformation of the chain: what the last update was."""
+    """Says what the last update was; it is the state of the first transformation of the chain."""
 
     count: Int[Array, ""]
-    """Updates so far."""
+    """This many updates were made so far."""
     grad_norm: Float[Array, ""]
-    """Global norm of the gradient before clipping. With accumulation that gradient is the mean over the micro-batches,
-    so this is the norm of the whole batch's gradient, not a mean of norms."""
+    """This is the gradient's global norm before clipping. With accumulation that gradient is the mean over the
+    micro-batches, so this is the norm of the whole batch's gradient, not a mean of norms."""
     learning_rate: Float[Array, ""]
 
 
 def build_optimizer(config: RunConfig) -> optax.GradientTransformation:
-    """The optimizer of a run.
+    """Build the optimizer of a run.
 
     Raises:
         ConfigError: if the warm-up leaves no update for the schedule.
@@ -38,7 +38,7 @@ def build_optimizer(config: RunConfig) -> optax.GradientTransformation:
 
 
 def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
-    """The rate of update u = 0, 1, ... of the N = run.max_steps * algorithm.iterations updates of a run.
+    """Give the rate of update u = 0, 1, ... of the N = run.max_steps * algorithm.iterations updates of a run.
 
     With W warm-up updates and peak p: p * u / W for u < W, then p (constant), or down from p at u = W towards 0 at
     u = N, the first update that is not made. For N = 4, W = 2, linear: 0, p/2, p, p/2.
@@ -65,7 +65,7 @@ def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
 
 
 def last_update(opt_state: Any) -> UpdateRecord:
-    """The record in the state of a `build_optimizer` chain, accumulating over micro-batches or not."""
+    """Find the record in the state of a `build_optimizer` chain, accumulating over micro-batches or not."""
     chain = opt_state.inner_opt_state if isinstance(opt_state, optax.MultiStepsState) else opt_state
     return UpdateRecord(*(jax.device_get(leaf) for leaf in jax.tree.leaves(chain[0])))
 

@@ -25,7 +25,7 @@ from tpu_grpo.learner.tunix_learner import TrainExample
 
 
 class _AbstractTrainer(CollectingTrainer):
-    """Its optimizer's state has no values either."""
+    """Keeps an optimizer state that has no values either."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         with mock.patch.object(nnx, "Optimizer", _abstract_optimizer):
@@ -55,7 +55,7 @@ class _NoEngine:
 
 
 class LearnerPrograms:
-    """What `Learner` would run, for the same arguments but an engine."""
+    """Lowers the programs that `Learner` would run for the same arguments; it needs no engine."""
 
     def __init__(self, config: RunConfig, inputs: LearnerInputs):
         self._config = config
@@ -69,12 +69,12 @@ class LearnerPrograms:
 
     @property
     def optimizer_state(self) -> nnx.State:
-        """Shapes of what the optimizer keeps, accumulated gradients among it."""
+        """Give the shapes of what the optimizer keeps, accumulated gradients among it."""
         return nnx.state(self._cluster.actor_trainer.optimizer)
 
     @property
     def example(self) -> TrainExample:
-        """Shapes of a micro-batch."""
+        """Give the shapes of a micro-batch."""
         rows, shape = self._config.micro_batch_rows, self._shape
         prompt, completion = (rows, shape.prompt_tokens), (rows, shape.completion_tokens)
         return self._tunix.abstract_example(
@@ -89,19 +89,19 @@ class LearnerPrograms:
         )
 
     def lower_update(self) -> jax.stages.Lowered:
-        """The train step of a micro-batch: forward, backward, optimizer."""
+        """Lower the train step of a micro-batch: forward pass, backward pass and optimizer."""
         with self._mesh:
             return self._cluster.actor_trainer.lower(self.example)
 
     def lower_logprobs(self) -> jax.stages.Lowered:
-        """The log-probabilities of a micro-batch, of the policy or (but for adapters) of the reference."""
+        """Lower the log-probabilities of a micro-batch under the policy, or, but for adapters, under the reference."""
         example = self.example
         with self._mesh:
             return self._cluster.rollout.lower_per_token_logps(example.prompt_ids, example.completion_ids)
 
 
 def _abstract_optimizer(model: nnx.Module, *args: Any, **kwargs: Any) -> nnx.Optimizer:
-    """``nnx.Optimizer`` without values, its state split like the parameters it belongs to."""
+    """Build an ``nnx.Optimizer`` without values whose state is sharded like the parameters it belongs to."""
     mesh = jax.tree.leaves(nnx.state(model))[0].sharding.mesh
     optimizer = nnx.eval_shape(lambda abstract: _Optimizer(abstract, *args, **kwargs), model)
     definition, state = nnx.split(optimizer)

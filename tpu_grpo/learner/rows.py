@@ -26,7 +26,7 @@ from tpu_grpo.types import Completion
 
 @dataclass(frozen=True)
 class TrainRows:
-    """B rows for the trainer, in host memory."""
+    """Holds B rows for the trainer, in host memory."""
 
     prompt_ids: Int[np.ndarray, "B T_prompt"]
     prompt_mask: Bool[np.ndarray, "B T_prompt"]
@@ -43,7 +43,7 @@ class TrainRows:
 
 @dataclass(frozen=True)
 class RowShape:
-    """What every row is padded to, and with what."""
+    """Says what every row is padded to, and with what."""
 
     prompt_tokens: int
     completion_tokens: int

@@ -14,7 +14,7 @@ from tpu_grpo.config import RunConfig, parse_layers
 
 
 class Frozen(nnx.Variable[Any]):
-    """A parameter that is used and not trained: no gradient is taken by it, and no optimizer state kept for it."""
+    """Is used and not trained: it gets no gradient, and the optimizer keeps no state for it."""
 
 
 def freeze_all_but(model: nnx.Module, layers: Collection[int]) -> None:
@@ -34,22 +34,22 @@ def freeze_untrained(model: nnx.Module, config: RunConfig) -> None:
 
 
 def has_adapters(model: nnx.Module) -> bool:
-    """Whether adapters are what is trained."""
+    """Say whether adapters are what is trained."""
     return bool(nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)))
 
 
 def trained_type(model: nnx.Module) -> type[nnx.Variable[Any]]:
-    """The type of what is trained."""
+    """Return the type of what is trained."""
     return nnx.LoRAParam if has_adapters(model) else nnx.Param
 
 
 def parameters(model: nnx.Module) -> nnx.State:
-    """All of a model's parameters, trained or not."""
+    """Return all of a model's parameters, trained or not."""
     return nnx.state(model, nnx.Any(nnx.Param, Frozen))
 
 
 def frozen_leaves(params: nnx.State) -> frozenset[str]:
-    """Dotted names of the leaves among these that no update changes."""
+    """Return the dotted names of the leaves that no update changes."""
     leaves = {".".join(map(str, path)): type(leaf) for path, leaf in nnx.to_flat_state(params)}
     adapters = nnx.LoRAParam in leaves.values()
     return frozenset(

@@ -20,7 +20,7 @@ from tpu_grpo.learner.trained import trained_type
 
 
 class MicroStep(NamedTuple):
-    """What one forward and backward pass left, still on the devices."""
+    """Holds what one forward and backward pass left, still on the devices."""
 
     loss: jax.Array
     aux: dict[str, Any]
@@ -38,7 +38,7 @@ class CollectingTrainer(rl_trainer.Trainer):
         self._micro_steps: list[MicroStep] = []
 
     def take_micro_steps(self) -> list[MicroStep]:
-        """The train steps since the last call, in order."""
+        """Hand over the train steps since the last call, in order."""
         taken, self._micro_steps = self._micro_steps, []
         return taken
 
@@ -50,7 +50,7 @@ class CollectingTrainer(rl_trainer.Trainer):
         self._layout = jax.tree.map(lambda leaf: leaf.sharding, self._changing(self.model, self.optimizer))
 
     def create_train_step_fn(self) -> Callable[[Any], Any]:
-        """The train step, already compiled: train with ``skip_jit``."""
+        """Return the train step, already compiled: train with ``skip_jit``."""
         if self._jitted_train_step_fn is None:  # reset by Tunix with every new loss
             self._jitted_train_step_fn = self._compiled_step()
         return self._run
@@ -77,7 +77,7 @@ class CollectingTrainer(rl_trainer.Trainer):
         return result
 
     def lower(self, inputs: Any) -> jax.stages.Lowered:
-        """The train step of these inputs, or of their shapes."""
+        """Lower the train step for these inputs, or for their shapes."""
         _, trained, frozen = nnx.split(self.model, self._kind, ...)
         self.create_train_step_fn()
         return self._jitted_train_step_fn.lower(trained, frozen, nnx.state(self.optimizer), inputs)

@@ -34,7 +34,7 @@ Role = rl_cluster_lib.Role
 
 @struct.dataclass(frozen=True)
 class TrainExample(grpo_learner.TrainExample):
-    """Tunix's example of B rows, and the log-probabilities the engine sampled with."""
+    """Adds the log-probabilities that the engine sampled with to Tunix's example of B rows."""
 
     rollout_per_token_logps: jax.Array | None = None
     """float32 [B, T]; always set."""
@@ -42,7 +42,7 @@ class TrainExample(grpo_learner.TrainExample):
 
 @dataclasses.dataclass(kw_only=True)
 class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
-    """Tunix's GRPO settings with ours beside them; this is what the loss gets."""
+    """Adds our settings to Tunix's for GRPO; this is what the loss gets."""
 
     algorithm: Algorithm
     policy_loss_fn: str = LOSS_NAME
@@ -67,14 +67,14 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
             beta=section.beta,
             kl_loss_mode=section.kl_estimator,
             epsilon=section.clip_low,
-            epsilon_high=section.clip_low if section.clip_high is None else section.clip_high,
+            epsilon_high=section.upper_clip,
             old_policy=section.old_policy,
             importance_cap=section.importance_cap,
         )
 
 
 class EngineGrpoLearner(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
-    """A ``GRPOLearner`` that builds its examples from rows with the engine's log-probabilities.
+    """Is a ``GRPOLearner`` that builds its examples from rows with the engine's log-probabilities.
 
     It never samples on a second thread: with two threads launching programs, hosts would launch them in different
     orders.
