@@ -2,7 +2,7 @@
 
     prompts -> rollout -> rewards -> update -> weight sync, and again
 
-Every stage is a call on a part that ``run/parts.py`` built; what a stage passes on is a record of ``types.py``.
+Every stage is a call on a part that ``run/parts.py`` built; stages exchange the records of ``types.py``.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def train(
 ) -> dict[str, Any]:
     """Run the config to its end and leave its files in ``run.dir``; every host calls this, host 0 writes.
 
-    They have agreed on what they were started with (run/fingerprints.py).
+    The hosts have already agreed on their settings (run/fingerprints.py).
 
     Args:
         config: the run.

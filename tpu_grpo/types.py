@@ -139,7 +139,7 @@ class UpdateResult:
     """What one step of the learner did."""
 
     metrics: Mapping[str, float]
-    """``update/*`` and ``agreement/*`` of the contract."""
+    """The metrics ``update/*`` and ``agreement/*``."""
     advantages: Float[np.ndarray, " B"]
     seconds: float
 

@@ -25,7 +25,7 @@ USAGE = "python scripts/run.py [CONFIG.yaml] [section.key=value ...] [--dry-run 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns the exit code of the contract: 0 done, 2 bad input, 3 hosts disagree, 4 interrupted."""
+    """Run the command; returns the exit code: 0 done, 2 bad input, 3 hosts disagree, 4 interrupted."""
     options = _parser().parse_intermixed_args(arguments)
     if options.help:
         print(help_text())

@@ -1,4 +1,4 @@
-"""The whole config joins the sections, derives sizes from them, and holds the rules between their settings."""
+"""The complete config: all sections, the sizes derived from them, and the validation rules that span sections."""
 
 from pathlib import Path
 

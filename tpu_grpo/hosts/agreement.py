@@ -1,7 +1,7 @@
 """Lets hosts tell each other what they have, and checks what must be the same on all.
 
-Every host makes the same calls in the same order, on its main thread: the calls are numbered, and one that finds the
-others at another call, or does not find them at all, raises instead of waiting for ever.
+Every host must make the same calls in the same order, on its main thread. The calls are numbered. If the other hosts
+are at a different call, or missing, the call raises instead of waiting forever.
 """
 
 import hashlib

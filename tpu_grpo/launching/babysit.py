@@ -1,15 +1,15 @@
-"""Keeps one run going on machines that are taken away: look, decide, act, sleep.
+"""Keeps one run going on preemptible machines: look, decide, act, sleep.
 
-What is done depends on what is seen and nothing else, so that it may be killed and started again at any time:
+It keeps no state: what it does depends only on what it observes, so it can be killed and restarted at any time:
 
     machine missing                         create it
     machine gone (preempted, failed)        delete it, create it
     machine not ready yet                   wait
-    ready, our run is not on it             set it up, start the run; also a run that ended before this watch began
+    ready, our run is not on it             set it up and start the run, also one that ended before babysitting began
     running on every worker                 wait
     ended with 0 on every worker            done
-    a worker ended with 1 or 2              a mistake that repeating does not mend: stop all, show its last lines
-    otherwise ended (3, 4, killed, lost)    stop what still runs, start again; at most so many times
+    a worker ended with 1 or 2              an error that a retry won't fix: stop all workers, show its last lines
+    any other end (3, 4, killed, lost)      stop what still runs and restart, up to a limit
 
 The run goes on from its newest checkpoint, because it is started with checkpoint.resume=auto and the same run.dir.
 """

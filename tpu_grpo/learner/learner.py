@@ -71,7 +71,7 @@ class Learner:
 
         Raises:
             DataError, RewardError, NonFiniteError: for a rollout that cannot be learnt from; the policy is unchanged.
-            NonFiniteError: for a loss or gradient that is not finite; the policy is then spoilt: do not sync it.
+            NonFiniteError: for a loss or gradient that is not finite; the policy is then corrupt: do not sync it.
         """
         started = time.perf_counter()
         advantages = self._advantages(scored)
@@ -83,8 +83,8 @@ class Learner:
     def logprobs(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Float[np.ndarray, "B T"]:
         """Compute the policy's log-probability of every completion token, at the rollout's temperature, on every host.
 
-        B must divide over the trainer's rows (fsdp); T is ``rollout.max_new_tokens``, what is beyond a completion's
-        end means nothing.
+        B must divide over the trainer's rows (fsdp); T is ``rollout.max_new_tokens``; ignore values past a
+        completion's end.
         """
         rows = train_rows(prompts, completions, np.zeros(len(prompts)), self._shape)
         return whole(self._tunix.policy_logprobs(rows))

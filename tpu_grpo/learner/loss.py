@@ -2,7 +2,7 @@
 
     log-probabilities -> algorithm.token_losses -> x importance weights -> mean over tokens and rows -> + beta x KL
 
-Tunix runs the model, and reduces the arrays in its own order, so that a run can be compared with Tunix's bit for bit.
+Tunix's functions run the model and do the reductions, so results can be compared with Tunix's bit for bit.
 
 Suffixes: B rows, T completion tokens, V vocabulary.
 """

@@ -1,6 +1,6 @@
 """This room turns what a run measured into values, and writes and shows them.
 
-values.py       turns the records of the stages into metric values, under the contract's names
+values.py       turns the records of the stages into metric values, under the names of docs/metrics.md
 compilations.py counts the programs that XLA compiles in this process
 run_log.py      is the facade that a run talks to: one call per step, passed on to every sink
 sinks.py        defines what a sink is, and the one that writes metrics.jsonl and samples.jsonl

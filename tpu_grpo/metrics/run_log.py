@@ -1,4 +1,4 @@
-"""The run log is the one thing that a run tells its metrics to.
+"""The single object through which a run logs its metrics.
 
 with open_run_log(config, start_step=0) as log:          # on host 0; RunLog([]) on the others
     log.step({"step": 1, **rollout_metrics(scored), ...})
@@ -45,7 +45,7 @@ class RunLog:
                 sink.note(text)
 
     def close(self) -> None:
-        """Close every sink, also when one of them raises."""
+        """Close every sink, even if one raises."""
         with contextlib.ExitStack() as stack:
             for sink in reversed(self._sinks):
                 stack.callback(sink.close)

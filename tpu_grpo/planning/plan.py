@@ -1,4 +1,4 @@
-"""A plan: the programs of a run, compiled for a slice, and held against its chips' memory.
+"""Compiles a run's programs for a slice, and compares the memory they need with what its chips have.
 
 plan = make_plan(config, open_slice("v5e-16"), fast=False, say=print)
 plan.fits, plan.worst

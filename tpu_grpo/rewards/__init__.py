@@ -1,11 +1,11 @@
-"""Rewards score the completions of a rollout; the files, in the order in which a completion passes them, are these.
+"""Scores the completions of a rollout. A completion passes through these files in order, and its score comes back up:
 
 distributed.py   each host scores some of the groups, and all get the scores of all
 scoring.py       a rollout -> Scores: every reward asked, weighted and summed
 batches.py       what goes to a reward and comes back: the rows in batches, the answers with their problems
 executors.py     where a reward runs: in a pool of workers, or on a thread
 worker.py        a worker process, from both ends
-calling.py       one call, whatever the reward does; and back the same way
+calling.py       one call of a reward: exceptions and bad return values become Problems
 
 protocol.py      what a reward is: read this to write one
 loading.py       an entry of the config -> a reward that fits the data

@@ -1,4 +1,4 @@
-"""A RewardSet scores a rollout: it asks every reward side by side, checks the answers, weights them and sums them up.
+"""Scores a rollout: runs all rewards concurrently, validates their answers, and returns the weighted sum.
 
 B rows; row ``p * G + g`` is completion ``g`` of prompt ``p``. With weights 1 and 0.5, a row scored ``(1.0, None)``
 totals 1.0, ``(1.0, 0.4)`` totals 1.2, and ``(None, None)`` is an error: nothing can be learned from it.
@@ -60,7 +60,7 @@ class OpenReward:
 
 @dataclass(frozen=True)
 class RewardSet:
-    """A RewardSet holds the rewards of a run; it is to be closed, or used in a ``with``."""
+    """A RewardSet holds the rewards of a run; close it, or use it in a ``with`` block."""
 
     rewards: tuple[OpenReward, ...]
 
@@ -79,7 +79,7 @@ class RewardSet:
     def repeatable_values(self, rollout: Rollout, names: Collection[str]) -> dict[str, list[float] | None]:
         """Return what some of the rewards give for all rows, NaN where they do not apply; None for one with problems.
 
-        Whether a reward is late or runs out of memory is no property of the text. Raises as ``score`` does.
+        Timeouts and memory errors are not a property of the text, so such a reward gives None. It raises as ``score``.
         """
         if not names:
             return {}
@@ -102,7 +102,8 @@ class RewardSet:
 
         Raises:
             RewardError: for a row that no reward applies to; and, where its ``on_error`` is stop, for a reward that
-                raises, is late, dies, or returns anything but one finite number or None per row. Names reward and row.
+                raises, is late, dies, or returns anything but one finite number or None per row. The message names the
+                reward and the row.
         """
         started = time.perf_counter()
         table = self._table(rollout)
@@ -134,7 +135,7 @@ class RewardSet:
         return build_table(rollout, names, token_ids=any(reward.needs_token_ids for reward in loaded))
 
     def _ask_all(self, table: Table) -> dict[str, "RewardResult"]:
-        """Ask each on a thread of its own, which waits for the reward's gate first; there are no circles of gates."""
+        """Ask each on a thread of its own, which waits for the reward's gate first; gates cannot form a cycle."""
         futures: dict[str, Future[RewardResult]] = {name: Future() for name in self.names}
 
         def ask_one(reward: OpenReward) -> None:
@@ -275,7 +276,10 @@ def _weighted_sum(
 def _fill_with_group_mean(
     lacking_B: Bool[np.ndarray, " B"], total_B: Float[np.ndarray, " B"], group_size: int
 ) -> Float[np.ndarray, " B"]:
-    """Give rows without a reward the mean of their group's others, so that they teach nothing; 0 in a group of such."""
+    """Give rows without a reward the mean of their group's others, so that they teach nothing.
+
+    If no row of the group has a reward, they get 0.
+    """
     lacking_PG, total_PG = lacking_B.reshape(-1, group_size), total_B.reshape(-1, group_size)
     known_P = np.maximum(1, (~lacking_PG).sum(axis=1))
     mean_P = np.where(lacking_PG, 0.0, total_PG).sum(axis=1) / known_P

@@ -64,7 +64,7 @@ class SyncedEngines:
         return self._sync
 
     def install(self, params: nnx.State) -> SyncResult:
-        """Move the trainer's parameters into every replica, and forget the prefixes that older ones computed.
+        """Move the trainer's parameters into every replica, and drop prefixes cached under the old ones.
 
         Raises:
             LockstepError: if copies of a parameter differ between hosts.
@@ -87,7 +87,7 @@ class SyncedEngines:
         self._sync.release()
 
     def worst_leaf(self, params: nnx.State) -> tuple[str, float]:
-        """Return the parameter in which this host's engines differ most from what the trainer's give, and by how much.
+        """Return the sampler parameter that differs most from the one recomputed from the trainer's, and by how much.
 
         Differences in the last bit of a merged adapter are ignored, because two programs may round differently.
         """

@@ -1,6 +1,6 @@
-"""Builds the parts of a run from its config. Only this file knows the constructors of all stages.
+"""Builds the parts of a run from its config. This is the only file that constructs every stage.
 
-Read ``build_parts`` first; what it calls follows in the order of the calls.
+Read ``build_parts`` first; the functions it calls follow in call order.
 """
 
 from collections.abc import Mapping, Sequence
@@ -109,7 +109,7 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
 
 
 def open_model(config: RunConfig, hosts: Hosts) -> tuple[Checkpoint, PreTrainedTokenizerFast]:
-    """Open the checkpoint and its tokenizer; a host that lacks a built-in model teaches it now."""
+    """Open the checkpoint and its tokenizer; a host without the built-in model trains it now."""
     if config.model.path.startswith(BUILTIN):
         directory = builtin.builtin_checkpoint(builtin_name(config), config.run.seed, progress=True)
         if hosts.count > 1:

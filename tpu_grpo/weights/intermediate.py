@@ -1,8 +1,8 @@
 """The intermediate sharding of a leaf whose target is replicated.
 
 For replicated targets we go through a fully sharded layout: all-to-all first, all-gather last, so no device ever holds
-a full parameter that it will then slice. XLA's partitioner does not find this way by itself: from four shards by rows
-to two copies of two shards by columns, it would gather the whole leaf on every device.
+a full parameter that it will then slice. XLA's partitioner does not find this route by itself: going from four row
+shards to two copies of two column shards, for example, it would gather the whole leaf on every device.
 
     trainer's sharding        P(fsdp, -)         rows 0 | rows 1 | rows 2 | rows 3
     intermediate sharding     P(data, tensor)    each device holds a quarter: half of the rows of half of the columns

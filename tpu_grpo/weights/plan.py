@@ -5,7 +5,7 @@
 
 A leaf whose shape, type and sharding are the same on both sides is aliased: the sampler uses the trainer's buffers, and
 nothing is copied. That is safe because the trainer never donates its parameters. A weight with a LoRA adapter is merged
-with it on the way.
+with the adapter during the move.
 """
 
 import re

@@ -7,8 +7,8 @@
 Groups of leaves move one after the other, each by one compiled program whose outputs have the sampler's shardings.
 Nothing passes through a disk or a host's memory, and nothing compiles after the first call. The old leaves of a group
 are freed before its new ones are made, and a group is so small that the temporary memory of its program stays within
-the bound. Beside the parameters themselves, a sync therefore never needs more than that bound. Leaves that no update
-changes move once, in groups of their own.
+``temporary_bytes``. Beyond the parameters themselves, a sync never needs more than that. Frozen leaves move only once,
+in separate groups.
 """
 
 import functools
