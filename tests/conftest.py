@@ -15,6 +15,10 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4").strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from tpu_grpo.hosts import start
+from tests import shapes
+
+shapes.install()  # before the package is imported
+
+from tpu_grpo.hosts import start  # noqa: E402
 
 start(None, 1, 0)
