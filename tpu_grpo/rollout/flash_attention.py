@@ -55,7 +55,7 @@ class PaddedFlashAttention(FlashAttention):
 
     def __call__(
         self, q: Array, k: Array, v: Array, layer: RadixAttention, *args: Any, **kwargs: Any
-    ) -> tuple[Float[Array, "T H*D"], Array]:
+    ) -> tuple[Float[Array, "T HD"], Array]:
         """Attend with padded heads; returns the output and the updated cache, as the library's class does."""
         width = layer.head_dim
         q, k, v = (self._padded(x.reshape(len(x), -1, width)) for x in (q, k, v))
