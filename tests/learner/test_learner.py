@@ -248,7 +248,7 @@ def test_nothing_is_compiled_after_the_first_update(tmp_path: Path, algorithm: d
         learner.close()
 
 
-@pytest.mark.parametrize("algorithm", [MICRO, PENALTY], ids=str)
+@pytest.mark.parametrize("algorithm", [pytest.param(MICRO, marks=pytest.mark.slow), PENALTY], ids=str)
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, algorithm: dict[str, Any]) -> None:
     schedule = {"schedule": "cosine", "warmup_steps": 2}
     configs = [make_config(tmp_path / name, {"algorithm": algorithm, "optimizer": schedule}) for name in ("one", "two")]
