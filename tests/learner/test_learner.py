@@ -138,6 +138,7 @@ def test_mesh_does_not_change_the_step(tmp_path: Path) -> None:
     other.close()
 
 
+@pytest.mark.slow  # families/test_flash_attention.py compares the attention itself
 def test_flash_attention_takes_the_same_step(tmp_path: Path) -> None:
     """Rows of 11 tokens, padded to a block of 128, on a mesh that splits rows and heads."""
     (scored,) = scored_steps(make_config(tmp_path), 1)
