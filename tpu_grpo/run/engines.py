@@ -1,5 +1,6 @@
 """Engines that hold the trainer's policy: rollout engines joined with the weight sync that feeds them."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -55,6 +56,7 @@ class SyncedEngines:
         self._tokenizer = tokenizer
         self._config = config
         self._hosts = hosts
+        self._calls = itertools.count(1)
         self._sync: WeightSync | None = None
         self._checks: tuple[CopyCheck, CopyCheck] | None = None
 
@@ -109,11 +111,14 @@ class SyncedEngines:
             check(held, self._hosts)
 
     def generate_texts(self, prompts: Sequence[str], config: Any) -> SampledTexts:
-        """Sample completions of rendered prompts for Tunix's own loops; ``config`` is Tunix's RolloutConfig."""
+        """Sample completions of rendered prompts for Tunix's own loops; ``config`` is Tunix's RolloutConfig.
+
+        Every call counts as a step, so that a row draws other random numbers at each.
+        """
         del config  # the run's own settings apply
         encoded = [tuple(self._tokenizer.encode(prompt, add_special_tokens=False)) for prompt in prompts]
-        sampling, seed = sampling_params(self._config), self._config.run.seed
-        requests = [Request(ids, sampling, SampleKey(seed, 0, row, TEXTS_SAMPLE)) for row, ids in enumerate(encoded)]
+        sampling, seed, step = sampling_params(self._config), self._config.run.seed, next(self._calls)
+        requests = [Request(ids, sampling, SampleKey(seed, step, row, TEXTS_SAMPLE)) for row, ids in enumerate(encoded)]
         completions = tuple(self.replicas.generate(requests))
         texts = tuple(self._tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions)
         return SampledTexts(tuple(encoded), completions, texts)
