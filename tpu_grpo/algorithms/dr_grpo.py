@@ -10,34 +10,18 @@ divided by a constant, here ``rollout.max_new_tokens`` (the aggregation sequence
 GRPO's.
 """
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
-from tpu_grpo.algorithms.algorithm import TokenLosses, token_ratio
+from tpu_grpo.algorithms.grpo import Grpo
 from tpu_grpo.config import LossAggregation
 
 
-class DrGrpo:
-    """Advantages that are only centred, and the clipped surrogate."""
+class DrGrpo(Grpo):
+    """Has advantages that are only centred; the clipped surrogate is inherited from GRPO."""
 
     aggregation: LossAggregation = "sequence-mean-token-scale"
-
-    def __init__(self, clip_low: float, clip_high: float):
-        self._lowest, self._highest = 1 - clip_low, 1 + clip_high
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Subtract the mean of each group: [1, 2, 6] becomes [-2, -1, 3]."""
         return rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
-
-    def token_losses(
-        self,
-        logprobs_BT: Float[Array, "B T"],
-        old_logprobs_BT: Float[Array, "B T"],
-        advantages_B1: Float[Array, "B 1"],
-    ) -> TokenLosses:
-        """Minus the clipped surrogate, as in GRPO."""
-        ratio_BT = token_ratio(logprobs_BT, old_logprobs_BT)
-        plain_BT = -advantages_B1 * ratio_BT
-        clipped_BT = -advantages_B1 * jnp.clip(ratio_BT, self._lowest, self._highest)
-        return TokenLosses(jnp.maximum(plain_BT, clipped_BT), clipped_BT > plain_BT)

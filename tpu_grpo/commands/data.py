@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tpu_grpo.commands.starting import config_from_words, prepare
+from tpu_grpo.commands.starting import config_from_words, exit_code_of, prepare
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import TpuGrpoError, say
 
 if TYPE_CHECKING:
     from tpu_grpo.commands.preview import Preview
@@ -28,12 +27,7 @@ USAGE = "python scripts/data.py [CONFIG.yaml] [--preview 5] [--step 1] [--evalua
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_intermixed_args(arguments)
-    try:
-        show(config_from_words(options.words), Console(highlight=False), options)
-    except TpuGrpoError as error:
-        say(error)
-        return error.exit_code
-    return 0
+    return exit_code_of(lambda: show(config_from_words(options.words), Console(highlight=False), options))
 
 
 def _parser() -> argparse.ArgumentParser:

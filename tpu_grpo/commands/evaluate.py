@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from tpu_grpo.commands.starting import config_from_words, joined_hosts, prepare
+from tpu_grpo.commands.starting import config_from_words, exit_code_of, joined_hosts, prepare
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import TpuGrpoError, say
 from tpu_grpo.metrics.run_files import EVALUATIONS_DIR
 
 if TYPE_CHECKING:
@@ -29,12 +28,7 @@ USAGE = "python scripts/eval.py [CONFIG.yaml] --checkpoint best [section.key=val
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_intermixed_args(arguments)
-    try:
-        _evaluate(config_from_words(options.words), options.checkpoint)
-    except TpuGrpoError as error:
-        say(error)
-        return error.exit_code
-    return 0
+    return exit_code_of(lambda: _evaluate(config_from_words(options.words), options.checkpoint))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tpu_grpo.commands.starting import exit_code_of
 from tpu_grpo.config import load_config
-from tpu_grpo.errors import TpuGrpoError, say
 from tpu_grpo.hosts import choose_platform
 from tpu_grpo.rewards.workbench import Trial, try_rewards
 
@@ -25,14 +25,13 @@ def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_intermixed_args(arguments)
     choose_platform()  # a reward of the user's own may import jax
-    try:
-        config = load_config(options.config, options.overrides)
-        trial = try_rewards(config.rewards, options.completions, step=options.step, slowest=options.show)
-    except TpuGrpoError as error:
-        say(error)
-        return error.exit_code
+    return exit_code_of(lambda: _try_and_show(options))
+
+
+def _try_and_show(options: argparse.Namespace) -> None:
+    config = load_config(options.config, options.overrides)
+    trial = try_rewards(config.rewards, options.completions, step=options.step, slowest=options.show)
     show(trial, Console(), options.show)
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,6 +34,16 @@ def config_from_words(words: Sequence[str]) -> RunConfig:
             "repository; name a config file, or install the package from a checkout with `pip install -e .`"
         )
     return load_config(DEFAULT_CONFIG, list(words))
+
+
+def exit_code_of(command: Callable[[], object]) -> int:
+    """Run a command: 0 once it is through, or the exit code of its error, which the user is told in a line."""
+    try:
+        command()
+    except TpuGrpoError as error:
+        say(error)
+        return error.exit_code
+    return 0
 
 
 def prepare(config: RunConfig) -> None:
