@@ -107,10 +107,10 @@ def sampler_specs(devices: list[Any], tensor: int) -> Specs:
         "mlp.down_proj.weight": ((FFN, HIDDEN), P("tensor", None)),
     }
     shapes = {
-        "transformer.embed_tokens.embedding": ((VOCAB, HIDDEN), P("tensor", None)),
-        "transformer.norm.scale": ((HIDDEN,), P()),
+        "model.embed_tokens.embedding": ((VOCAB, HIDDEN), P("tensor", None)),
+        "model.norm.scale": ((HIDDEN,), P()),
     }
-    shapes |= {f"transformer.layers.{n}.{name}": leaf for n in range(LAYERS) for name, leaf in layer.items()}
+    shapes |= {f"model.layers.{n}.{name}": leaf for n in range(LAYERS) for name, leaf in layer.items()}
     return {
         name: jax.ShapeDtypeStruct(shape, jnp.dtype("float32"), sharding=NamedSharding(mesh, spec))
         for name, (shape, spec) in shapes.items()

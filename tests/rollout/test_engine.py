@@ -238,7 +238,7 @@ def test_flash_on_a_cpu_is_refused() -> None:
 
 def test_wrong_weights_are_refused(engine: Engine) -> None:
     weights = engine.weights
-    name = "transformer.norm.scale"
+    name = "model.norm.scale"
     with pytest.raises(WeightsError, match=rf"missing \['{name}'\], unknown \['nonsense'\]"):
         engine.install_weights({("nonsense" if k == name else k): v for k, v in weights.items()})
     with pytest.raises(WeightsError, match=rf"{name} must be float32\[64\], got float32\[63\]"):
@@ -276,7 +276,7 @@ def test_two_engines_of_one_checkpoint_do_not_share_its_config(checkpoint: Path,
     """More devices than key-value heads repeats heads in the first engine only."""
     build_engine(checkpoint, model, tensor=4)
     specs = Engine.build(checkpoint, engine_mesh(jax.devices()[:1]), engine_options()).weight_specs
-    assert specs["transformer.layers.0.self_attn.k_proj.weight"].shape == (64, 2 * 16)
+    assert specs["model.layers.0.self_attn.k_proj.weight"].shape == (64, 2 * 16)
 
 
 def test_programs_lowered_without_weights_are_those_that_run(checkpoint: Path, model: nnx.Module) -> None:

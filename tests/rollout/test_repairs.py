@@ -146,7 +146,7 @@ def test_our_experts_are_still_needed(tmp_path: Path) -> None:
     config = ModelConfig(model_path=str(directory), dtype="float32").hf_config
     mesh = engine_mesh(jax.devices()[:2])
     model: Any = repairs.abstract_model(qwen3_moe.Qwen3MoeForCausalLM, config, jnp.dtype("float32"), mesh)
-    assert model.transformer.layers[0].mlp.wi_0.value.shape == (8, 64, 48)
+    assert model.model.layers[0].mlp.wi_0.value.shape == (8, 64, 48)
     assert qwen3_moe.EPMoE is EPMoE
 
 

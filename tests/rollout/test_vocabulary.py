@@ -132,7 +132,7 @@ def test_tokens_are_those_of_one_device(tmp_path: Path) -> None:
     sizes = {"max_running_requests": 3, "prefill_tokens": 64}
     alone = build_engine(checkpoint, model, **sizes)
     split = build_engine(checkpoint, model, tensor=4, shard_vocab=True, **sizes)
-    for name in ("lm_head.embedding", "transformer.embed_tokens.embedding"):  # what the sync delivered
+    for name in ("lm_head.embedding", "model.embed_tokens.embedding"):  # what the sync delivered
         assert [shard.data.shape for shard in split.weights[name].addressable_shards] == [(VOCABULARY // 4, WIDTH)] * 4
     completions = split.generate(asked)
     assert tokens(completions) == tokens(alone.generate(asked))

@@ -62,9 +62,9 @@ def test_what_is_released_is_free_and_comes_back(tmp_path: Path, fsdp: int, tp: 
     cache, weights = held(engines)
     assert engines.sync is not None
     aliased = {move.target for move in engines.sync.moves if move.aliased}
-    assert ("transformer.layers.0.mlp.up_proj.weight" in aliased) == (tensor == 1)
-    assert "transformer.norm.scale" in aliased
-    assert "transformer.layers.0.self_attn.q_proj.weight" not in aliased
+    assert ("model.layers.0.mlp.up_proj.weight" in aliased) == (tensor == 1)
+    assert "model.norm.scale" in aliased
+    assert "model.layers.0.self_attn.q_proj.weight" not in aliased
     own = [array for name, arrays in weights.items() if name not in aliased for array in arrays]
     own_bytes = sum(shard.data.nbytes for array in own for shard in array.addressable_shards)
     # a slot per token, and one for padding, x heads for K and V, over a replica's devices

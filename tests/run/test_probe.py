@@ -18,7 +18,7 @@ from tpu_grpo.pipeline import train
 from tpu_grpo.weights import plan
 from tpu_grpo.weights.sync import WeightSync
 
-LAYER = "transformer.layers.1"
+LAYER = "model.layers.1"
 Weights = dict[str, jax.Array]
 
 

@@ -68,15 +68,15 @@ def sampler(
         return Spec(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, parts))
 
     specs = {
-        "transformer.embed_tokens.embedding": spec((VOCAB, HIDDEN), P()),
-        "transformer.norm.scale": spec((HIDDEN,), P()),
+        "model.embed_tokens.embedding": spec((VOCAB, HIDDEN), P()),
+        "model.norm.scale": spec((HIDDEN,), P()),
     }
     specs |= {} if tied else {"lm_head.embedding": spec((VOCAB, HIDDEN), P())}
     for i in range(layers):
         for name, (shape, parts) in SAMPLER_LAYER.items():
             if name.split(".")[1] in ("k_proj", "v_proj"):
                 shape = (HIDDEN, kv_heads * WIDTH)
-            specs[f"transformer.layers.{i}.{name}"] = spec(shape, parts)
+            specs[f"model.layers.{i}.{name}"] = spec(shape, parts)
     return specs
 
 
@@ -85,7 +85,7 @@ def test_every_value_lands_where_it_belongs(fsdp: int, tensor: int) -> None:
     kv_heads = max(KV_HEADS, tensor)
     source, target = trainer(fsdp), sampler(tensor, kv_heads=kv_heads)
     if tensor == 4:  # the test's hidden widths do not divide by 4 everywhere
-        mesh = cast(NamedSharding, target["transformer.norm.scale"].sharding).mesh
+        mesh = cast(NamedSharding, target["model.norm.scale"].sharding).mesh
         target = {k: Spec(v.shape, v.dtype, sharding=NamedSharding(mesh, P())) for k, v in target.items()}
     weights, _ = WeightSync(RULES, source, target)(source)
     assert list(weights) == list(target)
@@ -97,14 +97,14 @@ def test_every_value_lands_where_it_belongs(fsdp: int, tensor: int) -> None:
     q, o, k = (values[f"layers.1.attn.{n}_proj.w"] for n in "qok")
     for head in range(HEADS):
         columns = slice(head * WIDTH, (head + 1) * WIDTH)
-        np.testing.assert_array_equal(got["transformer.layers.1.self_attn.q_proj.weight"][:, columns], q[:, head])
-        np.testing.assert_array_equal(got["transformer.layers.1.self_attn.o_proj.weight"][columns], o[head])
+        np.testing.assert_array_equal(got["model.layers.1.self_attn.q_proj.weight"][:, columns], q[:, head])
+        np.testing.assert_array_equal(got["model.layers.1.self_attn.o_proj.weight"][columns], o[head])
     for head in range(kv_heads):
         columns = slice(head * WIDTH, (head + 1) * WIDTH)
         original = head * KV_HEADS // kv_heads  # repeated heads stand side by side
-        np.testing.assert_array_equal(got["transformer.layers.1.self_attn.k_proj.weight"][:, columns], k[:, original])
+        np.testing.assert_array_equal(got["model.layers.1.self_attn.k_proj.weight"][:, columns], k[:, original])
     np.testing.assert_array_equal(
-        got["transformer.layers.0.mlp.down_proj.weight"], values["layers.0.mlp.down_proj.kernel"]
+        got["model.layers.0.mlp.down_proj.weight"], values["layers.0.mlp.down_proj.kernel"]
     )
 
 
@@ -116,8 +116,8 @@ def test_equal_layouts_are_aliased_and_the_rest_is_counted() -> None:
     source = trainer()
     sync = WeightSync(RULES, source, sampler())
     weights, result = sync(source)
-    assert pointer(weights["transformer.norm.scale"]) == pointer(source["final_norm.w"])
-    up = weights["transformer.layers.0.mlp.up_proj.weight"]
+    assert pointer(weights["model.norm.scale"]) == pointer(source["final_norm.w"])
+    up = weights["model.layers.0.mlp.up_proj.weight"]
     assert pointer(up) == pointer(source["layers.0.mlp.up_proj.kernel"])
     attention = HIDDEN * WIDTH * (2 * HEADS + 2 * KV_HEADS)  # q, o, k, v are reshaped
     assert result.bytes_moved == sync.bytes_moved == 4 * (2 * attention + VOCAB * HIDDEN)
@@ -127,7 +127,7 @@ def test_casts_on_the_way() -> None:
     source = trainer(tied=True)
     weights, result = WeightSync(RULES, source, sampler(tied=True, dtype="bfloat16"))(source)
     expected = np.asarray(source["embedder.input_embedding"]).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(np.asarray(weights["transformer.embed_tokens.embedding"]), expected)
+    np.testing.assert_array_equal(np.asarray(weights["model.embed_tokens.embedding"]), expected)
     assert result.bytes_moved == 2 * sum(leaf.size for leaf in source.values())
 
 
@@ -160,7 +160,7 @@ def test_names_that_match_on_one_side_only_are_listed() -> None:
     assert "sampler leaves that nothing fills ['lm_head.embedding']" in str(caught.value)
     with pytest.raises(WeightsError, match=r"rules whose target the sampler lacks \['lm_head.embedding'\]"):
         plan_sync(RULES, trainer(), sampler(tied=True))
-    with pytest.raises(WeightsError, match="transformer.layers.2.mlp.up_proj.weight"):
+    with pytest.raises(WeightsError, match="model.layers.2.mlp.up_proj.weight"):
         plan_sync(RULES, trainer(layers=2), sampler(layers=3))
 
 

@@ -72,13 +72,13 @@ def tied_head(config: DecoderConfig) -> frozenset[str]:
 
 def layer_rule(source: str, target: str, transform: Any = same) -> WeightRule:
     """Make a rule for one leaf of every layer."""
-    return WeightRule(f"layers.*.{source}", f"transformer.layers.*.{target}", transform)
+    return WeightRule(f"layers.*.{source}", f"model.layers.*.{target}", transform)
 
 
 EMBEDDINGS_AND_NORMS = (
-    WeightRule("embedder.input_embedding", "transformer.embed_tokens.embedding", same),
+    WeightRule("embedder.input_embedding", "model.embed_tokens.embedding", same),
     WeightRule("lm_head.w", "lm_head.embedding", transpose),
-    WeightRule("final_norm.w", "transformer.norm.scale", same),
+    WeightRule("final_norm.w", "model.norm.scale", same),
     layer_rule("input_layernorm.w", "input_layernorm.scale"),
     layer_rule("post_attention_layernorm.w", "post_attention_layernorm.scale"),
 )

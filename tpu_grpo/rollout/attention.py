@@ -6,15 +6,19 @@ Suffixes: B rows (padded), L context, S cache slots of all rows.
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
+import jax
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttentionMetadata
 from sgl_jax.srt.managers.schedule_batch import ModelWorkerBatch
+from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
-from tpu_grpo.rollout import repairs
-from tpu_grpo.rollout.flash_attention import PaddedFlashAttention
+from tpu_grpo.rollout import gather_attention
+from tpu_grpo.rollout.flash_attention import CutNativeAttention, PaddedFlashAttention, kernel_width
 from tpu_grpo.rollout.gather_attention import GatherAttention, block_metadata, decode_metadata
 
 AttentionName = Literal["flash", "gather", "native"]
@@ -28,6 +32,10 @@ class AttentionMode(Protocol):
 
     def library_backend(self) -> Any:
         """Return the object that ModelRunner keeps as its attention backend."""
+        ...
+
+    def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
+        """Describe a layer of the cache as this attention lays it out."""
         ...
 
     def cache_loc(self, slots_BL: Int[np.ndarray, "b L"], seq_lens_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " S"]:
@@ -48,8 +56,12 @@ class AttentionMode(Protocol):
 class GatherMode:
     """Our attention: each row gathers its own pages. It runs on any device with any page size."""
 
-    def __init__(self, page_size: int):
-        self._page_size = page_size
+    def __init__(self, page_size: int, head_dim: int):
+        self._page_size, self._head_dim = page_size, head_dim
+
+    def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
+        """Describe a layer with heads of the model's width; the library's would be padded to 128."""
+        return gather_attention.cache_layer(pool, self._head_dim)
 
     def library_backend(self) -> Any:
         """Return a placeholder, because the backend is built inside the step."""
@@ -84,7 +96,15 @@ class NativeMode:
 
     def library_backend(self) -> Any:
         """Return the library's NativeAttention."""
-        return repairs.import_native_attention()(self._runner.num_attn_heads, self._runner.num_kv_heads)
+        return CutNativeAttention(self._runner.num_attn_heads, self._runner.num_kv_heads, self._runner.mesh)
+
+    def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
+        """Describe a layer as the library does, whose heads are padded to multiples of 128."""
+        packing = 4 // np.dtype(pool.dtype).itemsize
+        pages = (pool.size + pool.page_size) // pool.page_size
+        shape = (pages, pool.page_size, pool.head_num * 2 // packing, packing, pool.head_dim)
+        sharding = NamedSharding(pool.mesh, P("data", None, "tensor", None, None))
+        return jax.ShapeDtypeStruct(shape, pool.dtype, sharding=sharding)
 
     def cache_loc(self, slots_BL: Int[np.ndarray, "b L"], seq_lens_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " S"]:
         """Concatenate the slots of all rows, each rounded up to whole pages; the rest of the array is 0."""
@@ -124,7 +144,6 @@ class FlashMode(NativeMode):
         decodes = mode == ForwardMode.DECODE
         rows = np.sum(seq_lens > 0, dtype=np.int32)
         arrays: dict[str, Any] = {
-            "num_seqs": rows.reshape(1),
             "cu_q_lens": _starts(np.ones_like(seq_lens) if decodes else columns["extend_lens"]),
             "cu_kv_lens": _starts(-(-seq_lens // page) * page),
             "page_indices": cache_loc[::page] // page,
@@ -136,9 +155,9 @@ class FlashMode(NativeMode):
     def library_backend(self) -> Any:
         """Return the library's FlashAttention for heads as wide as the cache's."""
         runner = self._runner
-        head_dim, page_size = runner.token_to_kv_pool.head_dim, runner.page_size
+        width = kernel_width(runner.model_config.head_dim)
         return PaddedFlashAttention(
-            runner.num_attn_heads, runner.num_kv_heads, head_dim, page_size=page_size, mesh=runner.mesh
+            runner.num_attn_heads, runner.num_kv_heads, width, page_size=runner.page_size, mesh=runner.mesh
         )
 
     def backend(self, metadata: Any) -> Any:

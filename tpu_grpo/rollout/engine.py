@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.server_args import ServerArgs
@@ -28,14 +28,14 @@ from tpu_grpo.rollout.runner import Runner, RunnerSettings
 from tpu_grpo.rollout.scheduler import SteppedScheduler, StepSeconds
 from tpu_grpo.types import Completion, Request
 
-AXES = ("data", "tensor", "expert")
+AXES = ("data", "tensor")
 """The mesh axes that sglang-jax's models use."""
 CONTEXT_MARGIN_TOKENS = 8
 """sglang-jax refuses prompts within six tokens of its context length."""
 
 
 class Engine:
-    """One sglang-jax scheduler and model on one mesh with axes ("data", "tensor", "expert")."""
+    """One sglang-jax scheduler and model on one mesh with explicit axes ("data", "tensor")."""
 
     def __init__(self, scheduler: SteppedScheduler, options: EngineOptions):
         self._scheduler = scheduler
@@ -201,8 +201,11 @@ def partition_spec(spec: jax.ShapeDtypeStruct) -> PartitionSpec:
 
 
 def engine_mesh(devices: Sequence[Any]) -> Mesh:
-    """Make the mesh of one engine, which shards heads and hidden units over ``devices``."""
-    return Mesh(np.asarray(devices).reshape(1, len(devices), 1), AXES)
+    """Make the mesh of one engine, which shards heads and hidden units over ``devices``.
+
+    Its axes are explicit: the type of a traced array says how it is sharded, as sglang-jax's models ask.
+    """
+    return Mesh(np.asarray(devices).reshape(1, len(devices)), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
 
 def _server_args(checkpoint: Path, mesh: Mesh, options: EngineOptions) -> ServerArgs:
@@ -216,7 +219,7 @@ def _server_args(checkpoint: Path, mesh: Mesh, options: EngineOptions) -> Server
         load_format="dummy",
         skip_tokenizer_init=True,
         disable_overlap_schedule=True,
-        disable_jax_precompile=True,
+        disable_precompile=True,
         disable_radix_cache=not options.prefix_cache,
         schedule_policy="fcfs",
         random_seed=0,

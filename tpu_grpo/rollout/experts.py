@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
@@ -21,41 +21,45 @@ AXIS = "tensor"
 
 
 class Experts(nnx.Module):
-    """Routes each token to the ``num_experts_per_tok`` gated MLPs that its router scores highest."""
+    """The gated MLPs of one layer, of which each token passes those that its router chose."""
 
     def __init__(
         self,
         *,
-        config: Any,
+        hidden_size: int,
         num_experts: int,
-        num_experts_per_tok: int,
         intermediate_dim: int,
         mesh: Mesh,
         weight_dtype: jnp.dtype,
         **_: Any,
     ):
         def param(*shape: int) -> nnx.Param:
-            init = nnx.with_partitioning(nnx.initializers.normal(), (AXIS, None, None))
-            return nnx.Param(init(jax.random.key(0), shape, weight_dtype))
+            return nnx.Param(jnp.zeros(shape, weight_dtype, out_sharding=NamedSharding(mesh, P(AXIS, None, None))))
 
-        self.experts_per_token = num_experts_per_tok
         self.mesh = mesh
-        self.wi_0 = param(num_experts, config.hidden_size, intermediate_dim)  # gate
-        self.wi_1 = param(num_experts, config.hidden_size, intermediate_dim)  # up
-        self.wo = param(num_experts, intermediate_dim, config.hidden_size)  # down
+        self.wi_0 = param(num_experts, hidden_size, intermediate_dim)  # gate
+        self.wi_1 = param(num_experts, hidden_size, intermediate_dim)  # up
+        self.wo = param(num_experts, intermediate_dim, hidden_size)  # down
 
-    def __call__(self, inputs: Float[Array, "T D"], router_logits: Float[Array, "T E"]) -> Float[Array, "T D"]:
-        """Add up the outputs of each token's experts, weighted by the softmax over their router logits."""
-        scores_TK, experts_TK = jax.lax.top_k(router_logits.astype(jnp.float32), self.experts_per_token)
-        weights_TK = jax.nn.softmax(scores_TK).astype(inputs.dtype)
-        by_expert = P(AXIS, None, None)
+    def __call__(
+        self,
+        inputs: Float[Array, "T D"],
+        weights_TK: Float[Array, "T K"],
+        experts_TK: Int[Array, "T K"],
+        *,
+        out_sharding: NamedSharding,
+    ) -> Float[Array, "T D"]:
+        """Add up the outputs of each token's experts, weighted by ``weights_TK``."""
+        weights_TK = weights_TK.astype(inputs.dtype)
+        by_token, by_expert = P("data", None), P(AXIS, None, None)
         mixed: Any = jax.shard_map(
             _mix_own_experts,
             mesh=self.mesh,
-            in_specs=(P(), P(), P(), by_expert, by_expert, by_expert),
-            out_specs=P(),
+            in_specs=(by_token, by_token, by_token, by_expert, by_expert, by_expert),
+            out_specs=by_token,
         )
-        return mixed(inputs, weights_TK, experts_TK, self.wi_0.value, self.wi_1.value, self.wo.value)
+        weights = (param.get_value() for param in (self.wi_0, self.wi_1, self.wo))
+        return jax.sharding.reshard(mixed(inputs, weights_TK, experts_TK, *weights), out_sharding)
 
 
 def _mix_own_experts(

@@ -8,9 +8,12 @@ Suffixes: T new tokens of all rows, H heads of any kind, D head width.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttention
+from sgl_jax.srt.layers.attention.native_backend import NativeAttention
 from sgl_jax.srt.layers.radix_attention import RadixAttention
 
 from tpu_grpo.errors import ConfigError
@@ -57,10 +60,28 @@ class PaddedFlashAttention(FlashAttention):
         self, q: Array, k: Array, v: Array, layer: RadixAttention, *args: Any, **kwargs: Any
     ) -> tuple[Float[Array, "T HD"], Array]:
         """Attend with padded heads; returns the output and the updated cache, as the library's class does."""
-        width = layer.head_dim
-        q, k, v = (self._padded(x.reshape(len(x), -1, width)) for x in (q, k, v))
+        padding = ((0, 0), (0, 0), (0, self.head_dim - layer.head_dim))
+        q, k, v = (jnp.pad(heads_THD, padding) for heads_THD in (q, k, v))
         output, cache = super().__call__(q, k, v, layer, *args, **kwargs)
-        return output.reshape(len(q), -1, self.head_dim)[..., :width].reshape(len(q), -1), cache
+        return cut_heads(output, self.head_dim, layer.head_dim), cache
 
-    def _padded(self, heads_THD: Float[Array, "T H D"]) -> Float[Array, "T H kernel"]:
-        return jnp.pad(heads_THD, ((0, 0), (0, 0), (0, self.head_dim - heads_THD.shape[-1])))
+
+class CutNativeAttention(NativeAttention):
+    """NativeAttention, which pads heads as the cache does, with outputs as wide as the model's heads."""
+
+    def __call__(
+        self, q: Array, k: Array, v: Array, layer: RadixAttention, *args: Any, **kwargs: Any
+    ) -> tuple[Float[Array, "T HD"], Array]:
+        """Attend; returns the output and the updated cache, as the library's class does."""
+        output, cache = super().__call__(q, k, v, layer, *args, **kwargs)
+        return cut_heads(output, cache.shape[-1], layer.head_dim), cache
+
+
+def cut_heads(heads: Float[Array, "T H*padded"], padded: int, width: int) -> Float[Array, "T H*width"]:
+    """Keep the first ``width`` numbers of every head of ``padded``; heads stay sharded as they are."""
+
+    def cut(own_heads: Array) -> Array:
+        return own_heads.reshape(len(own_heads), -1, padded)[..., :width].reshape(len(own_heads), -1)
+
+    by_head = P("data", "tensor")
+    return jax.shard_map(cut, in_specs=by_head, out_specs=by_head)(jax.sharding.reshard(heads, by_head))

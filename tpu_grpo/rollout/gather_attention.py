@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -31,6 +33,8 @@ CHUNK_TOKENS = 32
 DECODE_GROUPS = 2
 """Decode rows attend in this many independent groups, which a CPU computes in parallel."""
 MASKED = -1e30
+CACHE_PARTITION = P(None, None, "tensor")
+"""Key-value heads are sharded over the devices of an engine."""
 
 
 class GatherMetadata(NamedTuple):
@@ -94,18 +98,58 @@ class GatherAttention:
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         token_to_kv_pool: MHATokenToKVPool,
-    ) -> tuple[Float[Array, "T H*D"], Float[Array, "S 2*K D"]]:
-        """Write the new keys and values into the cache, attend, and return the output and the layer's new cache."""
-        cache = token_to_kv_pool.set_kv_buffer_legacy(layer.layer_id, forward_batch.out_cache_loc, k, v)
-        paged = cache.reshape(-1, self.page_size, layer.kv_head_num, 2, layer.head_dim)
-        grouped = q.reshape(q.shape[0], layer.kv_head_num, -1, layer.head_dim)
+    ) -> tuple[Float[Array, "T H*D"], Float[Array, "pages page K 2 D"]]:
+        """Write the new keys and values into the cache, attend, and return the output and the layer's new cache.
+
+        Heads are sharded over the axis "tensor" of the mesh, and each device attends with its own.
+        """
         if forward_batch.forward_mode == ForwardMode.DECODE:
-            out = decode_attention(grouped, paged, self.metadata.pages_BN, forward_batch.seq_lens, layer.scaling)
+            lengths, attend = forward_batch.seq_lens, _decode
         else:
-            prefix = forward_batch.extend_prefix_lens
-            assert prefix is not None
-            out = prefill_attention(grouped, paged, self.metadata, prefix, layer.scaling)
-        return out.reshape(q.shape[0], -1), cache
+            lengths, attend = forward_batch.extend_prefix_lens, prefill_attention
+
+        def attend_own_heads(q, k, v, paged, slots, lengths, metadata):
+            paged = write_cache(paged, slots, k, v)
+            grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
+            out = attend(grouped, paged, metadata, lengths, layer.scaling)
+            return out.reshape(len(q), -1), paged
+
+        heads, replicated = P("data", "tensor", None), P()
+        specs = (heads, heads, heads, CACHE_PARTITION, replicated, replicated, replicated)
+        attend_sharded = jax.shard_map(
+            attend_own_heads, in_specs=specs, out_specs=(P("data", "tensor"), CACHE_PARTITION), check_vma=False
+        )
+        paged = token_to_kv_pool.get_fused_kv_buffer(layer.layer_id)
+        return attend_sharded(q, k, v, paged, forward_batch.out_cache_loc, lengths, self.metadata)
+
+
+def cache_layer(pool: MHATokenToKVPool, head_dim: int) -> jax.ShapeDtypeStruct:
+    """Describe a layer of the cache: [pages, page, K, 2, D], with keys and values in turn."""
+    pages = (pool.size + pool.page_size) // pool.page_size
+    sharding = NamedSharding(pool.mesh, CACHE_PARTITION)
+    return jax.ShapeDtypeStruct((pages, pool.page_size, pool.head_num, 2, head_dim), pool.dtype, sharding=sharding)
+
+
+def write_cache(
+    paged: Float[Array, "pages page K 2 D"],
+    slots_T: Int[Array, " T"],
+    k: Float[Array, "T K D"],
+    v: Float[Array, "T K D"],
+) -> Float[Array, "pages page K 2 D"]:
+    """Write keys and values of new tokens into their cache slots; those with slot -1 are dropped."""
+    flat = paged.reshape(-1, *paged.shape[2:])
+    slots_T = jnp.where(slots_T >= 0, slots_T, len(flat))
+    return flat.at[slots_T].set(jnp.stack([k, v], axis=2).astype(flat.dtype), mode="drop").reshape(paged.shape)
+
+
+def _decode(
+    q: Float[Array, "B K G D"],
+    paged: Float[Array, "pages page K 2 D"],
+    metadata: GatherMetadata,
+    seq_lens_B: Int[Array, " B"],
+    scale: float,
+) -> Float[Array, "B K G D"]:
+    return decode_attention(q, paged, metadata.pages_BN, seq_lens_B, scale)
 
 
 def decode_attention(

@@ -1,6 +1,6 @@
 """The model runner of an engine: one compiled program per shape runs the model and samples tokens.
 
-    runner.install_weights({"transformer.embed_tokens.embedding": array, ...})
+    runner.install_weights({"model.embed_tokens.embedding": array, ...})
     tokens_B, logprobs_B = runner.launch(batch)       # device arrays; the cache was updated in place
 
 Weights are arguments of the program, so that new ones need no compilation.
@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 from sgl_jax.srt.layers.logits_processor import LogitsMetadata
 from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
+from sgl_jax.srt.mem_cache.memory_pool import MemoryPools
 from sgl_jax.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
 from sgl_jax.srt.model_loader.loader import get_model_architecture
@@ -29,11 +30,9 @@ from sgl_jax.srt.model_loader.loader import get_model_architecture
 from tpu_grpo.errors import WeightsError
 from tpu_grpo.rollout import repairs
 from tpu_grpo.rollout.attention import AttentionMode, AttentionName, FlashMode, GatherMode, NativeMode
-from tpu_grpo.rollout.flash_attention import kernel_width
-from tpu_grpo.rollout.sampling import sample_tokens
 from tpu_grpo.rollout.shapes import Shapes
 from tpu_grpo.rollout.step_inputs import InputBuilder, StepInputs
-from tpu_grpo.rollout.vocabulary import VOCABULARY_LEAVES, shard_rows, splits_vocabulary
+from tpu_grpo.rollout.vocabulary import WholeVocabularyLogits, sample_rows, splits_vocabulary
 
 
 @dataclass(frozen=True)
@@ -61,18 +60,17 @@ class Runner(ModelRunner):
     def load_model(self) -> None:
         """Build the model without allocating its parameters, which arrive by ``install_weights``."""
         config = self.model_config
-        repairs.own_hf_config(config)
         config.validate_tensor_parallel_config(self.tp_size)
         config.configure_for_tensor_parallel(self.tp_size)
-        if self.settings.attention == "flash":
-            config.head_dim = kernel_width(config.head_dim)  # of the cache; the model reads hf_config
+        split = splits_vocabulary(self.settings.shard_vocab, config.vocab_size, self.tp_size)
         model_class, _ = get_model_architecture(config)
-        model = repairs.abstract_model(model_class, config.hf_config, config.dtype, self.mesh)
-        repairs.lm_head_in_model_dtype(model, config.dtype)
-        repairs.rope_as_published(model)
+        model = repairs.abstract_model(model_class, config.hf_config, config.dtype, self.mesh, split_vocabulary=split)
+        repairs.rope_as_published(model, config.dtype)
+        if not split:
+            model.logits_processor = WholeVocabularyLogits(config.vocab_size, self.mesh)
         self.model = None  # an attribute of ModelRunner; parameters are in self.weights alone
         self.dtype = config.dtype
-        self._splits_vocabulary = splits_vocabulary(self.settings.shard_vocab, config.vocab_size, self.tp_size)
+        self.sliding_window_size = None
         self._graph, self._abstract = nnx.split(model)
 
     def initialize_jit(self) -> None:
@@ -80,9 +78,12 @@ class Runner(ModelRunner):
 
     def init_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         """Describe the cache without allocating it; ``restore_cache`` does that."""
-        with repairs.cache_without_arrays():
+        with repairs.cache_without_arrays(self._attention.cache_layer):
             super().init_memory_pool(*args, **kwargs)
         self.cache_specs = self.token_to_kv_pool.kv_buffer
+
+    def init_routed_experts_capturer(self) -> None:
+        """Keep no record of the experts that served each token."""
 
     def profile_max_num_token(self, total_device_memory: int) -> int:
         """Return the configured size, because free memory differs between hosts and its measurement drops programs."""
@@ -97,7 +98,7 @@ class Runner(ModelRunner):
 
     def _get_attention_backend(self) -> Any:
         modes: dict[str, Callable[[], AttentionMode]] = {
-            "gather": lambda: GatherMode(self.page_size),
+            "gather": lambda: GatherMode(self.page_size, self.model_config.head_dim),
             "native": lambda: NativeMode(self),
             "flash": lambda: FlashMode(self),
         }
@@ -110,14 +111,11 @@ class Runner(ModelRunner):
     @cached_property
     def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The shape, dtype and sharding of every parameter by name, in the order of ``self.weights``."""
-        specs = nnx.to_flat_state(nnx.get_partition_spec(self._abstract))
         found = {}
-        for (path, leaf), (_, spec) in zip(nnx.to_flat_state(self._abstract), specs, strict=True):
-            name, partition = ".".join(map(str, path)), _without_data_axis(spec.value)
-            if self._splits_vocabulary and name.endswith(VOCABULARY_LEAVES):
-                partition = P("tensor", None)
-            sharding = NamedSharding(self.mesh, partition)
-            found[name] = jax.ShapeDtypeStruct(leaf.value.shape, leaf.value.dtype, sharding=sharding)
+        for path, leaf in nnx.to_flat_state(self._abstract):
+            value = leaf.get_value()
+            sharding = NamedSharding(self.mesh, value.sharding.spec)
+            found[".".join(map(str, path))] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
         return found
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
@@ -188,10 +186,10 @@ class Runner(ModelRunner):
         model: Any = nnx.merge(self._graph, state)
         pool = copy.copy(self.token_to_kv_pool)
         pool.kv_buffer = list(cache)
-        output, new_cache, _ = model(self._forward_batch(inputs, mode), pool, _logits_metadata(inputs, mode))
-        logits = shard_rows(output.next_token_logits, self.mesh, split=self._splits_vocabulary)
-        tokens, logprobs = sample_tokens(logits, inputs.sampling)
-        return tokens, logprobs, new_cache
+        pools = MemoryPools(token_to_kv_pool=pool)
+        output, new_pools, *_ = model(self._forward_batch(inputs, mode), pools, _logits_metadata(inputs, mode))
+        tokens, logprobs = sample_rows(output.next_token_logits, inputs.sampling, self.mesh)
+        return tokens, logprobs, new_pools["token_to_kv_pool"]
 
     def _forward_batch(self, inputs: StepInputs, mode: ForwardMode) -> ForwardBatch:
         extend = mode == ForwardMode.EXTEND
@@ -230,15 +228,11 @@ class Runner(ModelRunner):
             return self.step_program.lower(weights, self.token_to_kv_pool.kv_buffer, inputs, mode=mode)
 
 
-def _without_data_axis(spec: P | None) -> P:
-    """Remove the axis "data" from a partition spec.
-
-    The library shards its expert router over that axis, which is the axis of replicas on our sampler's mesh.
-    """
-    parts = [tuple(axis for axis in part if axis != "data") if isinstance(part, tuple) else part for part in spec or ()]
-    return P(*parts)
-
-
 def _logits_metadata(inputs: StepInputs, mode: ForwardMode) -> LogitsMetadata:
-    extend_lens = inputs.extend_lens if mode == ForwardMode.EXTEND else None
-    return LogitsMetadata(forward_mode=mode, capture_hidden_mode=CaptureHiddenMode.NULL, extend_seq_lens=extend_lens)
+    """Ask for the logits of each row's last token, which are those of all tokens in a decode step."""
+    metadata = LogitsMetadata(forward_mode=mode, capture_hidden_mode=CaptureHiddenMode.NULL)
+    if mode == ForwardMode.EXTEND:
+        metadata.extend_seq_lens = inputs.extend_lens
+        last = jnp.maximum(jnp.cumsum(inputs.extend_lens) - 1, 0)
+        metadata.logits_indices = jax.sharding.reshard(last, P("data"))
+    return metadata

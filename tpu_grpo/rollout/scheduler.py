@@ -67,6 +67,15 @@ class RunningRequest:
         )
 
 
+class _NoPeers:
+    """Stands in for the connection to the processes that send a server's requests and receive its answers."""
+
+    @staticmethod
+    def send_pyobj(message: object) -> None:
+        """Refuse: the library sends only that it gave a request up, which ``Engine.check`` rules out."""
+        raise AssertionError(f"sglang-jax gave a request up: {message}")
+
+
 @dataclass(frozen=True)
 class StepInFlight:
     """A step that the devices are computing. B rows, padded."""
@@ -87,8 +96,8 @@ class SteppedScheduler(Scheduler):
 
     def __init__(self, server_args: ServerArgs, mesh: Mesh, build_runner: Callable[..., Runner]):
         no_ports: Any = SimpleNamespace(**dict.fromkeys(PortArgs.__dataclass_fields__))
-        with repairs.in_process(mesh, build_runner):
-            super().__init__(server_args, no_ports)
+        with repairs.in_process(build_runner):
+            super().__init__(server_args, no_ports, communication_backend=_NoPeers(), mesh=mesh)
         self.running: dict[str, RunningRequest] = {}
         self.seconds = StepSeconds()
         self.retractions = 0
@@ -113,6 +122,7 @@ class SteppedScheduler(Scheduler):
         rid = str(len(self.running))
         fields: dict[str, Any] = {"rid": rid, "text": "", "input_ids": list(request.token_ids)}
         fields |= {"sampling_params": params, "logprob_start_len": -1, "token_ids_logprob": None}
+        fields |= {"dp_rank": 0}
         self.handle_generate_request(TokenizedGenerateReqInput(**fields))
         running = RunningRequest(request, self.waiting_queue[-1], stop_token_ids)
         self.running[rid] = running
@@ -148,6 +158,7 @@ class SteppedScheduler(Scheduler):
         batch, tokens = step.batch, tokens[: len(step.batch.reqs)]
         self._log.update(tokens.tobytes())
         batch.output_ids = tokens
+        batch.per_dp_bs_size = len(tokens)  # the library drops the tokens of all rows from this one on
         self.process_batch_result(batch, GenerationBatchResult(None, tokens.tolist(), [], [], 0, 0))
         self.last_batch = batch
 

@@ -1,22 +1,22 @@
-"""Sharding of embedding and output head by vocabulary, and the resharding of logits that token sampling needs.
+"""Sharding of embedding and output head by vocabulary, and token sampling over logits that are sharded that way.
 
-sglang-jax replicates both on every device, which takes 2.3 GiB for Qwen3-8B. We shard them over the devices of an
-engine. XLA then looks up a token on the device that has its row, and adds the results with one all-reduce of [T, D], as
-after every layer. Each device computes the logits of its own part of the vocabulary. Token sampling needs the whole
-vocabulary of a row on one device: see ``shard_rows``.
+sglang-jax shards both over the devices of an engine. A token is looked up on the device that has its row, and the
+results are added with one all-reduce of [T, D], as after every layer. Each device computes the logits of its own part
+of the vocabulary. Token sampling needs the whole vocabulary of a row on one device: see ``sample_rows``.
 
-Suffixes: B rows, V vocabulary.
+Suffixes: B rows, V vocabulary, D width.
 """
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
+from sgl_jax.srt.layers.embeddings import Embed
+from sgl_jax.srt.layers.logits_processor import LogitsProcessor
 
 from tpu_grpo.errors import ConfigError
-
-VOCABULARY_LEAVES = ("embed_tokens.embedding", "lm_head.embedding")
-"""The names of all parameters of shape [V, D] end in one of these."""
+from tpu_grpo.rollout.sampling import SamplingColumns, sample_tokens
 
 
 def splits_vocabulary(asked: bool | None, vocabulary: int, tensor: int) -> bool:
@@ -35,15 +35,32 @@ def splits_vocabulary(asked: bool | None, vocabulary: int, tensor: int) -> bool:
     return tensor > 1 and divides and asked is not False
 
 
-def shard_rows(logits_BV: Float[Array, "B V"], mesh: Mesh, *, split: bool) -> Float[Array, "B V"]:
-    """Reshard logits over ``mesh`` by rows, with one all-to-all.
+class WholeVocabularyLogits(LogitsProcessor):
+    """The library's LogitsProcessor for an output head that every device holds whole."""
 
-    With whole rows, every maximum and sum over the vocabulary is computed by one device in the same order as without
-    sharding, so that sharding the vocabulary changes no token. Each device samples B / tensor rows.
+    def _get_logits(self, hidden_states: Float[Array, "B D"], lm_head: Embed) -> Float[Array, "B V"]:
+        """Compute the logits of all rows on every device."""
+        head_VD = lm_head.embedding.get_value()
+        states_BD, head_VD = lm_head.promote_dtype((hidden_states, head_VD), dtype=lm_head.dtype)
+        logits_BV = jnp.dot(states_BD, head_VD.T, out_sharding=NamedSharding(self.mesh, P("data", None)))
+        return jnp.tanh(logits_BV / self.soft_cap) * self.soft_cap if self.soft_cap else logits_BV
 
-    The logits are first constrained to the sharding in which they were computed. Without that constraint, XLA would
-    all-gather the output head instead of exchanging the logits.
+
+def sample_rows(
+    logits_BV: Float[Array, "B V"], columns: SamplingColumns, mesh: Mesh
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """Draw one token per row: each device of ``mesh`` draws for B / tensor rows. Returns what ``sample_tokens`` does.
+
+    Logits that are sharded by vocabulary are exchanged with one all-to-all. With whole rows, every maximum and sum over
+    the vocabulary is computed by one device in the same order as without sharding, so that sharding the vocabulary
+    changes no token.
     """
-    for spec in (P(None, "tensor") if split else P(), P("tensor", None)):
-        logits_BV = jax.lax.with_sharding_constraint(logits_BV, NamedSharding(mesh, spec))
-    return logits_BV
+    rows, by_rows = len(logits_BV), P("tensor")
+    padding = -rows % mesh.shape["tensor"]
+    logits_BV, columns = jax.tree.map(
+        lambda x: jnp.pad(x, ((0, padding), *(((0, 0),) * (x.ndim - 1)))), (logits_BV, columns)
+    )
+    by_device = jax.tree.map(lambda x: jax.sharding.reshard(x, by_rows), (logits_BV, columns))
+    draw = jax.shard_map(sample_tokens, in_specs=by_rows, out_specs=by_rows, check_vma=False)
+    drawn = jax.sharding.reshard(draw(*by_device), P())
+    return drawn[0][:rows], drawn[1][:rows]
