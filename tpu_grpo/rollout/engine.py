@@ -200,12 +200,13 @@ def partition_spec(spec: jax.ShapeDtypeStruct) -> PartitionSpec:
     return spec.sharding.spec
 
 
-def engine_mesh(devices: Sequence[Any]) -> Mesh:
-    """Make the mesh of one engine, which shards heads and hidden units over ``devices``.
+def engine_mesh(devices: Sequence[Any], engines: int = 1) -> Mesh:
+    """Make the mesh of one engine, which shards heads and hidden units over ``devices``, or of several alike.
 
-    Its axes are explicit: the type of a traced array says how it is sharded, as sglang-jax's models ask.
+    Its axes are explicit: the type of a traced array says how it is sharded, as sglang-jax's models ask. The devices of
+    several engines are listed engine by engine.
     """
-    return Mesh(np.asarray(devices).reshape(1, len(devices)), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
+    return Mesh(np.asarray(devices).reshape(engines, -1), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
 
 
 def _server_args(checkpoint: Path, mesh: Mesh, options: EngineOptions) -> ServerArgs:

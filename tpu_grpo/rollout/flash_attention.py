@@ -1,9 +1,10 @@
-"""sglang-jax's flash attention for heads of any width: its kernel takes multiples of 128, so heads are padded.
+"""sglang-jax's flash attention for TPUs (ragged paged attention, version 3), for heads of any width.
 
-Zeros appended to queries and keys add nothing to their products, and what belongs to zeros appended to values is cut
-off again. The cache keeps padded heads.
+A decode step runs in the kernel's decode form, whose queries are one token per row, and a prefill in its mixed form.
+The kernel takes heads whose width is a multiple of 128, so heads are padded: zeros appended to queries and keys add
+nothing to their products, and what belongs to zeros appended to values is cut off again. The cache keeps padded heads.
 
-Suffixes: T new tokens of all rows, H heads of any kind, D head width.
+Suffixes: T new tokens of all rows, H query heads, K key-value heads, D head width.
 """
 
 from typing import Any
@@ -12,18 +13,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
+from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import ragged_paged_attention
 from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttention
 from sgl_jax.srt.layers.attention.native_backend import NativeAttention
 from sgl_jax.srt.layers.radix_attention import RadixAttention
+from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch
 
 from tpu_grpo.errors import ConfigError
+from tpu_grpo.rollout.flash_blocks import choose_blocks
 
 KERNEL_WIDTH = 128
 PAGE_TABLE = 2**17
 """The most pages that all rows may have together. The library lets their table take half of the 1 MiB of scalar memory,
 and silently runs fewer rows at once beyond that."""
 PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""The page sizes that are suggested. A block of the kernel holds 512 tokens on v4 and 1024 elsewhere."""
+"""The page sizes that are suggested."""
 
 
 def kernel_width(head_dim: int) -> int:
@@ -54,16 +59,73 @@ def check_pages(*, rows: int, context_tokens: int, page_size: int) -> None:
 
 
 class PaddedFlashAttention(FlashAttention):
-    """FlashAttention that is built for the kernel's head width and called with the model's."""
+    """FlashAttention whose blocks are ours, and which is called with heads of the model's width."""
 
     def __call__(
-        self, q: Array, k: Array, v: Array, layer: RadixAttention, *args: Any, **kwargs: Any
-    ) -> tuple[Float[Array, "T HD"], Array]:
-        """Attend with padded heads; returns the output and the updated cache, as the library's class does."""
+        self,
+        q: Float[Array, "T H D"],
+        k: Float[Array, "T K D"],
+        v: Float[Array, "T K D"],
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        token_to_kv_pool: MHATokenToKVPool,
+        **_: Any,
+    ) -> tuple[Float[Array, "T heads"], Array]:
+        """Attend, and write the new keys and values into the cache.
+
+        Returns:
+            The output, of width H D, and the layer's cache.
+        """
         padding = ((0, 0), (0, 0), (0, self.head_dim - layer.head_dim))
         q, k, v = (jnp.pad(heads_THD, padding) for heads_THD in (q, k, v))
-        output, cache = super().__call__(q, k, v, layer, *args, **kwargs)
-        return cut_heads(output, self.head_dim, layer.head_dim), cache
+        cache = token_to_kv_pool.get_fused_kv_buffer(layer.layer_id)
+        output, cache = self._attend(q, k, v, cache, layer)
+        return cut_heads(output.reshape(len(q), -1), self.head_dim, layer.head_dim), cache
+
+    def _attend(self, q: Array, k: Array, v: Array, cache: Array, layer: RadixAttention) -> tuple[Array, Array]:
+        """Run the kernel on each device with the heads that it has."""
+        by_head, cached, by_row = P("data", "tensor", None), P("data", None, "tensor", None, None), P("data")
+        tensor = self.mesh.shape["tensor"]
+        blocks = choose_blocks(
+            self.mesh.devices.flat[0].device_kind,
+            kv_heads=self.num_kv_heads // tensor,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            context_tokens=self.metadata_context,
+            dtype=cache.dtype,
+        )
+
+        def attend_own_heads(q: Array, k: Array, v: Array, cache: Array, *metadata: Array) -> tuple[Array, Array]:
+            return ragged_paged_attention(
+                q,
+                k,
+                v,
+                cache,
+                *metadata,
+                None,
+                sm_scale=layer.scaling,
+                sliding_window=layer.sliding_window_size,
+                soft_cap=layer.logit_cap,
+                d_block_sizes=blocks.decode,
+                m_block_sizes=blocks.prefill,
+                vmem_limit_bytes=blocks.vmem_bytes,
+            )
+
+        found = self.forward_metadata
+        metadata = (found.seq_lens, found.page_indices, found.cu_q_lens, found.cu_kv_lens, found.distribution)
+        attend: Any = jax.shard_map(
+            attend_own_heads,
+            in_specs=(by_head, by_head, by_head, cached, *(by_row for _ in metadata)),
+            out_specs=(by_head, cached),
+            check_vma=False,
+        )
+        return attend(q, k, v, cache, *(jax.sharding.reshard(array, by_row) for array in metadata))
+
+    @property
+    def metadata_context(self) -> int:
+        """The tokens of the longest row that the step's table of pages has room for."""
+        found = self.forward_metadata
+        return len(found.page_indices) // len(found.seq_lens) * self.page_size
 
 
 class CutNativeAttention(NativeAttention):
@@ -71,13 +133,13 @@ class CutNativeAttention(NativeAttention):
 
     def __call__(
         self, q: Array, k: Array, v: Array, layer: RadixAttention, *args: Any, **kwargs: Any
-    ) -> tuple[Float[Array, "T HD"], Array]:
+    ) -> tuple[Float[Array, "T heads"], Array]:
         """Attend; returns the output and the updated cache, as the library's class does."""
         output, cache = super().__call__(q, k, v, layer, *args, **kwargs)
         return cut_heads(output, cache.shape[-1], layer.head_dim), cache
 
 
-def cut_heads(heads: Float[Array, "T H*padded"], padded: int, width: int) -> Float[Array, "T H*width"]:
+def cut_heads(heads: Float[Array, "T padded_heads"], padded: int, width: int) -> Float[Array, "T heads"]:
     """Keep the first ``width`` numbers of every head of ``padded``; heads stay sharded as they are."""
 
     def cut(own_heads: Array) -> Array:

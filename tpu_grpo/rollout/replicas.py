@@ -25,12 +25,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from tpu_grpo.errors import ConfigError, LockstepError
 from tpu_grpo.hosts import Hosts, devices_per_host, hosts_of, progress
-from tpu_grpo.rollout.engine import AXES, Engine, engine_mesh, partition_spec
+from tpu_grpo.rollout.engine import Engine, engine_mesh, partition_spec
 from tpu_grpo.rollout.generation import prompt_groups
 from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.packing import pack, unpack
@@ -67,8 +67,7 @@ def replicated_specs(
     engine_specs: Mapping[str, jax.ShapeDtypeStruct], replicas: Sequence[Replica]
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Extend the specs of one engine's parameters to all replicas, over which the axis "data" of their mesh runs."""
-    devices = np.asarray([replica.devices for replica in replicas])
-    mesh = Mesh(devices[..., None], AXES)
+    mesh = engine_mesh([device for replica in replicas for device in replica.devices], len(replicas))
     return {
         name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(mesh, partition_spec(spec)))
         for name, spec in engine_specs.items()
