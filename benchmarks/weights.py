@@ -43,6 +43,7 @@ from tunix.models.qwen3.mapping_sglang_jax import _to_sglang_jax_mappings
 from tunix.rl import reshard as tunix_reshard
 
 from tpu_grpo.families import FAMILIES
+from tpu_grpo.rollout.engine import engine_mesh
 from tpu_grpo.weights.sync import WeightSync
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, WIDTH, FFN, VOCAB = 8, 1024, 16, 8, 64, 3072, 16384
@@ -91,7 +92,7 @@ def trainer_leaves(devices: list[Any], fsdp: int, tp: int) -> Leaves:
 
 def sampler_specs(devices: list[Any], tensor: int) -> Specs:
     """The same leaves as sglang-jax splits them, with the vocabulary split."""
-    mesh = Mesh(np.asarray(devices).reshape(len(devices) // tensor, tensor, 1), ("data", "tensor", "expert"))
+    mesh = engine_mesh(devices, len(devices) // tensor)
     queries, keys = HEADS * WIDTH, KV_HEADS * WIDTH
     layer = {
         "input_layernorm.scale": ((HIDDEN,), P()),

@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpu_grpo.errors import LockstepError
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.rollout.engine import engine_mesh
 from tpu_grpo.weights.copies import CopyCheck
 
 LAYOUT = {"norm": P(), "up": P(None, "tensor"), "only": P(("data", "tensor"), None)}
@@ -19,7 +20,7 @@ LAYOUT = {"norm": P(), "up": P(None, "tensor"), "only": P(("data", "tensor"), No
 @pytest.fixture
 def leaves() -> dict[str, jax.Array]:
     """Two replicas of two devices: norm has four copies, up two of each half, only has none."""
-    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 2), ("data", "tensor"))
+    mesh = engine_mesh(jax.devices(), 2)
     values = {"norm": jnp.ones(8), "up": jnp.arange(32.0).reshape(4, 8).astype(jnp.bfloat16), "only": jnp.ones((4, 4))}
     return {name: jax.device_put(value, NamedSharding(mesh, LAYOUT[name])) for name, value in values.items()}
 

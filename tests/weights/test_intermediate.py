@@ -3,11 +3,12 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.weights.test_meshes import RULES, sampler_specs, trainer_leaves
 from tpu_grpo.families.layouts import Transform, flatten, flatten_kv, same, transpose
+from tpu_grpo.rollout.engine import engine_mesh
 from tpu_grpo.weights.intermediate import intermediate_sharding, result_dimension
 from tpu_grpo.weights.sync import WeightSync
 
@@ -36,16 +37,17 @@ def test_no_two_devices_hold_the_same_on_the_way(
 ) -> None:
     source = sharding(("fsdp", "tp"), (4, 1), split)
     if expected == P("data"):
-        target = sharding(("data", "tensor"), (4, 1), to)
+        target = NamedSharding(engine_mesh(jax.devices(), 4), to)
     else:
-        target = sharding(("data", "tensor"), (2, 2), to)
+        target = NamedSharding(engine_mesh(jax.devices(), 2), to)
     found = intermediate_sharding(transform, source_shape, source, shape, target)
     assert (found and found.spec) == expected
+    assert found is None or set(found.mesh.axis_types) == {AxisType.Auto}  # whatever the target's are
 
 
 def test_a_layout_without_copies_needs_none() -> None:
     source = sharding(("fsdp", "tp"), (4, 1), P("fsdp", None))
-    target = sharding(("data", "tensor"), (1, 4), P(None, "tensor"))
+    target = NamedSharding(engine_mesh(jax.devices()), P(None, "tensor"))
     assert intermediate_sharding(same, (8, 8), source, (8, 8), target) is None
 
 

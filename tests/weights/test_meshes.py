@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.families.layouts import WeightRule, flatten, flatten_kv, same, transpose
 from tpu_grpo.hosts import by_host
+from tpu_grpo.rollout.engine import engine_mesh
 from tpu_grpo.weights.plan import group_moves
 from tpu_grpo.weights.sync import WeightSync
 
@@ -49,8 +50,7 @@ def trainer_leaves(devices: list[Any], fsdp: int, tp: int, kv_heads: int) -> dic
 def sampler_specs(
     devices: list[Any], tensor: int, kv_heads: int, dtype: str = "float32"
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    replicas = len(devices) // tensor
-    mesh = Mesh(np.asarray(devices).reshape(replicas, tensor, 1), ("data", "tensor", "expert"))
+    mesh = engine_mesh(devices, len(devices) // tensor)
     kv = max(kv_heads, tensor)
     layout = {
         "embed": ((VOCAB, HIDDEN), P("tensor", None)),
@@ -128,6 +128,21 @@ def test_casts_on_the_way_round_as_numpy_does(layout: str) -> None:
     for name, array in weights.items():
         expected = np.asarray(source[name]).astype(jnp.bfloat16)
         np.testing.assert_array_equal(back(name, np.asarray(array), 2), expected)
+
+
+@pytest.mark.parametrize("layout", ["shared", "split"])
+def test_a_wider_type_holds_the_same_numbers(layout: str) -> None:
+    """As the float32 router of a sampler whose trainer computes in bfloat16."""
+    devices = jax.devices()
+    source = {
+        name: jax.device_put(leaf.astype(jnp.bfloat16), leaf.sharding)
+        for name, leaf in trainer_leaves(devices[:2], 2, 1, 2).items()
+    }
+    target = sampler_specs(devices[:2] if layout == "shared" else devices[2:], 2, 2)
+    weights, _ = WeightSync(RULES, source, target)(source)
+    for name, array in weights.items():
+        assert array.dtype == jnp.float32
+        np.testing.assert_array_equal(back(name, np.asarray(array), 2), np.asarray(source[name], np.float32))
 
 
 @pytest.mark.parametrize("layout", ["shared", "split"])

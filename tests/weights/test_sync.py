@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from tpu_grpo.errors import WeightsError
 from tpu_grpo.families import FAMILIES
 from tpu_grpo.metrics.compilations import CompilationCounter
+from tpu_grpo.rollout.engine import engine_mesh
 from tpu_grpo.weights.plan import Spec, plan_sync
 from tpu_grpo.weights.sync import WeightSync
 
@@ -62,7 +63,7 @@ def trainer(fsdp: int = 1, *, tied: bool = False, layers: int = 2) -> dict[str, 
 def sampler(
     tensor: int = 1, *, tied: bool = False, layers: int = 2, dtype: str = "float32", kv_heads: int = KV_HEADS
 ) -> dict[str, Spec]:
-    mesh = Mesh(np.asarray(jax.devices()[:tensor]).reshape(1, tensor, 1), ("data", "tensor", "expert"))
+    mesh = engine_mesh(jax.devices()[:tensor])
 
     def spec(shape: tuple[int, ...], parts: P) -> Spec:
         return Spec(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, parts))
@@ -103,9 +104,7 @@ def test_every_value_lands_where_it_belongs(fsdp: int, tensor: int) -> None:
         columns = slice(head * WIDTH, (head + 1) * WIDTH)
         original = head * KV_HEADS // kv_heads  # repeated heads stand side by side
         np.testing.assert_array_equal(got["model.layers.1.self_attn.k_proj.weight"][:, columns], k[:, original])
-    np.testing.assert_array_equal(
-        got["model.layers.0.mlp.down_proj.weight"], values["layers.0.mlp.down_proj.kernel"]
-    )
+    np.testing.assert_array_equal(got["model.layers.0.mlp.down_proj.weight"], values["layers.0.mlp.down_proj.kernel"])
 
 
 def pointer(array: jax.Array) -> int:

@@ -12,7 +12,8 @@ shards to two copies of two column shards, for example, it would gather the whol
 from itertools import chain
 from math import prod
 
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_grpo.families import Transform
 from tpu_grpo.families.layouts import transpose
@@ -30,7 +31,8 @@ def intermediate_sharding(
     """Choose a sharding over the sampler's mesh in which no two devices hold the same elements.
 
     The mesh axes over which ``target`` is replicated are added to one dimension of the leaf. We take the dimension that
-    the trainer shards, because then the fewest elements move, or else the first one whose size they divide.
+    the trainer shards, because then the fewest elements move, or else the first one whose size they divide. The
+    sharding's mesh has the sampler's axes, and leaves the partitioning to XLA, as the trainer's mesh does.
 
     Returns:
         The sharding, or None if ``target`` is fully sharded already or no dimension can be divided.
@@ -46,7 +48,8 @@ def intermediate_sharding(
         axes = entries[dimension] + replicated
         if target_shape[dimension] % prod(target.mesh.shape[name] for name in axes) == 0:
             spec = [axes if n == dimension else entry for n, entry in enumerate(entries)]
-            return NamedSharding(target.mesh, PartitionSpec(*(entry or None for entry in spec)))
+            mesh = Mesh(np.asarray(target.mesh.devices), target.mesh.axis_names)  # constraints name no explicit axes
+            return NamedSharding(mesh, PartitionSpec(*(entry or None for entry in spec)))
     return None
 
 
