@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import jax
 import pytest
 
 import tpu_grpo
@@ -117,14 +116,6 @@ def test_train_starts_as_the_command_does(joined: list[str], monkeypatch: pytest
     assert joined == ["prepare", "hosts", "train", "left"]
 
 
-def test_a_jax_that_has_devices_already_is_refused(joined: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert jax.devices()
-    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=true")
-    with pytest.raises(tpu_grpo.ConfigError, match=r"must start before jax uses a device.*--xla_cpu_use_xnnpack=false"):
-        tpu_grpo.train(tpu_grpo.parse_config({}))
-    assert joined == ["prepare"]
-
-
 def test_a_jax_that_was_imported_first_is_told_the_platform(tmp_path: Path) -> None:
     code = """
 import os, jax
@@ -133,6 +124,5 @@ jax.config.update("jax_platforms", None)
 import tpu_grpo
 with tpu_grpo.start(tpu_grpo.parse_config({})):
     assert jax.config.jax_platforms == "cpu"
-    assert "xnnpack=false" in os.environ["XLA_FLAGS"]
 """
     assert "jax" in modules_after(code, tmp_path)

@@ -11,17 +11,13 @@ Whoever writes the loop by hand builds the parts of a run inside ``start``; exam
         parts = build_parts(config, hosts)
 """
 
-import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from tpu_grpo.commands.starting import joined_hosts, prepare
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts import Hosts, Watch
-from tpu_grpo.hosts.platform import XNNPACK_FLAG, cpu_devices
 
 
 def _never() -> bool:
@@ -57,23 +53,9 @@ def start(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
     """Choose jax's platform, meet the other hosts of the run, and watch them for as long as the block lasts.
 
     Raises:
-        ConfigError: if jax has CPU devices already, and so computes with other settings than a run's.
+        ConfigError: if the run is one of several hosts, and jax has devices already.
         LockstepError: if a host does not come, or was started with something else.
     """
     prepare(config)
-    if "jax" in sys.modules:
-        _require_unused_devices()
     with joined_hosts(config) as (hosts, watch):
         yield hosts, watch
-
-
-def _require_unused_devices() -> None:
-    """Refuse a jax whose CPU devices were made with other settings than a run's."""
-    from jax._src import xla_bridge
-
-    made = xla_bridge.backends_are_initialized()
-    if made and cpu_devices() and XNNPACK_FLAG not in os.environ.get("XLA_FLAGS", ""):
-        raise ConfigError(
-            "a run must start before jax uses a device, whose settings it chooses, got a jax that has devices "
-            f"already; start the run first, or set XLA_FLAGS={XNNPACK_FLAG}=false before jax is imported"
-        )

@@ -1,14 +1,12 @@
 """Which backend is chosen, on machines whose /dev is a temporary directory."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tpu_grpo.hosts import choose_platform
-from tpu_grpo.hosts.platform import choose_threads, disable_xnnpack
+from tpu_grpo.hosts.platform import choose_threads
 
 
 def device_tree(root: Path, *files: str) -> Path:
@@ -73,54 +71,3 @@ def test_threads_are_as_many_as_the_cpu_devices_of_the_run(
 ) -> None:
     choose_threads(count, environment)
     assert environment.get("NPROC") == threads
-
-
-@pytest.mark.parametrize(
-    ("environment", "flags"),
-    [
-        ({"JAX_PLATFORMS": "cpu"}, "--xla_cpu_use_xnnpack=false"),
-        ({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_a=1"}, "--xla_a=1 --xla_cpu_use_xnnpack=false"),
-        ({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_cpu_use_xnnpack=true"}, "--xla_cpu_use_xnnpack=true"),
-        ({"JAX_PLATFORMS": ""}, None),
-    ],
-)
-def test_matrix_products_are_xlas_own_on_a_cpu(environment: dict[str, str], flags: str | None) -> None:
-    disable_xnnpack(environment)
-    assert environment.get("XLA_FLAGS") == flags
-
-
-WRONG_PRODUCTS = """
-import jax, jax.numpy as jnp, numpy as np
-
-def wrong(function, rows):
-    program, filled = jax.jit(function), jax.jit(lambda value: jnp.full((192, 576), value, jnp.float32))
-    x, count = np.ones((rows, 192), np.float32), 0
-    for value in range(1, 41):
-        weight = filled(np.float32(value / 1024))
-        got = np.asarray(program(x, weight))
-        count += not np.allclose(got, function(x, np.full((192, 576), value / 1024, np.float32)), rtol=1e-3)
-        weight.delete()  # the next one may lie where this one did
-    return count
-
-print(sum(wrong(f, rows) for rows in (64, 256) for f in (lambda x, w: x @ w, lambda x, w: (x @ w) @ w.T)))
-"""
-
-
-def wrong_products(flag: str) -> int:
-    """How many of 160 products with a new weight are those of an old one."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flag}
-    done = subprocess.run(
-        [sys.executable, "-c", WRONG_PRODUCTS], env=environment, capture_output=True, text=True, check=True
-    )
-    return int(done.stdout)
-
-
-def test_a_new_weight_at_an_old_address_is_the_new_one() -> None:
-    environment = {"JAX_PLATFORMS": "cpu"}
-    disable_xnnpack(environment)
-    assert wrong_products(environment["XLA_FLAGS"]) == 0
-
-
-@pytest.mark.skipif("AuthenticAMD" not in Path("/proc/cpuinfo").read_text(), reason="XLA uses XNNPACK there by itself")
-def test_xnnpack_still_takes_it_for_the_old_one() -> None:
-    assert wrong_products("") > 0, "XLA no longer does: disable_xnnpack can go"

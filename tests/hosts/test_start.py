@@ -1,8 +1,10 @@
 """Meeting: real processes, and the settings that cannot work."""
 
+import re
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from tests.hosts.processes import run
@@ -41,6 +43,16 @@ def test_missing_hosts_are_named_in_time(came: tuple[int, ...], timeout: int) ->
         assert end.at < 25
 
 
+def test_of_many_missing_hosts_some_are_named() -> None:
+    ended = run("print('started')", 30, only=(0, 1), timeout=4)
+    for end in ended.values():
+        named = re.search(r"start within 4 s; hosts? ([\d, ]+) and (\d+) more did not come", end.errors)
+        assert named, end
+        late = {int(index) for index in named[1].split(", ")}
+        assert late <= {*range(2, 30)}
+        assert len(late) + int(named[2]) == 28
+
+
 def test_every_host_refuses_another_count() -> None:
     ended = run("print('started')", 2, counts={1: 3})
     for end in ended.values():
@@ -66,6 +78,12 @@ def test_every_host_refuses_another_count() -> None:
 def test_settings_that_cannot_work(arguments: tuple, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         start(*arguments, timeout_seconds=1)
+
+
+def test_several_hosts_meet_before_jax_has_devices() -> None:
+    assert jax.devices()
+    with pytest.raises(ConfigError, match="several hosts must meet before jax uses a device"):
+        start("127.0.0.1:8476", 2, 0, timeout_seconds=1)
 
 
 def test_one_process_needs_nothing_and_jax_is_not_imported() -> None:

@@ -10,9 +10,7 @@ would depend on how they are spread over processes, so that one process and seve
   and the process's devices. ``choose_threads`` sets NPROC to the devices of the whole run.
 - Devices of one process add up one after the other, those of several in gloo's order. ``start`` uses gloo for both.
 
-On AMD processors XLA (jaxlib 0.8.1) hands larger matrix products to XNNPACK, which packs a weight once and then finds
-it by its address. A weight that was freed and made anew at the same address, as every weight sync does, is multiplied
-as it was before: log-probabilities were off by up to 0.7. ``disable_xnnpack`` turns that off.
+Both were seen with jaxlib 0.10.2.
 """
 
 import os
@@ -21,7 +19,6 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"
-XNNPACK_FLAG = "--xla_cpu_use_xnnpack"
 TPU_DEVICE_FILES = ("accel*", "vfio/[0-9]*")
 """TPUs have these files below /dev: with the drivers of v4 and older, and with those of v5e and newer."""
 
@@ -46,10 +43,3 @@ def choose_threads(count: int, environment: MutableMapping[str, str] = os.enviro
     """Set NPROC to the CPU devices of all ``count`` processes if there are several; a value that is set is kept."""
     if (devices := count * cpu_devices(environment)) > 1:
         environment.setdefault("NPROC", str(devices))
-
-
-def disable_xnnpack(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have XLA multiply by the weights as they are, on CPU devices; XLA_FLAGS that name the flag already are kept."""
-    flags = environment.get("XLA_FLAGS", "")
-    if "cpu" in environment.get("JAX_PLATFORMS", "") and XNNPACK_FLAG not in flags:
-        environment["XLA_FLAGS"] = f"{flags} {XNNPACK_FLAG}=false".strip()

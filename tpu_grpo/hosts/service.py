@@ -1,14 +1,15 @@
 """Gives the calls of JAX's coordination service that this room needs; only this file touches its private parts.
 
-``jax.distributed.initialize`` of jax 0.8.1 cannot be used as it is, for two reasons:
+``jax.distributed.initialize`` of jax 0.10.2 cannot be used as it is, for two reasons:
 
-- The client ends the process with LOG(FATAL), exit code 1, as soon as the service reports an error or its connection
-  closes, which is at once when host 0 dies; nothing in Python gets a word in. A ``missed_heartbeat_callback`` is the
-  way out, but jaxlib cannot convert the callback's argument, so that it never runs: ``connect`` raises
-  ``std::bad_cast`` instead, and on the client's own thread the exception becomes SIGABRT. ``_end_on_abort`` turns that
-  signal into a message and exit code 3.
+- The client ends the process with LOG(FATAL), which is SIGABRT, as soon as the service reports an error or its
+  connection closes, which is at once when host 0 dies, and also when ``connect`` waits in vain; nothing in Python gets
+  a word in. A service made with ``recoverable`` (``jax_enable_recoverability``) leaves out the errors of other hosts,
+  but not the closed connection. A ``missed_heartbeat_callback`` is the way out, but jaxlib cannot convert the
+  callback's argument, so that it never runs: ``connect`` raises ``std::bad_cast`` instead, and on the client's own
+  thread the exception becomes SIGABRT. ``_end_on_abort`` turns that signal into a message and exit code 3.
 - The service waits an hour for hosts to register, longer than any client, so that no client learns which are missing.
-  With ``cluster_register_timeout`` it tells all of them.
+  With ``cluster_register_timeout``, which ``initialize`` does not pass on, it tells all of them.
 
 The client and the service are made here from the same parts, and put where jax looks for them.
 """
@@ -25,7 +26,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from tpu_grpo.errors import LockstepError
+from tpu_grpo.errors import ConfigError, LockstepError
 from tpu_grpo.hosts.ending import end_process, host_names
 
 LOOPBACK = "127.0.0.1"
@@ -79,11 +80,17 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float) ->
     """Start the service (on host 0) and connect to it.
 
     Raises:
+        ConfigError: jax has devices in this process already, those of one host.
         LockstepError: the coordinator, or some of the hosts, did not come within ``timeout_seconds``.
     """
     import jax
-    from jax._src import distributed
+    from jax._src import distributed, xla_bridge
 
+    if xla_bridge.backends_are_initialized():
+        raise ConfigError(
+            "several hosts must meet before jax uses a device, so that it sees those of all, got a jax that has "
+            "devices already; start the run first, and every run in a process of its own"
+        )
     if "cpu" in (jax.config.jax_platforms or ""):  # pyright: ignore[reportAttributeAccessIssue]
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         # A process with one device of a program would start the next one before that device is through with this one;
@@ -194,11 +201,13 @@ def _why_not_connected(client: Any) -> str:
 def _missing(why: str, coordinator: str, count: int, index: int, timeout_seconds: float) -> str:
     remedy = "start the same command on every host, each with its own hosts.index"
     rule = f"all {count} hosts must start within {timeout_seconds:g} s"
-    names = re.search(r"timed out task names:\s*((?:\S*/task:\d+\s*)+)", why)
+    names = re.search(r"reached the barrier: (\d+)/.*timed out task names:\n((?:\d+\n)+)", why, re.DOTALL)
     if names:
-        late = sorted({int(number) for number in re.findall(r"/task:(\d+)", names[1])})
-        return f"{rule}; {host_names(late)} did not come (this is host {index}); {remedy}"
-    status = re.search(r"Agent status: (.+)", why)
+        late = sorted(int(number) for number in names[2].split())
+        unnamed = count - int(names[1]) - len(late)  # the service names some of them only
+        others = f" and {unnamed} more" if unnamed else ""
+        return f"{rule}; {host_names(late)}{others} did not come (this is host {index}); {remedy}"
+    status = re.search(r"Agent status: (?:%s)?(.+)", why)
     return (
         f"{rule}; host 0, the coordinator at {coordinator}, did not answer host {index}"
         f"{' (' + status[1].strip() + ')' if status else ''}; {remedy}, and check that hosts can reach that port"

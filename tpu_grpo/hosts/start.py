@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts.agreement import Hosts
 from tpu_grpo.hosts.ending import here
-from tpu_grpo.hosts.platform import choose_threads, cpu_devices, disable_xnnpack
+from tpu_grpo.hosts.platform import choose_threads, cpu_devices
 
 
 def start(
@@ -31,14 +31,13 @@ def start(
         environment: where the choice of ``choose_platform`` is found.
 
     Raises:
-        ConfigError: the three do not describe one of several processes.
+        ConfigError: the three do not describe one of several processes, or jax has devices before several could meet.
         LockstepError: some hosts did not come; says which.
     """
     _check(coordinator, count, index)
     if coordinator is None and "cpu" not in environment.get("JAX_PLATFORMS", ""):
         coordinator, count, index = _tpu_slice(timeout_seconds)
     choose_threads(count, environment)
-    disable_xnnpack(environment)
     if count == 1 and cpu_devices(environment) <= 1:
         return Hosts()
     from tpu_grpo.hosts.service import connect, serve_alone
