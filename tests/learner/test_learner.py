@@ -79,8 +79,10 @@ def test_one_update(tmp_path: Path) -> None:
 
 def test_agreement_is_measured_against_the_engine(tmp_path: Path) -> None:
     config = make_config(tmp_path, {"algorithm": MICRO})
-    learner = make_learner(config)
-    (honest,) = scored_steps(config, 1)
+    mesh = make_mesh()
+    model = make_model(mesh, scale=0.1)  # two programs round its small logits alike to less than 1e-6
+    honest = make_scored(model, config)
+    learner = make_learner(config, mesh, model=model)
     logprobs = honest.rollout.completions[3].logprobs.copy()
     logprobs[0] += 0.1
     metrics = learner.update(with_completion(honest, 3, logprobs=logprobs)).metrics
@@ -95,22 +97,25 @@ def test_agreement_is_measured_against_the_engine(tmp_path: Path) -> None:
 
 
 GENTLE = {"learning_rate": 1e-4}
-"""Adam's first step is the sign of a gradient, also of one that is nothing but rounding."""
+SMALLEST_MOMENT = 1e-7
+"""Adam's first step is the sign of a gradient, also of one that is nothing but rounding. Such a gradient is smaller."""
 
 
 def first_moments(learner: Learner) -> dict[str, np.ndarray]:
-    """(1 - b1) times the clipped gradient of the first update, by name."""
+    """(1 - b1) times the clipped gradient of the first update, by the parameter's name."""
     state = nnx.to_flat_state(nnx.state(learner._trainer.optimizer, nnx.optimizer.OptState))
-    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in state if "mu" in path}
+    named = {path[path.index("mu") + 1 :]: leaf for path, leaf in state if "mu" in path}
+    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in named.items()}
 
 
-def assert_same_step(left: Learner, right: Learner, *, atol: float) -> None:
-    moments = zip(first_moments(left).values(), first_moments(right).values(), strict=True)
-    for one, other in moments:
-        np.testing.assert_allclose(other, one, atol=1e-6)
-    params = flat_params(right)
-    for name, value in flat_params(left).items():
-        np.testing.assert_allclose(params[name], value, atol=atol, err_msg=name)
+def assert_same_step(left: Learner, right: Learner) -> None:
+    moments, params, others = first_moments(left), flat_params(left), flat_params(right)
+    assert moments.keys() == params.keys()
+    for name, moment in first_moments(right).items():
+        np.testing.assert_allclose(moment, moments[name], atol=1e-6, err_msg=name)
+        certain = np.abs(moments[name]) > SMALLEST_MOMENT
+        assert certain.mean() > 0.95, name
+        np.testing.assert_allclose(others[name][certain], params[name][certain], atol=1e-6, err_msg=name)
 
 
 def test_micro_batches_take_the_same_step_as_one_batch(tmp_path: Path) -> None:
@@ -119,7 +124,7 @@ def test_micro_batches_take_the_same_step_as_one_batch(tmp_path: Path) -> None:
     (scored,) = scored_steps(make_config(tmp_path), 1)
     noisy = with_noise(scored, 0.3)
     expected, found = whole.update(noisy).metrics, micro.update(noisy).metrics
-    assert_same_step(whole, micro, atol=1e-6)
+    assert_same_step(whole, micro)
     for name in set(expected) - {"update/seconds"}:
         assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
     whole.close()
@@ -133,7 +138,7 @@ def test_mesh_does_not_change_the_step(tmp_path: Path) -> None:
     assert one.update(scored).metrics["update/grad_norm"] == pytest.approx(
         other.update(scored).metrics["update/grad_norm"], rel=1e-5
     )
-    assert_same_step(one, other, atol=2e-5)
+    assert_same_step(one, other)
     one.close()
     other.close()
 
@@ -156,7 +161,7 @@ def test_flash_attention_takes_the_same_step(tmp_path: Path) -> None:
         logprobs = flash.logprobs(
             [prompt.token_ids for prompt in scored.rollout.row_prompts], scored.rollout.completions
         )
-    assert_same_step(dot, flash, atol=2e-5)
+    assert_same_step(dot, flash)
     for name in set(expected) - {"update/seconds"}:
         assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-6), name
     taken = [row[: len(c.token_ids)] for row, c in zip(logprobs, scored.rollout.completions, strict=True)]
