@@ -47,7 +47,9 @@ def _choose_blocks(_: str, *, page_size: int, **__: Any) -> Blocks:
 _plain_get, _plain_store, _plain_swap = interpreter.get, interpreter.store, interpreter.swap
 
 
-def _get(token: Any, device: Any, core: Any, memory: Any, buffer: Any, transforms: Any, *rest: Any, **named: Any) -> Any:
+def _get(
+    token: Any, device: Any, core: Any, memory: Any, buffer: Any, transforms: Any, *rest: Any, **named: Any
+) -> Any:
     if _is_plain(transforms):
         return _plain_get(token, device, core, memory, buffer, transforms, *rest, **named)
     token, whole = _plain_get(token, device, core, memory, buffer, ())

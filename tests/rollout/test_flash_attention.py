@@ -3,23 +3,21 @@
 import contextlib
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import ragged_paged_attention
 
 from tests.models.random_checkpoint import write_random_qwen3
 from tests.rollout.building import build_engine, disagreement, policy, requests, tokens
 from tests.rollout.interpreter import interpreted_kernels
 from tpu_grpo.errors import ConfigError
-from tpu_grpo.rollout import runner
-from tpu_grpo.rollout.flash_attention import PAGES, FlashAttention, check_pages, kernel_width
+from tpu_grpo.rollout.flash_attention import PAGES, FlashAttention, check_pages
+from tpu_grpo.rollout.flash_blocks import choose_blocks
 from tpu_grpo.types import SamplingParams
 
 PROMPTS = [tuple(range(5, 15)), tuple(range(20, 57))]
 SIZES = {"max_running_requests": 4, "prefill_tokens": 64}
-
-
-@pytest.mark.parametrize(("width", "kernels"), [(16, 128), (64, 128), (80, 128), (128, 128), (160, 256)])
-def test_the_kernels_heads_are_multiples_of_128(width: int, kernels: int) -> None:
-    assert kernel_width(width) == kernels
 
 
 @pytest.mark.parametrize(
@@ -79,10 +77,57 @@ def test_an_engine_checks_its_pages(tmp_path: Path) -> None:
         build_engine(checkpoint, policy(checkpoint), attention="flash", page_size=1024)
 
 
-def test_padding_narrow_heads_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "kernel_width", lambda head_dim: head_dim)
-    checkpoint = write_random_qwen3(tmp_path / "model", layers=1, head_dim=64)
-    with interpreted_kernels():
-        engine = build_engine(checkpoint, policy(checkpoint), attention="flash", page_size=16, **SIZES)
-        with pytest.raises(ValueError, match="Expected head_dim=64 is equal to"):
-            engine.generate(requests(PROMPTS, SamplingParams(2)))
+def test_queries_in_float32_are_still_needed() -> None:
+    """With bfloat16 queries the kernel rounds its running maximum, sum and output at every block of keys."""
+    length, page, heads = 96, 16, 2
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        np.asarray(jnp.asarray(rng.normal(size=shape), jnp.bfloat16))
+        for shape in ((1, heads, 128), (length, heads, 128), (length, heads, 128))
+    )
+    cache = np.zeros((1 + length // page, page, heads, 2, 128), k.dtype)  # the first page is nobody's
+    cache[1:] = np.stack([k, v], axis=2).reshape(-1, page, heads, 2, 128)
+    scores = np.einsum("qhd,khd->qhk", q.astype(float), k.astype(float))
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    exact = np.einsum("qhk,khd->qhd", weights / weights.sum(-1, keepdims=True), v.astype(float))
+
+    def error(dtype: jnp.dtype) -> float:
+        lengths, pages = np.array([length], np.int32), np.arange(1, len(cache), dtype=np.int32)
+        starts = np.array([0, length], np.int32)
+        with interpreted_kernels():
+            out, _ = ragged_paged_attention(
+                *(jnp.asarray(q, dtype), jnp.asarray(k[-1:]), jnp.asarray(v[-1:]), jnp.asarray(cache)),
+                *(lengths, pages, np.array([0, 1], np.int32), starts, np.ones(3, np.int32), None),
+                d_block_sizes=(1, page, 1, page),
+                m_block_sizes=(1, page, 1, page),
+                vmem_limit_bytes=2**25,
+            )
+        return float(np.sqrt(np.mean((np.asarray(out, float) - exact) ** 2)))
+
+    rounding = float(np.sqrt(np.mean((np.asarray(jnp.asarray(exact, jnp.bfloat16), float) - exact) ** 2)))
+    assert error(jnp.dtype("bfloat16")) > 1.5 * rounding  # measured 2.6 to 4.6 times
+    assert error(jnp.dtype("float32")) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv_heads", "page", "context", "decode", "prefill"),
+    [
+        ("TPU v5 lite", 2, 64, 2048, (1, 1024, 1, 256), (32, 512, 32, 256)),
+        ("TPU v5 lite", 2, 64, 700, (1, 768, 1, 256), (32, 512, 32, 256)),  # no longer than a row
+        ("TPU v5 lite", 8, 64, 2048, (1, 512, 1, 256), (32, 512, 32, 256)),  # 568 keys would fit 5 MiB
+        ("TPU v4", 8, 64, 2048, (1, 256, 1, 256), (32, 256, 32, 256)),  # 455 keys would fit 4 MiB
+        ("TPU v6e", 1, 512, 4096, (1, 1024, 1, 512), (32, 512, 32, 512)),  # a part holds a page
+        ("TPU v5p", 2, 24, 2048, (1, 960, 1, 240), (32, 480, 32, 240)),  # whole pages
+    ],
+)
+def test_blocks_fit_the_chip_and_the_row(
+    kind: str, kv_heads: int, page: int, context: int, decode: tuple[int, ...], prefill: tuple[int, ...]
+) -> None:
+    dtype = jnp.dtype("bfloat16")
+    found = choose_blocks(kind, kv_heads=kv_heads, head_dim=128, page_size=page, context_tokens=context, dtype=dtype)
+    assert (found.decode, found.prefill) == (decode, prefill)
+
+
+def test_devices_without_blocks_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"needs a TPU out of \['TPU v4', .* got TPU v3; use gather on others"):
+        choose_blocks("TPU v3", kv_heads=1, head_dim=128, page_size=1, context_tokens=64, dtype=jnp.dtype("float32"))

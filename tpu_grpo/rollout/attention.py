@@ -18,7 +18,7 @@ from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
 from tpu_grpo.rollout import gather_attention
-from tpu_grpo.rollout.flash_attention import CutNativeAttention, PaddedFlashAttention, kernel_width
+from tpu_grpo.rollout.flash_attention import BlockedFlashAttention, CutNativeAttention
 from tpu_grpo.rollout.gather_attention import GatherAttention, block_metadata, decode_metadata
 
 AttentionName = Literal["flash", "gather", "native"]
@@ -148,17 +148,17 @@ class FlashMode(NativeMode):
             "cu_kv_lens": _starts(-(-seq_lens // page) * page),
             "page_indices": cache_loc[::page] // page,
             "seq_lens": seq_lens,
-            "distribution": np.array([0, 0 if decodes else rows, rows], np.int32),  # ends: decodes, prefills, mixed
+            "distribution": np.array(
+                [rows if decodes else 0, rows, rows], np.int32
+            ),  # ends of decodes, prefills, mixed
         }
         return FlashAttentionMetadata(**arrays)
 
     def library_backend(self) -> Any:
-        """Return the library's FlashAttention for heads as wide as the cache's."""
+        """Return the library's FlashAttention with our blocks."""
         runner = self._runner
-        width = kernel_width(runner.model_config.head_dim)
-        return PaddedFlashAttention(
-            runner.num_attn_heads, runner.num_kv_heads, width, page_size=runner.page_size, mesh=runner.mesh
-        )
+        heads = (runner.num_attn_heads, runner.num_kv_heads, runner.model_config.head_dim)
+        return BlockedFlashAttention(*heads, page_size=runner.page_size, mesh=runner.mesh)
 
     def backend(self, metadata: Any) -> Any:
         """Make a new backend that holds the metadata."""

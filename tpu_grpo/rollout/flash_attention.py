@@ -1,8 +1,7 @@
-"""sglang-jax's flash attention for TPUs (ragged paged attention, version 3), for heads of any width.
+"""sglang-jax's flash attention for TPUs (ragged paged attention, version 3).
 
 A decode step runs in the kernel's decode form, whose queries are one token per row, and a prefill in its mixed form.
-The kernel takes heads whose width is a multiple of 128, so heads are padded: zeros appended to queries and keys add
-nothing to their products, and what belongs to zeros appended to values is cut off again. The cache keeps padded heads.
+The kernel pads heads to multiples of 128 numbers, and so does the cache.
 
 Suffixes: T new tokens of all rows, H query heads, K key-value heads, D head width.
 """
@@ -23,17 +22,11 @@ from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.rollout.flash_blocks import choose_blocks
 
-KERNEL_WIDTH = 128
 PAGE_TABLE = 2**17
 """The most pages that all rows may have together. The library lets their table take half of the 1 MiB of scalar memory,
 and silently runs fewer rows at once beyond that."""
 PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """The page sizes that are suggested."""
-
-
-def kernel_width(head_dim: int) -> int:
-    """Round a head width up to one that the kernel takes: ``kernel_width(64) == 128``."""
-    return -(-head_dim // KERNEL_WIDTH) * KERNEL_WIDTH
 
 
 def check_pages(*, rows: int, context_tokens: int, page_size: int) -> None:
@@ -58,8 +51,12 @@ def check_pages(*, rows: int, context_tokens: int, page_size: int) -> None:
         )
 
 
-class PaddedFlashAttention(FlashAttention):
-    """FlashAttention whose blocks are ours, and which is called with heads of the model's width."""
+class BlockedFlashAttention(FlashAttention):
+    """FlashAttention with our block sizes, and with float32 queries.
+
+    The kernel keeps its running maxima, sums and outputs in the type of the queries, and with bfloat16 rounds them at
+    every block of keys: 2.6 to 4.6 times the error of rounding the output once. Float32 queries take no more bundles.
+    """
 
     def __call__(
         self,
@@ -74,13 +71,11 @@ class PaddedFlashAttention(FlashAttention):
         """Attend, and write the new keys and values into the cache.
 
         Returns:
-            The output, of width H D, and the layer's cache.
+            The output [T, H D] and the layer's cache.
         """
-        padding = ((0, 0), (0, 0), (0, self.head_dim - layer.head_dim))
-        q, k, v = (jnp.pad(heads_THD, padding) for heads_THD in (q, k, v))
         cache = token_to_kv_pool.get_fused_kv_buffer(layer.layer_id)
-        output, cache = self._attend(q, k, v, cache, layer)
-        return cut_heads(output.reshape(len(q), -1), self.head_dim, layer.head_dim), cache
+        output, cache = self._attend(q.astype(jnp.float32), k, v, cache, layer)
+        return output.reshape(len(q), -1).astype(q.dtype), cache
 
     def _attend(self, q: Array, k: Array, v: Array, cache: Array, layer: RadixAttention) -> tuple[Array, Array]:
         """Run the kernel on each device with the heads that it has."""
@@ -89,7 +84,7 @@ class PaddedFlashAttention(FlashAttention):
         blocks = choose_blocks(
             self.mesh.devices.flat[0].device_kind,
             kv_heads=self.num_kv_heads // tensor,
-            head_dim=self.head_dim,
+            head_dim=cache.shape[-1],
             page_size=self.page_size,
             context_tokens=self.metadata_context,
             dtype=cache.dtype,

@@ -1,7 +1,15 @@
 """The block sizes of the flash-attention kernel on each generation of TPUs, in one table.
 
-The kernel reads the cache of a row in blocks of keys and values, twice buffered, from the chip's large memory (HBM)
-into its small one (VMEM). A decode step is bound by that reading, so its blocks are as long as VMEM allows.
+The kernel reads the cache of a row in blocks of keys and values, from the chip's large memory (HBM) into two buffers in
+its small one (VMEM), and computes on parts of a block, of which it skips those beyond the row's end. The sizes come
+from programs compiled for each generation, for 2 and for 8 key-value heads a device and heads of 128 numbers:
+
+- Every launch first fills the buffers of a decode step with zeros, one bundle (cycle) for each key and pair of heads:
+  6,144 bundles for 1,024 keys of 2 heads, 18,432 for 8 heads. A block costs about 900 bundles, and a key about 1 for 2
+  heads. So decode blocks are as long as the context, up to 1,024 keys, and shorter for many heads.
+- Parts of 256 keys take the fewest bundles: 7,574 against 7,733 (512 keys) and 8,098 (1,024) on v5e, and a short row
+  skips more of them.
+- Buffers above half of the kernel's VMEM do not compile: on v4, 1,024 keys of 8 heads do not.
 
 A block is ``(queries fetched, keys fetched, queries computed at once, keys computed at once)``, in tokens.
 """
@@ -13,34 +21,23 @@ import numpy as np
 from tpu_grpo.errors import ConfigError
 
 Block = tuple[int, int, int, int]
-
-
-@dataclass(frozen=True)
-class Chip:
-    """What limits the blocks on one generation of TPUs."""
-
-    vmem_bytes: int
-    """VMEM that the kernel may use: half of the chip's, as the library does, which leaves the rest to its compiler."""
-    decode_keys: int
-    """Keys of a decode block, where they fit."""
-    prefill_keys: int
-    """Keys of a prefill block, where they fit."""
-
-
 MIB = 2**20
-PREFILL_QUERIES = 32
-CHIPS = {
-    "TPU v4": Chip(8 * MIB, 512, 256),
-    "TPU v5 lite": Chip(64 * MIB, 2048, 512),
-    "TPU v5e": Chip(64 * MIB, 2048, 512),
-    "TPU v5": Chip(32 * MIB, 2048, 512),
-    "TPU v5p": Chip(32 * MIB, 2048, 512),
-    "TPU v6 lite": Chip(64 * MIB, 2048, 512),
-    "TPU v6e": Chip(64 * MIB, 2048, 512),
+VMEM_BYTES = {
+    "TPU v4": 8 * MIB,
+    "TPU v5": 32 * MIB,
+    "TPU v5p": 32 * MIB,
+    "TPU v5 lite": 64 * MIB,
+    "TPU v5e": 64 * MIB,
+    "TPU v6 lite": 64 * MIB,
+    "TPU v6e": 64 * MIB,
 }
-"""By jax's name of the device."""
-BUFFERS_SHARE = 4
-"""Buffers of keys and values may take one part in this many of the VMEM; scores and sums need the rest."""
+"""The VMEM that the kernel may use, by jax's name of the device: half of the chip's, as the library takes."""
+BUFFER_BYTES = 5 * MIB
+"""The most that both buffers may take where there is VMEM enough; more would take too long to fill."""
+DECODE_KEYS = 1024
+PREFILL_QUERIES = 32
+PREFILL_KEYS = 512
+KEYS_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -60,22 +57,20 @@ def choose_blocks(
     Raises:
         ConfigError: if the devices are not TPUs of the table.
     """
-    chip = CHIPS.get(device_kind)
-    if chip is None:
+    vmem_bytes = VMEM_BYTES.get(device_kind)
+    if vmem_bytes is None:
         raise ConfigError(
-            f"rollout.attention=flash needs a TPU out of {sorted(CHIPS)}, got {device_kind}; use gather on others"
+            f"rollout.attention=flash needs a TPU out of {sorted(VMEM_BYTES)}, got {device_kind}; use gather on others"
         )
-    bytes_per_token = 2 * kv_heads * head_dim * np.dtype(dtype).itemsize
-    fitting = chip.vmem_bytes // BUFFERS_SHARE // (2 * bytes_per_token)
+    heads = 2 * kv_heads + 2  # keys and values, and the gap that the kernel leaves against bank conflicts
+    fitting = min(BUFFER_BYTES, vmem_bytes // 2) // (2 * heads * head_dim * np.dtype(dtype).itemsize)
 
-    def keys(wanted: int) -> int:
-        tokens = min(wanted, _power_of_two(fitting), context_tokens)
-        return max(page_size, tokens // page_size * page_size)
+    def sizes(queries: int, most_keys: int) -> Block:
+        at_once = max(1, min(KEYS_AT_ONCE, _power_of_two(fitting)) // page_size) * page_size
+        parts = min(most_keys, fitting, -(-context_tokens // at_once) * at_once) // at_once
+        return queries, max(1, parts) * at_once, queries, at_once
 
-    decode, prefill = keys(chip.decode_keys), keys(chip.prefill_keys)
-    return Blocks(
-        (1, decode, 1, decode), (PREFILL_QUERIES, prefill, PREFILL_QUERIES, prefill), vmem_bytes=chip.vmem_bytes
-    )
+    return Blocks(sizes(1, DECODE_KEYS), sizes(PREFILL_QUERIES, PREFILL_KEYS), vmem_bytes)
 
 
 def _power_of_two(most: int) -> int:
