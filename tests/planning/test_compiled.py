@@ -46,7 +46,7 @@ def test_every_program_compiles_and_holds_what_it_is_given(run: AbstractRun) -> 
     assert resident.sampler + resident.shared == parameters
     assert resident.cache == (run.options.cache_tokens + 64) * 2 * 8 * 128 * 2 * LAYERS
     for name in ("decode", "prefill"):
-        assert found[name]["kernels"] == LAYERS  # flash attention, once a layer
+        assert found[name]["kernels"] == 2 * LAYERS  # flash attention: one for rows of one new token, one for the rest
         assert found[name]["argument_bytes"] == pytest.approx(parameters + resident.cache, rel=0.02)
     assert found["update"]["kernels"] == 4 * LAYERS  # forward, again under remat, and backward for queries and for keys
     assert found["update"]["argument_bytes"] == pytest.approx(resident.parameters + resident.optimizer, rel=0.05)
