@@ -1,5 +1,6 @@
 """The engine against Tunix's forward pass on the same tokens, and against itself under other schedules."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -138,8 +139,8 @@ def test_retraction_under_pressure_changes_nothing(
     """A cache of two long rows for eight running ones: rows are put back and prefilled again with what they had."""
     optimistic = mock.patch.object(global_config, "default_init_new_token_ratio", 0.01)  # so that memory runs out
     with optimistic:
-        engine = build_engine(checkpoint, model, kv_tokens=120)
-    asked = requests(group=4)
+        engine = build_engine(checkpoint, model, kv_tokens=120, stop_token_ids=frozenset())
+    asked = requests(sampling=replace(SAMPLED, ignore_stop=False), group=4)  # else room for all tokens is kept free
     completions = engine.generate(asked)
     assert engine.retractions
     assert tokens(completions) == reference_tokens

@@ -16,7 +16,7 @@ from tests.rollout.building import GREEDY, SAMPLED, build_engine, disagreement, 
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.rollout.engine import Engine, engine_mesh
 from tpu_grpo.rollout.sampling import SamplingColumns, sample_tokens
-from tpu_grpo.rollout.vocabulary import shard_rows, splits_vocabulary
+from tpu_grpo.rollout.vocabulary import sample_rows, splits_vocabulary
 from tpu_grpo.types import SamplingParams
 
 VOCABULARY, WIDTH = 304, 64
@@ -81,23 +81,6 @@ def test_no_table_is_gathered(tmp_path: Path, tied: bool, tensor: int) -> None:
         assert max(elements for _, elements in collectives) == max(rows * WIDTH, share)  # and never a table
 
 
-def test_pinning_the_logits_is_needed() -> None:
-    """Without it XLA gathers the output head: the test above would see that."""
-    mesh = engine_mesh(jax.devices()[:4])
-
-    def logits(hidden: jax.Array, table: jax.Array, *, pinned: bool) -> jax.Array:
-        found = hidden @ table.T
-        if pinned:
-            return shard_rows(found, mesh, split=True)
-        return jax.lax.with_sharding_constraint(found, NamedSharding(mesh, P("tensor", None)))
-
-    hidden = jax.ShapeDtypeStruct((8, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P()))
-    table = jax.ShapeDtypeStruct((VOCABULARY, WIDTH), jnp.float32, sharding=NamedSharding(mesh, P("tensor", None)))
-    program = jax.jit(logits, static_argnames="pinned")
-    found = {p: moved(program.lower(hidden, table, pinned=p).compile().as_text() or "") for p in (True, False)}
-    assert found == {True: [("all-to-all", 2 * VOCABULARY // 4)], False: [("all-gather", VOCABULARY * WIDTH)]}
-
-
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 
@@ -115,10 +98,9 @@ def test_sampling_from_split_logits_is_the_same_to_the_bit(rows: int) -> None:
         position=np.arange(rows, dtype=np.int32),
     )
     mesh = engine_mesh(jax.devices())
-    split = jax.device_put(logits, NamedSharding(mesh, P(None, "tensor")))
-    found = jax.jit(lambda given, settings: sample_tokens(shard_rows(given, mesh, split=True), settings))(
-        split, columns
-    )
+    split = jax.device_put(logits, NamedSharding(mesh, P("data", "tensor")))
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda given, settings: sample_rows(given, settings, mesh))(split, columns)
     alone = jax.jit(sample_tokens)(jnp.asarray(logits), columns)
     for ours, theirs in zip(found, alone, strict=True):
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()

@@ -90,7 +90,7 @@ class BlockedFlashAttention(FlashAttention):
             dtype=cache.dtype,
         )
 
-        def attend_own_heads(q: Array, k: Array, v: Array, cache: Array, *metadata: Array) -> tuple[Array, Array]:
+        def attend_own_heads(q: Array, k: Array, v: Array, cache: Array, *metadata: Array) -> Any:
             return ragged_paged_attention(
                 q,
                 k,
@@ -106,7 +106,7 @@ class BlockedFlashAttention(FlashAttention):
                 vmem_limit_bytes=blocks.vmem_bytes,
             )
 
-        found = self.forward_metadata
+        found: Any = self.forward_metadata
         metadata = (found.seq_lens, found.page_indices, found.cu_q_lens, found.cu_kv_lens, found.distribution)
         attend: Any = jax.shard_map(
             attend_own_heads,
@@ -130,7 +130,8 @@ class CutNativeAttention(NativeAttention):
         self, q: Array, k: Array, v: Array, layer: RadixAttention, *args: Any, **kwargs: Any
     ) -> tuple[Float[Array, "T heads"], Array]:
         """Attend; returns the output and the updated cache, as the library's class does."""
-        output, cache = super().__call__(q, k, v, layer, *args, **kwargs)
+        attend: Any = super().__call__  # which the library leaves without types
+        output, cache = attend(q, k, v, layer, *args, **kwargs)
         return cut_heads(output, cache.shape[-1], layer.head_dim), cache
 
 

@@ -52,7 +52,8 @@ def in_process(build_runner: Callable[..., Any]) -> Iterator[None]:
 
     Reason: ``Scheduler.__init__`` makes a zmq context, starts a thread that kills the process when a step takes long,
     seeds ``random`` and ``numpy.random``, and points jax at a compilation cache of its own; ``ModelWorker`` names its
-    runner class. The environment variable SGLANG_CI_SMALL_KV_SIZE would change the cache's size on one host only.
+    runner class and starts a thread. The environment variable SGLANG_CI_SMALL_KV_SIZE would change the cache's size on
+    one host only.
     """
     from sgl_jax.srt.managers import scheduler, tp_worker
 
@@ -65,6 +66,7 @@ def in_process(build_runner: Callable[..., Any]) -> Iterator[None]:
         mock.patch.object(scheduler.zmq, "Context", return_value=None),
         mock.patch.object(scheduler.Scheduler, "_setup_jit_cache"),
         mock.patch.object(scheduler, "threading", threading),
+        mock.patch.object(tp_worker, "threading", threading),
         mock.patch.object(tp_worker, "ModelRunner", build_runner),
     ):
         try:
@@ -104,7 +106,8 @@ def _vocabulary(split: bool) -> Iterator[None]:
 def _our_experts() -> Iterator[None]:
     """Let models build their mixture-of-experts layers from our class.
 
-    Reason: ``EPMoE`` needs a TPU for its kernel and its exchange.
+    Reason: ``EPMoE`` keeps its weights on a mesh of its own, with an axis "expert", so that no array of the engine's
+    mesh can be handed to it.
     """
     from sgl_jax.srt.models import qwen3_moe
 

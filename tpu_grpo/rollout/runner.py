@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 from sgl_jax.srt.layers.logits_processor import LogitsMetadata
 from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
-from sgl_jax.srt.mem_cache.memory_pool import MemoryPools
+from sgl_jax.srt.mem_cache.memory_pool import MemoryPools, MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
 from sgl_jax.srt.model_loader.loader import get_model_architecture
@@ -32,7 +32,7 @@ from tpu_grpo.rollout import repairs
 from tpu_grpo.rollout.attention import AttentionMode, AttentionName, FlashMode, GatherMode, NativeMode
 from tpu_grpo.rollout.shapes import Shapes
 from tpu_grpo.rollout.step_inputs import InputBuilder, StepInputs
-from tpu_grpo.rollout.vocabulary import WholeVocabularyLogits, sample_rows, splits_vocabulary
+from tpu_grpo.rollout.vocabulary import VOCABULARY_LEAVES, WholeVocabularyLogits, sample_rows, splits_vocabulary
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Runner(ModelRunner):
 
     weights: list[Array] | None = None
     cache_specs: list[jax.ShapeDtypeStruct]
+    token_to_kv_pool: MHATokenToKVPool
 
     def __init__(self, settings: RunnerSettings, **library_arguments: Any):
         """Build the runner; ``library_arguments`` are those of ModelRunner's constructor."""
@@ -62,6 +63,7 @@ class Runner(ModelRunner):
         config = self.model_config
         config.validate_tensor_parallel_config(self.tp_size)
         config.configure_for_tensor_parallel(self.tp_size)
+        config.hf_config.ep_size, config.hf_config.moe_backend = 1, "epmoe"  # what models with experts ask for
         split = splits_vocabulary(self.settings.shard_vocab, config.vocab_size, self.tp_size)
         model_class, _ = get_model_architecture(config)
         model = repairs.abstract_model(model_class, config.hf_config, config.dtype, self.mesh, split_vocabulary=split)
@@ -71,6 +73,7 @@ class Runner(ModelRunner):
         self.model = None  # an attribute of ModelRunner; parameters are in self.weights alone
         self.dtype = config.dtype
         self.sliding_window_size = None
+        self._splits_vocabulary = split
         self._graph, self._abstract = nnx.split(model)
 
     def initialize_jit(self) -> None:
@@ -114,8 +117,11 @@ class Runner(ModelRunner):
         found = {}
         for path, leaf in nnx.to_flat_state(self._abstract):
             value = leaf.get_value()
-            sharding = NamedSharding(self.mesh, value.sharding.spec)
-            found[".".join(map(str, path))] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+            name, partition = ".".join(map(str, path)), value.sharding.spec
+            if self._splits_vocabulary and name.endswith(VOCABULARY_LEAVES):
+                partition = P("tensor", None)
+            sharding = NamedSharding(self.mesh, partition)
+            found[name] = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
         return found
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:

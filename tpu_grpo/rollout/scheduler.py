@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from sgl_jax.srt.managers.communication import CommunicationBackend
 from sgl_jax.srt.managers.io_struct import TokenizedGenerateReqInput
 from sgl_jax.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
 from sgl_jax.srt.managers.scheduler import GenerationBatchResult, Scheduler
@@ -67,13 +68,16 @@ class RunningRequest:
         )
 
 
-class _NoPeers:
+class _NoPeers(CommunicationBackend):
     """Stands in for the connection to the processes that send a server's requests and receive its answers."""
 
-    @staticmethod
-    def send_pyobj(message: object) -> None:
+    def recv_requests(self) -> Any:
+        """Refuse: requests come by ``SteppedScheduler.submit``."""
+        raise AssertionError("the library's event loop does not run")
+
+    def send_pyobj(self, data: Any) -> None:
         """Refuse: the library sends only that it gave a request up, which ``Engine.check`` rules out."""
-        raise AssertionError(f"sglang-jax gave a request up: {message}")
+        raise AssertionError(f"sglang-jax gave a request up: {data}")
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class SteppedScheduler(Scheduler):
         no_ports: Any = SimpleNamespace(**dict.fromkeys(PortArgs.__dataclass_fields__))
         with repairs.in_process(build_runner):
             super().__init__(server_args, no_ports, communication_backend=_NoPeers(), mesh=mesh)
+        self._decode_first_n = self._consec_decode = 0  # or the library takes them from the environment of this host
         self.running: dict[str, RunningRequest] = {}
         self.seconds = StepSeconds()
         self.retractions = 0

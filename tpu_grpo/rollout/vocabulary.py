@@ -1,8 +1,9 @@
 """Sharding of embedding and output head by vocabulary, and token sampling over logits that are sharded that way.
 
-sglang-jax shards both over the devices of an engine. A token is looked up on the device that has its row, and the
-results are added with one all-reduce of [T, D], as after every layer. Each device computes the logits of its own part
-of the vocabulary. Token sampling needs the whole vocabulary of a row on one device: see ``sample_rows``.
+sglang-jax shards the embedding over the devices of an engine, and we shard the output head, too. A token is looked up
+on the device that has its row, and the results are added with one all-reduce of [T, D], as after every layer. Each
+device computes the logits of its own part of the vocabulary. Token sampling needs the whole vocabulary of a row on one
+device: see ``sample_rows``.
 
 Suffixes: B rows, V vocabulary, D width.
 """
@@ -17,6 +18,9 @@ from sgl_jax.srt.layers.logits_processor import LogitsProcessor
 
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.rollout.sampling import SamplingColumns, sample_tokens
+
+VOCABULARY_LEAVES = ("embed_tokens.embedding", "lm_head.embedding")
+"""The names of all parameters of shape [V, D] end in one of these."""
 
 
 def splits_vocabulary(asked: bool | None, vocabulary: int, tensor: int) -> bool:
