@@ -7,7 +7,7 @@ from typing import Any
 import jax.monitoring
 
 BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
-"""The event that jax (0.8.1) records each time an executable is made, and not when a call finds it in memory."""
+"""The event that jax (0.10.2) records each time an executable is made, and not when a call finds it in memory."""
 
 
 class CompilationCounter:
