@@ -71,15 +71,6 @@ def test_releasing_memory_needs_shared_devices() -> None:
     assert load_config(None, ["rollout.release_during_update=true"]).rollout.release_during_update
 
 
-def test_native_attention_has_pages_of_one() -> None:
-    assert message("rollout.attention=native", "rollout.page_size=16") == (
-        "rollout.page_size must be 1 with rollout.attention=native, got 16; the library's native attention is wrong "
-        "for larger pages: use gather (or flash on TPU)"
-    )
-    assert load_config(None, ["rollout.attention=native"]).rollout.page_size == 1
-    assert load_config(None, ["rollout.attention=gather", "rollout.page_size=16"]).rollout.page_size == 16
-
-
 def test_training_does_not_sample_greedily() -> None:
     assert message("rollout.temperature=0") == (
         "rollout.temperature must be > 0 for training, got 0.0; greedy completions of a group are all the same, so "

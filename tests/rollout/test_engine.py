@@ -96,7 +96,7 @@ def test_bfloat16_rotates_in_float32(tmp_path: Path) -> None:
         {"prefill_tokens": 16},
         pytest.param({"page_size": 4}, marks=pytest.mark.slow),
         {"page_size": 16, "max_running_requests": 4},
-        {"attention": "native"},
+        {"attention": "native", "page_size": 4},
         pytest.param({"tensor": 2}, marks=pytest.mark.slow),
         {"tensor": 4},
     ],

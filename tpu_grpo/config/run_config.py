@@ -129,14 +129,6 @@ def _paddings_within_limit(config: RunConfig) -> None:
         )
 
 
-def _native_pages(config: RunConfig) -> None:
-    if config.rollout.attention == "native" and config.rollout.page_size != 1:
-        raise ValueError(
-            f"rollout.page_size must be 1 with rollout.attention=native, got {config.rollout.page_size}; the library's "
-            "native attention is wrong for larger pages: use gather (or flash on TPU)"
-        )
-
-
 def _release_makes_room(config: RunConfig) -> None:
     if config.rollout.release_during_update and config.meshes.layout == "split":
         raise ValueError(
@@ -219,7 +211,6 @@ _RULES = (
     _micro_batches_divide,
     _rewards_fit_together,
     _cache_fits,
-    _native_pages,
     _paddings_within_limit,
     _release_makes_room,
     _groups_vary,

@@ -89,7 +89,7 @@ class GatherMode:
 
 
 class NativeMode:
-    """The library's reference attention, which scores every query against every row's cache; it needs page size 1."""
+    """The library's reference attention, which scores every query against every row's cache."""
 
     def __init__(self, runner: ModelRunner):
         self._runner = runner
