@@ -129,7 +129,7 @@ def test_every_replica_has_all_experts(tmp_path: Path) -> None:
     experts = policy(directory)
     replicas, weights = build(directory, experts, 2, replace(OPTIONS, batch_paddings=(8,), prefill_tokens=64))
     router, gate = (weights[f"model.layers.0.{name}"] for name in ("moe_gate.kernel", "mlp.wi_0"))
-    assert {shard.data.shape for shard in router.addressable_shards} == {(64, 4)}  # of 8 experts, on one of 2 devices
+    assert {shard.data.shape for shard in router.addressable_shards} == {(64, 8)}  # whole on every device
     assert {shard.data.shape for shard in gate.addressable_shards} == {(4, 64, 48)}
     asked = requests(PROMPTS[1:3])
     assert disagreement(experts, asked, replicas.generate(asked)) <= 1e-4
