@@ -124,6 +124,7 @@ def test_the_summary_repeats_and_adds(whole: Path) -> None:
     assert set(summary["evaluation/before"]) == {"greedy", "sampled"}
 
 
+@pytest.mark.slow  # a killed run, a stopped one and one that releases memory are compared with it, too
 def test_the_same_config_and_seed_repeat_exactly(files: Path, whole: Path, tmp_path: Path) -> None:
     again = train(config(files, tmp_path / "run"))
     assert digests(tmp_path / "run") == digests(whole)
@@ -147,6 +148,7 @@ def test_micro_batches_a_reference_and_the_trainers_old_policy(files: Path, tmp_
     assert steps[0]["update/kl"] < 1e-9 < 1e-5 < steps[2]["update/kl"]
 
 
+@pytest.mark.slow  # learner/test_learner.py has two iterations
 def test_two_iterations_compile_no_more(files: Path, tmp_path: Path) -> None:
     """The agreement is measured by the first of them, whose weights are the engine's."""
     run = {"dir": str(tmp_path / "run"), "max_steps": 3}
@@ -228,6 +230,7 @@ def test_asked_to_stop_a_run_saves_and_says_so(files: Path, whole: Path, tmp_pat
     assert digests(run_dir) == digests(whole)
 
 
+@pytest.mark.slow  # rewards/test_scoring.py reads the error
 def test_a_failing_reward_stops_the_run_with_its_name(files: Path, tmp_path: Path) -> None:
     rewards = [{"name": f"{files}/rewards.py:fails_at_three"}]
     with pytest.raises(RewardError, match=r"fails_at_three.*no luck with \d\d\+\d\d="):

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -19,6 +21,7 @@ def run_example(name: str, tmp_path: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow  # test_pipeline.py drives the same parts
 def test_the_loop_by_hand_samples_what_the_pipeline_samples(tmp_path: Path) -> None:
     lines = re.findall(
         r"^step (\d) +reward ([\d.]+) +agreement (\S+)$", run_example("own_loop", tmp_path), re.MULTILINE

@@ -12,7 +12,7 @@ from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts import start
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_hosts_meet_and_see_all_devices(count: int) -> None:
     ended = run(
         """

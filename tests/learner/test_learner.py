@@ -77,6 +77,7 @@ def test_one_update(tmp_path: Path) -> None:
     learner.close()
 
 
+@pytest.mark.slow  # test_agreement.py, and the trainer as old policy below
 def test_agreement_is_measured_against_the_engine(tmp_path: Path) -> None:
     config = make_config(tmp_path, {"algorithm": MICRO})
     mesh = make_mesh()
@@ -237,7 +238,11 @@ def test_penalty_is_taken_against_the_initial_policy(tmp_path: Path) -> None:
     learner.close()
 
 
-@pytest.mark.parametrize("algorithm", [{}, MICRO, PENALTY, {"old_policy": "trainer"}], ids=str)
+@pytest.mark.parametrize(
+    "algorithm",
+    [PENALTY, *(pytest.param(other, marks=pytest.mark.slow) for other in ({}, MICRO, {"old_policy": "trainer"}))],
+    ids=str,
+)
 def test_nothing_is_compiled_after_the_first_update(tmp_path: Path, algorithm: dict[str, Any]) -> None:
     config = make_config(tmp_path, {"algorithm": algorithm})
     steps = scored_steps(config, 4)

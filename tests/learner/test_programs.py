@@ -40,9 +40,9 @@ def held(tree: Any) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("algorithm", "flash_block"),
     [
-        ({}, None),
+        pytest.param({}, None, marks=pytest.mark.slow),
         ({"beta": 0.1, "micro_batch_prompts": 2}, None),
-        ({"old_policy": "trainer", "iterations": 2}, None),
+        pytest.param({"old_policy": "trainer", "iterations": 2}, None, marks=pytest.mark.slow),
         ({}, 128),
     ],
     ids=["plain", "reference and accumulation", "old policy", "flash attention"],

@@ -44,7 +44,7 @@ def update(learner: Learner, config: RunConfig, base: nnx.Module, *steps: int) -
         learner.update(scored_by(base, config, step))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["lora", "layers"])
+@pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.slow), "layers"])
 def test_only_what_is_trained_changes(tmp_path: Path, kind: str) -> None:
     learner, _, config = build(tmp_path, kind)
     scored = scored_by(make_model(make_mesh()), config)  # a model of its own: the learner freezes parts of the other
@@ -62,7 +62,10 @@ def test_only_what_is_trained_changes(tmp_path: Path, kind: str) -> None:
     learner.close()
 
 
-@pytest.mark.parametrize(("kind", "micro"), [("lora", None), ("lora", 2), ("layers", None), ("all", None)])
+@pytest.mark.parametrize(
+    ("kind", "micro"),
+    [pytest.param("lora", None, marks=pytest.mark.slow), ("lora", 2), ("layers", None), ("all", None)],
+)
 def test_optimizer_memory_is_that_of_what_is_trained(tmp_path: Path, kind: str, micro: int | None) -> None:
     """Two moments, and the sum of gradients where they accumulate; else scalars."""
     learner, *_ = build(tmp_path, kind, algorithm={"micro_batch_prompts": micro})
@@ -115,6 +118,7 @@ def test_adapters_are_not_continued_on_another_base(tmp_path: Path) -> None:
         build(tmp_path, "lora", seed=1)
 
 
+@pytest.mark.slow  # test_learner.py counts for whole models
 def test_nothing_is_compiled_after_the_first_update(tmp_path: Path) -> None:
     learner, base, config = build(tmp_path, "lora", algorithm={"iterations": 2, "old_policy": "trainer"})
     rollouts = [scored_by(base, config, step) for step in (1, 2, 3)]  # type: ignore[arg-type]

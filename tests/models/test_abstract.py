@@ -29,8 +29,16 @@ def leaves(model: nnx.Module) -> dict[str, tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "family"),
+    [
+        *((jnp.bfloat16, family) for family in FAMILIES),
+        *(
+            pytest.param(jnp.float32, family, marks=() if family == "qwen3" else pytest.mark.slow)
+            for family in FAMILIES
+        ),
+    ],
+)
 def test_an_abstract_model_is_the_loaded_one_without_values(tmp_path: Path, family: str, dtype: Any) -> None:
     directory, mesh = write_random(family, tmp_path / "model"), trainer_mesh(2, 2)
     loaded = load_model(read_checkpoint(directory), mesh, dtype=dtype, remat="decoder")

@@ -95,6 +95,9 @@ QWEN3_30B_A3B = {
 }
 PUBLISHED = [(QWEN25_0P5B, 494_032_768), (LLAMA32_1B, 1_235_814_400), (QWEN3_30B_A3B, 30_532_122_624)]
 """config.json, and the number of parameters that was published with it."""
+FAMILY_CASES = [
+    pytest.param(family, marks=pytest.mark.slow if family == "qwen3" else ()) for family in FAMILIES
+]  # test_load_model.py has qwen3's numbers
 
 
 # --- accepted --------------------------------------------------------------------------------------------------------
@@ -121,7 +124,7 @@ def test_a_head_width_of_null_is_derived(tmp_path: Path) -> None:
     assert read_checkpoint(directory).config.head_dim == 16
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_loaded_on_four_devices_equals_the_reference(tmp_path: Path, tokens_BT: np.ndarray, family: str) -> None:
     directory = write_random(family, tmp_path, tied=False, layers=1, scale=0.2, shards=2)
     model = load_model(read_checkpoint(directory), trainer_mesh(2, 2), dtype=jnp.float32, remat="none")
@@ -129,7 +132,7 @@ def test_loaded_on_four_devices_equals_the_reference(tmp_path: Path, tokens_BT: 
     assert difference <= 5e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILY_CASES)
 def test_bfloat16_is_stored_and_computed(tmp_path: Path, tokens_BT: np.ndarray, family: str) -> None:
     directory = write_random(family, tmp_path, layers=1)
     model = load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=jnp.bfloat16, remat="none")

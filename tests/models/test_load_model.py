@@ -32,7 +32,11 @@ def directory(tmp_path: Path) -> Path:
     return write_random_qwen3(tmp_path / "model")
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 2)], ids=["1 device", "2 x 2 devices"])
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param((1, 1), marks=pytest.mark.slow), (2, 2)],
+    ids=["1 device", "2 x 2 devices"],
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logprobs_equal_the_reference(
     tmp_path: Path, tokens_BT: np.ndarray, variant: str, sizes: tuple[int, int]

@@ -69,6 +69,7 @@ def test_logprobs_are_the_trainers_at_the_temperature(engine: Engine, model: nnx
     assert disagreement(model, asked, engine.generate(asked)) <= AGREE
 
 
+@pytest.mark.slow  # test_families.py has untied heads, test_flash_attention.py wide ones
 def test_untied_and_wide_heads(tmp_path: Path) -> None:
     directory = write_random_qwen3(tmp_path / "m", tied=False, head_dim=32, kv_heads=4, rope_theta=5e5)
     asked = requests()
@@ -92,11 +93,11 @@ def test_bfloat16_rotates_in_float32(tmp_path: Path) -> None:
     [
         {"prefix_cache": False},
         pytest.param({"max_running_requests": 3}, marks=pytest.mark.slow),
-        {"max_running_requests": 16, "batch_paddings": (1, 2, 5)},
-        {"prefill_tokens": 16},
+        pytest.param({"max_running_requests": 16, "batch_paddings": (1, 2, 5)}, marks=pytest.mark.slow),
+        pytest.param({"prefill_tokens": 16}, marks=pytest.mark.slow),  # test_families.py cuts a prompt of 110
         pytest.param({"page_size": 4}, marks=pytest.mark.slow),
         {"page_size": 16, "max_running_requests": 4},
-        {"attention": "native", "page_size": 4},
+        pytest.param({"attention": "native", "page_size": 4}, marks=pytest.mark.slow),
         pytest.param({"tensor": 2}, marks=pytest.mark.slow),
         {"tensor": 4},
     ],
@@ -178,6 +179,7 @@ def test_new_weights_forget_stale_prefixes(checkpoint: Path, tmp_path: Path, mod
     assert disagreement(other, asked, completions) <= AGREE
 
 
+@pytest.mark.slow
 def test_stale_prefixes_would_be_wrong(checkpoint: Path, tmp_path: Path, model: nnx.Module) -> None:
     """An engine that does not forget prefixes uses the old keys and values under new weights."""
     other = policy(write_random_qwen3(tmp_path / "other", seed=5))
@@ -189,6 +191,7 @@ def test_stale_prefixes_would_be_wrong(checkpoint: Path, tmp_path: Path, model: 
     assert disagreement(other, asked, engine.generate(asked)) > 0.05
 
 
+@pytest.mark.slow  # test_pipeline.py counts in whole runs
 def test_nothing_compiles_after_compile_all(checkpoint: Path, model: nnx.Module) -> None:
     engine = build_engine(checkpoint, model, max_running_requests=6, batch_paddings=(2, 4), prefill_tokens=64)
     assert engine.compile_all() == 3 + 1
@@ -224,6 +227,7 @@ def test_requests_that_cannot_be_served(engine: Engine, checkpoint: Path, model:
     assert len(small.generate(requests([PROMPTS[0]]))[0].token_ids) == 16  # still serves what fits
 
 
+@pytest.mark.slow  # the test above fills a small cache
 def test_the_largest_request_that_is_accepted_is_served(checkpoint: Path, model: nnx.Module) -> None:
     for page in (1, 8):
         engine = build_engine(checkpoint, model, kv_tokens=CONTEXT + max(2, page), page_size=page)

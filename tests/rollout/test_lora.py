@@ -24,7 +24,7 @@ MERGED_AGAINST_ADAPTED = 1e-4
     [
         pytest.param("qwen3", 1, marks=pytest.mark.slow),
         ("qwen3", 2),
-        ("qwen2", 1),
+        pytest.param("qwen2", 1, marks=pytest.mark.slow),
         pytest.param("qwen2", 2, marks=pytest.mark.slow),
         pytest.param("llama", 1, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 2, marks=pytest.mark.slow),

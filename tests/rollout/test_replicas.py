@@ -124,6 +124,7 @@ def one_replica_tokens(checkpoint: Path, model: nnx.Module) -> list[list[int]]:
     return tokens(build(checkpoint, model, 4)[0].generate(requests(group=4)))
 
 
+@pytest.mark.slow  # test_families.py has experts on four devices
 def test_every_replica_has_all_experts(tmp_path: Path) -> None:
     directory = write_random("qwen3_moe", tmp_path / "m", layers=1, scale=0.3)
     experts = policy(directory)
@@ -135,7 +136,7 @@ def test_every_replica_has_all_experts(tmp_path: Path) -> None:
     assert disagreement(experts, asked, replicas.generate(asked)) <= 1e-4
 
 
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_tokens_do_not_depend_on_the_assignment(
     checkpoint: Path, model: nnx.Module, one_replica_tokens: list[list[int]], tensor: int
 ) -> None:

@@ -64,7 +64,7 @@ def moved(program: str) -> list[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize(("tied", "tensor"), [(True, 2), (False, 4)])
+@pytest.mark.parametrize(("tied", "tensor"), [pytest.param(True, 2, marks=pytest.mark.slow), (False, 4)])
 def test_no_table_is_gathered(tmp_path: Path, tied: bool, tensor: int) -> None:
     engine = build_engine(write(tmp_path, tied=tied), tensor=tensor, prefill_tokens=64)
     tables = [spec for name, spec in engine.weight_specs.items() if name.endswith(".embedding")]
@@ -106,6 +106,7 @@ def test_sampling_from_split_logits_is_the_same_to_the_bit(rows: int) -> None:
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
 
 
+@pytest.mark.slow  # the sampling above is compared to the bit, and test_families.py has untied heads
 def test_tokens_are_those_of_one_device(tmp_path: Path) -> None:
     """Untied, rows that the devices do not divide, all kinds of sampling; the tied case is in test_engine.py."""
     checkpoint = write(tmp_path, tied=False)

@@ -50,7 +50,7 @@ def policy_of(config: RunConfig, abstract: AbstractRun) -> nnx.Module:
     [
         {"meshes": {"trainer": {"tp": 2}, "sampler": {"tensor": 2}}},
         {"meshes": {"layout": "split"}, "model": {"lora": {"rank": 2, "layers": "1"}}},
-        {"model": {"train_layers": "1"}},
+        pytest.param({"model": {"train_layers": "1"}}, marks=pytest.mark.slow),
     ],
     ids=["shared", "split with adapters", "layers"],
 )

@@ -54,7 +54,9 @@ def live_bytes() -> int:
 
 
 @pytest.mark.parametrize(
-    ("fsdp", "tp", "tensor"), [(1, 1, 1), (4, 1, 2)], ids=["mostly aliased", "two replicas with their own"]
+    ("fsdp", "tp", "tensor"),
+    [(1, 1, 1), pytest.param(4, 1, 2, marks=pytest.mark.slow)],
+    ids=["mostly aliased", "two replicas with their own"],
 )
 def test_what_is_released_is_free_and_comes_back(tmp_path: Path, fsdp: int, tp: int, tensor: int) -> None:
     engines, params = build(tmp_path, fsdp, tp, tensor)

@@ -70,7 +70,7 @@ def not_updated(weights: Weights, before: Weights) -> Weights:
     [
         (swapped, 0, f"{LAYER}.mlp.(gate|up)_proj.weight"),
         pytest.param(transposed, 0, f"{LAYER}.self_attn.q_proj.weight", marks=pytest.mark.slow),
-        (not_updated, 2, f"{LAYER}.mlp.down_proj.weight"),
+        pytest.param(not_updated, 2, f"{LAYER}.mlp.down_proj.weight", marks=pytest.mark.slow),
     ],
 )
 def test_a_planted_error_is_named(

@@ -81,7 +81,7 @@ def test_off_the_main_thread_the_scores_are_the_same():
     assert found == [expected for *_, expected in some]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_wherever_it_runs_the_scores_are_the_same(workers: int):
     columns = [{"answer": answer} for _, answer, _ in CASES]
     rollout = make_rollout(["p"] * len(CASES), [c for c, _, _ in CASES], columns)
