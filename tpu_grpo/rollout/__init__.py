@@ -16,5 +16,5 @@ gather_attention.py  paged attention for any device
 flash_attention.py   the library's kernel for heads of any width
 experts.py           mixture-of-experts layers
 packing.py           packs completions into arrays to pass them between hosts
-repairs.py           everything that is changed in sglang-jax 0.0.2, each with its reason
+repairs.py           everything that is changed in sglang-jax 0.1.0rc0, each with its reason
 """
