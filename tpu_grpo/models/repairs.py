@@ -16,7 +16,7 @@ its default.
 the log-probabilities need. The repair casts them.
 
 **Experts without tensor parallelism.** ``MoELayer`` gathers and reduce-scatters over the axis ``tp`` even when it has
-one device, and libtpu 0.0.30 aborts when it compiles that. Nothing is wrapped for this: ``fitted_config`` leaves the
+one device, and libtpu 0.0.42.1 aborts when it compiles that. Nothing is wrapped for this: ``fitted_config`` leaves the
 axis out of the model's config.
 """
 
