@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.several.runs import settings, write_files
@@ -54,9 +55,9 @@ def transposed(weights: Weights, before: Weights) -> Weights:
     """Query heads and their width in the other order, in the same shape."""
     del before
     name = f"{LAYER}.self_attn.q_proj.weight"
-    leaf = weights[name]
+    leaf = np.asarray(weights[name])
     turned = leaf.reshape(leaf.shape[0], 4, -1).transpose(0, 2, 1).reshape(leaf.shape)
-    return {name: jax.device_put(turned, leaf.sharding)}
+    return {name: jax.device_put(turned, weights[name].sharding)}
 
 
 def not_updated(weights: Weights, before: Weights) -> Weights:
