@@ -136,10 +136,12 @@ def write_cache(
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
 ) -> Float[Array, "pages page K 2 D"]:
-    """Write keys and values of new tokens into their cache slots; those with slot -1 are dropped."""
-    flat = paged.reshape(-1, *paged.shape[2:])
-    slots_T = jnp.where(slots_T >= 0, slots_T, len(flat))
-    return flat.at[slots_T].set(jnp.stack([k, v], axis=2).astype(flat.dtype), mode="drop").reshape(paged.shape)
+    """Write keys and values of new tokens into their cache slots; those with slot -1 are dropped.
+
+    The cache keeps its shape on the way: with pages of one token, XLA copied it whole for a reshape.
+    """
+    page_T, offset_T = jnp.where(slots_T >= 0, slots_T // paged.shape[1], len(paged)), slots_T % paged.shape[1]
+    return paged.at[page_T, offset_T].set(jnp.stack([k, v], axis=2).astype(paged.dtype), mode="drop")
 
 
 def _decode(
