@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from sgl_jax.srt.managers.schedule_batch import global_config
+from sgl_jax.srt.managers.scheduler import Scheduler
 
 from tests.models.random_checkpoint import write_random_qwen3
 from tests.rollout.building import (
@@ -146,6 +147,19 @@ def test_retraction_under_pressure_changes_nothing(
     assert engine.retractions
     assert tokens(completions) == reference_tokens
     assert disagreement(model, asked, completions) <= AGREE
+
+
+def test_a_token_that_the_library_drops_is_noticed(checkpoint: Path, model: nnx.Module) -> None:
+    """It drops those of all rows from ``per_dp_bs_size`` on without a word."""
+    engine, process = build_engine(checkpoint, model), Scheduler.process_batch_result_decode
+
+    def forgetful(self: Any, batch: Any, *args: Any) -> None:
+        batch.per_dp_bs_size = 2
+        process(self, batch, *args)
+
+    dropping = mock.patch.object(Scheduler, "process_batch_result_decode", forgetful)
+    with dropping, pytest.raises(AssertionError, match="lost a token of request 2"):
+        engine.generate(requests())
 
 
 def test_stop_tokens_end_a_completion_and_limits_cut_it(

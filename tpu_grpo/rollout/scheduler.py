@@ -192,12 +192,16 @@ class SteppedScheduler(Scheduler):
         """Append the sampled tokens and their log-probabilities to their requests."""
         del launch_done
         start = time.perf_counter()
-        reqs = list(batch.reqs)
+        reqs, samples = (
+            list(batch.reqs),
+            [req.is_chunked <= 0 for req in batch.reqs],
+        )  # a chunk of a prompt samples none
         super().process_batch_result(batch, result)
         for row, req in enumerate(reqs):
-            running = self.running[req.rid]
-            if len(req.output_ids) > len(running.logprobs):  # an unfinished chunk of a prompt samples nothing
-                running.logprobs.append(float(self._logprobs[row]))
+            logprobs = self.running[req.rid].logprobs
+            if samples[row]:
+                logprobs.append(float(self._logprobs[row]))
+            assert len(req.output_ids) == len(logprobs), f"sglang-jax lost a token of request {req.rid}"
         self.seconds.collect += time.perf_counter() - start
 
     def stream_output(self, *_: Any, **__: Any) -> None:
