@@ -196,9 +196,10 @@ def pressure(_: str) -> None:
         counts["put back"] += len(result[0])
         return result
 
-    def counted_evict(self: Any, tokens: int) -> None:
-        counts["evicted"] += tokens
-        return evict(self, tokens)
+    def counted_evict(self: Any, asked: Any) -> Any:
+        result = evict(self, asked)
+        counts["evicted"] += result.num_tokens_evicted
+        return result
 
     ScheduleBatch.retract_decode, RadixCache.evict = counted_retract, counted_evict  # type: ignore
     SteppedScheduler.__init__ = optimistic  # type: ignore
