@@ -123,19 +123,20 @@ def test_lines_stay_whole_and_in_order_however_they_are_written() -> None:
             assert found == [f"[{i}] {name} {n} {'x' * (n * 40)}" for n in range(200)]
 
 
-def test_a_line_is_shown_when_it_is_printed() -> None:
-    seen: list[float] = []
+def test_a_line_is_shown_when_it_is_printed(tmp_path: Path) -> None:
+    """The host prints its second line only after its first was shown."""
+    shown = tmp_path / "shown"
 
     class Stream(io.BytesIO):
         def write(self, data, /) -> int:
-            seen.append(time.monotonic())
+            shown.touch()
             return super().write(data)
 
-    run_local_hosts(
-        program("print('first'); time.sleep(0.6); print('second')"), hosts=1, devices_per_host=1, stdout=Stream()
-    )
-    assert len(seen) == 2
-    assert seen[1] - seen[0] > 0.4
+    out = Stream()
+    waits = f"print('first'); [time.sleep(0.05) for _ in range(600) if not os.path.exists({str(shown)!r})]"
+    told = f"print('second' if os.path.exists({str(shown)!r}) else 'never shown')"
+    run_local_hosts(program(f"{waits}; {told}"), hosts=1, devices_per_host=1, stdout=out)
+    assert out.getvalue() == b"[0] first\n[0] second\n"
 
 
 def test_a_last_line_without_newline_is_shown_and_ended() -> None:
