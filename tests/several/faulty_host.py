@@ -138,17 +138,22 @@ def sampler_parameter(name: str) -> None:
 
 @fault
 def trainer_parameter(name: str) -> None:
-    """One bit of this host's copies of a trainer's parameter changes before the second update's sync."""
+    """One bit of this host's copies of a trainer's parameter changes before the first update's sync."""
     from tpu_grpo.run import engines
 
-    original, calls = engines.named_leaves, []
+    install, original, installed = engines.SyncedEngines.install, engines.named_leaves, []
 
-    def named_leaves(params: Any) -> Any:
+    def flipped_leaves(params: Any) -> Any:
         leaves = original(params)
-        calls.append(name)
-        return leaves | {name: flipped(leaves[name])} if len(calls) == 3 else leaves
+        return leaves | {name: flipped(leaves[name])}
 
-    engines.named_leaves = named_leaves
+    def install_flipped(self: Any, params: Any) -> Any:
+        if installed:  # the first sync is that of the loaded model
+            engines.named_leaves = flipped_leaves
+        installed.append(name)
+        return install(self, params)
+
+    engines.SyncedEngines.install = install_flipped  # type: ignore
 
 
 @fault
