@@ -55,3 +55,13 @@ def test_the_recorded_norm_is_that_of_the_mean_gradient(tmp_path: Path) -> None:
         assert int(last_update(state).count) == 0  # nothing is recorded half-way
         _, state = optimizer.update({"w": jnp.array(gradient)}, state, params)
     assert float(last_update(state).grad_norm) == 5.0  # of (3, 4); the mean of the norms would be 7
+
+
+def test_gradients_of_bfloat16_micro_batches_are_added_in_float32(tmp_path: Path) -> None:
+    """The mean of 256 and 1 is 128.5, which bfloat16 would round to 128."""
+    optimizer = optax.MultiSteps(build_optimizer(make_config(tmp_path)), every_k_schedule=3)
+    params = {"w": jnp.zeros(1, jnp.bfloat16)}
+    state = optimizer.init(params)
+    for gradient in (256.0, 1.0):
+        _, state = optimizer.update({"w": jnp.array([gradient], jnp.bfloat16)}, state, params)
+    assert float(state.acc_grads["w"][0]) == 128.5
