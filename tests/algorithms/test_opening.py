@@ -123,6 +123,7 @@ def test_a_shipped_algorithm_takes_no_options() -> None:
         open_algorithm(AlgorithmSection(options={"cap": 1}))
 
 
+@pytest.mark.slow
 def test_an_algorithm_of_ones_own_takes_a_step(tmp_path: Path) -> None:
     """Minus A log p by hand, over all tokens; then the same algorithm with advantages that are not finite."""
     chosen = section(tmp_path, GOOD, options={"strength": 0.5}, group_size=2)

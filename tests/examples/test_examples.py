@@ -35,6 +35,7 @@ def test_the_loop_by_hand_is_short() -> None:
     assert len((REPOSITORY / "examples" / "own_loop.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.slow
 def test_tunix_own_loop_learns_from_the_engines_samples(tmp_path: Path) -> None:
     shown = run_example("tunix_loop", tmp_path)
     rewards = [float(value) for value in re.findall(r"^reward (\S+)$", shown, re.MULTILINE)]
