@@ -13,7 +13,9 @@ sampling.py          draws tokens from logits
 vocabulary.py        shards embedding and output head, and the logits for token sampling
 attention.py         the attention modes: gather, flash and native
 gather_attention.py  paged attention for any device
-flash_attention.py   the library's kernel for heads of any width
+flash_attention.py   the library's kernel for TPUs
+flash_blocks.py      the sizes of that kernel's blocks on each generation of TPUs
+native_attention.py  the library's reference
 experts.py           mixture-of-experts layers
 packing.py           packs completions into arrays to pass them between hosts
 repairs.py           everything that is changed in sglang-jax 0.1.0rc0, each with its reason

@@ -18,8 +18,9 @@ from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
 from tpu_grpo.rollout import gather_attention
-from tpu_grpo.rollout.flash_attention import BlockedFlashAttention, CutNativeAttention
+from tpu_grpo.rollout.flash_attention import BlockedFlashAttention
 from tpu_grpo.rollout.gather_attention import GatherAttention, block_metadata, decode_metadata
+from tpu_grpo.rollout.native_attention import CutNativeAttention
 
 AttentionName = Literal["flash", "gather", "native"]
 Columns = Mapping[str, np.ndarray]

@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import ragged_paged_attention
 from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttention
-from sgl_jax.srt.layers.attention.native_backend import NativeAttention
 from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch
@@ -121,25 +120,3 @@ class BlockedFlashAttention(FlashAttention):
         """The tokens of the longest row that the step's table of pages has room for."""
         found = self.forward_metadata
         return len(found.page_indices) // len(found.seq_lens) * self.page_size
-
-
-class CutNativeAttention(NativeAttention):
-    """NativeAttention, which pads heads as the cache does, with outputs as wide as the model's heads."""
-
-    def __call__(
-        self, q: Array, k: Array, v: Array, layer: RadixAttention, *args: Any, **kwargs: Any
-    ) -> tuple[Float[Array, "T heads"], Array]:
-        """Attend; returns the output and the updated cache, as the library's class does."""
-        attend: Any = super().__call__  # which the library leaves without types
-        output, cache = attend(q, k, v, layer, *args, **kwargs)
-        return cut_heads(output, cache.shape[-1], layer.head_dim), cache
-
-
-def cut_heads(heads: Float[Array, "T padded_heads"], padded: int, width: int) -> Float[Array, "T heads"]:
-    """Keep the first ``width`` numbers of every head of ``padded``; heads stay sharded as they are."""
-
-    def cut(own_heads: Array) -> Array:
-        return own_heads.reshape(len(own_heads), -1, padded)[..., :width].reshape(len(own_heads), -1)
-
-    by_head = P("data", "tensor")
-    return jax.shard_map(cut, in_specs=by_head, out_specs=by_head)(jax.sharding.reshard(heads, by_head))

@@ -69,7 +69,8 @@ class Runner(ModelRunner):
         model = repairs.abstract_model(model_class, config.hf_config, config.dtype, self.mesh, split_vocabulary=split)
         repairs.rope_as_published(model, config.dtype)
         if not split:
-            model.logits_processor = WholeVocabularyLogits(config.vocab_size, self.mesh)
+            soft_cap = model.logits_processor.soft_cap
+            model.logits_processor = WholeVocabularyLogits(config.vocab_size, self.mesh, soft_cap)
         self.model = None  # an attribute of ModelRunner; parameters are in self.weights alone
         self.dtype = config.dtype
         self.sliding_window_size = None
