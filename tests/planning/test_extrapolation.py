@@ -25,6 +25,11 @@ def test_a_line_through_two_and_four_layers() -> None:
     [
         ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 16.50G of 15.75G hbm.", 16.5 * 2**30),
         (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (22.50G)"
+            " exceeds available HBM (15.75G).",
+            22.5 * 2**30,
+        ),
+        (
             "RESOURCE_EXHAUSTED: Allocation (size=400) would exceed memory (size=100) :: [space=hbm, size = 1]",
             400,
         ),

@@ -99,9 +99,16 @@ def compiled_figures(lowered: jax.stages.Lowered, options: Mapping[str, Any]) ->
 
 
 def refused_bytes(message: str) -> float | None:
-    """Read from a refusal what the program would use, or its one array that is too large; None for other errors."""
-    if used := re.search(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm", message):
-        return float(used[1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[used[2]]
+    """Read from a refusal what the program would use, or its one array that is too large; None for other errors.
+
+    Libtpu 0.0.42 has two sentences for the whole program. Both count its arguments, although the second calls
+    everything temporaries.
+    """
+    whole = re.search(r"Used ([\d.]+)([KMG]) of [\d.]+[KMG] hbm", message) or re.search(
+        r"required for HLO temporaries \(([\d.]+)([KMG])\) exceeds available HBM", message
+    )
+    if whole:
+        return float(whole[1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[whole[2]]
     single = re.search(r"RESOURCE_EXHAUSTED: Allocation \(size=(\d+)\) would exceed memory.*space=hbm", message)
     return float(single[1]) if single else None
 
