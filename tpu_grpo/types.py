@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 FinishReason = Literal["stop", "length"]
 
@@ -67,6 +67,8 @@ class Request:
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     key: SampleKey
+    return_experts: bool = False
+    """Return the experts that the engine used; only an engine of a model with experts that was built for it can."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,14 @@ class Completion:
     finish_reason: FinishReason
     cached_tokens: int
     """Prompt tokens whose keys and values were found in the prefix cache."""
+    experts: Int[np.ndarray, "S layers k"] | None = None
+    """The experts that the engine used, if the request asked for them, for the S tokens that it computed: those of the
+    prompt and all sampled ones but the last. The type is `routing_dtype`."""
+
+
+def routing_dtype(experts: int) -> np.dtype:
+    """Return the smallest type that numbers ``experts`` experts and has a number left for none of them, its largest."""
+    return np.dtype(np.uint8 if experts <= np.iinfo(np.uint8).max else np.uint16)
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ def sampled_token(_: str) -> None:
     def finish_step(self: Any) -> None:
         step = self.in_flight
         if step is not None and self.forward_ct == 3:
-            self.in_flight = StepInFlight(step.batch, step.tokens ^ 1, step.logprobs)
+            self.in_flight = StepInFlight(step.batch, step.output._replace(tokens=step.output.tokens ^ 1))
         original(self)
 
     SteppedScheduler.finish_step = finish_step  # type: ignore

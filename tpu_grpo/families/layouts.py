@@ -20,11 +20,16 @@ Transform = Callable[["Array", tuple[int, ...]], "Array"]
 
 @dataclass(frozen=True)
 class WeightRule:
-    """Names a leaf of the trainer and one of the sampler; ``*`` in both names stands for the layer's number."""
+    """Names a leaf of the trainer and one of the sampler; ``*`` in both names stands for the layer's number.
+
+    Several rules may name the same source, whose parts then become several leaves of the sampler.
+    """
 
     source: str
     target: str
     transform: Transform
+    input_axis: int = 0
+    """The axis of the trainer's leaf where the module's inputs begin; the product of an adapter has them first."""
 
 
 def same(leaf: Array, shape: tuple[int, ...]) -> Array:
@@ -57,3 +62,20 @@ def repeat_kv(head_dim: int) -> Transform:
         return leaf.reshape(-1, head_dim).repeat(shape[0] // leaf.shape[0], axis=0).reshape(shape)
 
     return transform
+
+
+@dataclass(frozen=True)
+class InputsFirst:
+    """Moves the inputs in front of the heads: [N, D, H] -> [D, N*H], and part p of [P, K, D, H] -> [D, K'*H]."""
+
+    part: int | None = None
+    """Which of several stacked projections to take; None where the leaf is one."""
+
+    def __call__(self, leaf: Array, shape: tuple[int, ...]) -> Array:
+        """See `Transform`."""
+        heads = leaf if self.part is None else leaf[self.part]
+        return flatten_kv(heads.transpose(1, 0, 2), shape)
+
+    def __str__(self) -> str:
+        """Describe it in a plan."""
+        return "inputs first" if self.part is None else f"inputs first, part {self.part}"

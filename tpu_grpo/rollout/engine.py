@@ -24,6 +24,7 @@ from tpu_grpo.rollout import repairs
 from tpu_grpo.rollout.flash_attention import check_pages
 from tpu_grpo.rollout.generation import Generation
 from tpu_grpo.rollout.options import EngineOptions
+from tpu_grpo.rollout.routed_experts import ExpertLayout
 from tpu_grpo.rollout.runner import Runner, RunnerSettings
 from tpu_grpo.rollout.scheduler import SteppedScheduler, StepSeconds
 from tpu_grpo.types import Completion, Request
@@ -59,7 +60,7 @@ class Engine:
             check_pages(rows=options.max_running_requests, context_tokens=context, page_size=options.page_size)
         repairs.require_repaired_version()
         repairs.count_instead_of_clock()
-        settings = RunnerSettings(options.attention, options.shapes, options.shard_vocab)
+        settings = RunnerSettings(options.attention, options.shapes, options.shard_vocab, options.return_experts)
         build_runner = functools.partial(Runner, settings)
         return cls(SteppedScheduler(_server_args(checkpoint, mesh, options), mesh, build_runner), options)
 
@@ -82,6 +83,11 @@ class Engine:
     def cache_specs(self) -> list[jax.ShapeDtypeStruct]:
         """The shape, dtype and sharding of every layer's cache."""
         return self._scheduler.runner.cache_specs
+
+    @property
+    def expert_layout(self) -> ExpertLayout | None:
+        """What the engine returns of the experts that served each token; None if it was not built to return any."""
+        return self._scheduler.runner.expert_layout
 
     @property
     def seconds(self) -> StepSeconds:
@@ -189,6 +195,8 @@ class Engine:
                 f"request {index}: {prompt} prompt tokens and max_new_tokens={new} need {needed} cache tokens, the "
                 f"cache has {options.cache_tokens}; raise rollout.kv_tokens"
             )
+        if request.return_experts and not options.return_experts:
+            raise RequestError(f"request {index}: this engine keeps no experts; build it with return_experts=True")
         vocabulary = self._scheduler.model_config.vocab_size
         if not all(0 <= token < vocabulary for token in request.token_ids):
             raise RequestError(f"request {index}: token ids must be in [0, {vocabulary}), got {request.token_ids}")

@@ -28,6 +28,8 @@ class EngineOptions:
     batch_paddings: tuple[int, ...] | None
     shard_vocab: bool | None
     """Whether to shard embedding and output head by vocabulary; None does so where the number of devices divides it."""
+    return_experts: bool = False
+    """Whether requests may ask for the experts that served their tokens; only for a model with experts."""
 
     @classmethod
     def from_config(
@@ -48,6 +50,7 @@ class EngineOptions:
             prefix_cache=rollout.prefix_cache,
             batch_paddings=rollout.batch_paddings,
             shard_vocab=config.meshes.sampler.shard_vocab,
+            return_experts=config.algorithm.routing_replay,
         )
 
     @property

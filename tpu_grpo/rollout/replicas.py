@@ -31,9 +31,9 @@ from jaxtyping import Array
 from tpu_grpo.errors import ConfigError, LockstepError
 from tpu_grpo.hosts import Hosts, devices_per_host, hosts_of, progress
 from tpu_grpo.rollout.engine import Engine, engine_mesh, partition_spec
+from tpu_grpo.rollout.exchange import Exchange
 from tpu_grpo.rollout.generation import prompt_groups
 from tpu_grpo.rollout.options import EngineOptions
-from tpu_grpo.rollout.packing import pack, unpack
 from tpu_grpo.types import Completion, Request
 
 
@@ -182,10 +182,10 @@ class Replicas:
         while active:
             active = [generation for generation in active if generation.advance()]
         own = {number: generation.completions() for number, generation in generations.items()}
-        if self._hosts.count > 1:
-            self._compare()
-            own = self._exchange(own, assigned, max((r.sampling.max_new_tokens for r in requests), default=1))
-        return in_request_order(own, assigned)
+        if self._hosts.count == 1:
+            return in_request_order(own, assigned)
+        self._compare()
+        return self._exchange(own, requests, assigned)
 
     def _compare(self) -> None:
         """Check that hosts decided and sampled alike in the replicas they share; all hosts take part, so all raise."""
@@ -202,21 +202,15 @@ class Replicas:
                 )
 
     def _exchange(
-        self, own: Mapping[int, Sequence[Completion]], assigned: Sequence[Sequence[int]], new_tokens: int
-    ) -> dict[int, list[Completion]]:
+        self, own: Mapping[int, Sequence[Completion]], requests: Sequence[Request], assigned: Sequence[Sequence[int]]
+    ) -> list[Completion]:
         """Gather the completions of all replicas; the first host that drives a replica sends its completions."""
-        by_host = {host: [r.number for r in self.replicas if r.hosts[0] == host] for host in range(self._hosts.count)}
-        rows = max(sum(len(assigned[number]) for number in numbers) for numbers in by_host.values())
-        mine = [completion for number in by_host[self._hosts.index] for completion in own[number]]
-        tables = self._hosts.gather_array("completions", pack(mine, rows, new_tokens))
-        found: dict[int, list[Completion]] = {}
-        for host, numbers in by_host.items():
-            start = 0
-            for number in numbers:
-                stop = start + len(assigned[number])
-                found[number] = unpack(tables[host][start:stop])
-                start = stop
-        return found
+        exchange = Exchange(requests, assigned, [replica.hosts[0] for replica in self.replicas], self._hosts)
+        completions, engine = exchange.completions(own), next(iter(self.engines.values()))
+        if any(request.return_experts for request in requests):
+            assert engine.expert_layout is not None, "Engine.check refuses such a request"
+            completions = exchange.with_experts(completions, own, engine.expert_layout, engine.options.context_tokens)
+        return completions
 
 
 def _step_hook(number: int, partners: Hosts | None = None) -> Callable[[int, str], None]:

@@ -1,18 +1,18 @@
 """The model runner of an engine: one compiled program per shape runs the model and samples tokens.
 
     runner.install_weights({"model.embed_tokens.embedding": array, ...})
-    tokens_B, logprobs_B = runner.launch(batch)       # device arrays; the cache was updated in place
+    output = runner.launch(batch)       # device arrays; the cache was updated in place
 
 Weights are arguments of the program, so that new ones need no compilation.
 
-Suffix: B rows (padded).
+Suffixes: B rows (padded), T tokens of the step (padded), L layers, K experts per token.
 """
 
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from sgl_jax.srt.model_loader.loader import get_model_architecture
 from tpu_grpo.errors import WeightsError
 from tpu_grpo.rollout import repairs
 from tpu_grpo.rollout.attention import AttentionMode, AttentionName, FlashMode, GatherMode, NativeMode
+from tpu_grpo.rollout.routed_experts import ExpertLayout
 from tpu_grpo.rollout.shapes import Shapes
 from tpu_grpo.rollout.step_inputs import InputBuilder, StepInputs
 from tpu_grpo.rollout.vocabulary import VOCABULARY_LEAVES, WholeVocabularyLogits, sample_rows, splits_vocabulary
@@ -42,6 +43,16 @@ class RunnerSettings:
     attention: AttentionName
     shapes: Shapes
     shard_vocab: bool | None
+    return_experts: bool = False
+
+
+class StepOutput(NamedTuple):
+    """What a step leaves on the devices, beside the cache."""
+
+    tokens: Int[Array, " B"]
+    logprobs: Float[Array, " B"]
+    experts: Int[Array, "T L K"] | None
+    """The experts of every token that the step computed, if the runner returns them."""
 
 
 class Runner(ModelRunner):
@@ -87,7 +98,7 @@ class Runner(ModelRunner):
         self.cache_specs = self.token_to_kv_pool.kv_buffer
 
     def init_routed_experts_capturer(self) -> None:
-        """Keep no record of the experts that served each token."""
+        """Keep no record on the devices of the experts that served each token; the step returns them."""
 
     def profile_max_num_token(self, total_device_memory: int) -> int:
         """Return the configured size, because free memory differs between hosts and its measurement drops programs."""
@@ -166,26 +177,29 @@ class Runner(ModelRunner):
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    def launch(self, batch: ScheduleBatch) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    @cached_property
+    def expert_layout(self) -> ExpertLayout | None:
+        """What a step returns of the experts that its tokens passed; None if it returns nothing of them."""
+        return ExpertLayout.of(self.model_config.hf_config) if self.settings.return_experts else None
+
+    def launch(self, batch: ScheduleBatch) -> StepOutput:
         """Launch the step of a scheduled batch; rows beyond those of the batch are padding."""
         return self.run(batch.forward_mode, self.inputs.build(batch))
 
-    def run(self, mode: ForwardMode, inputs: StepInputs) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    def run(self, mode: ForwardMode, inputs: StepInputs) -> StepOutput:
         """Run the step program, and keep the cache that it returns."""
         assert self.weights is not None, "install_weights comes before the first step"
         with jax.set_mesh(self.mesh):
-            tokens, logprobs, cache = self.step_program(
-                self.weights, self.token_to_kv_pool.kv_buffer, inputs, mode=mode
-            )
+            output, cache = self.step_program(self.weights, self.token_to_kv_pool.kv_buffer, inputs, mode=mode)
         self.token_to_kv_pool.kv_buffer = cache
-        return tokens, logprobs
+        return output
 
     @cached_property
     def step_program(self) -> Any:
-        """The jitted step (weights, cache, inputs, mode) -> (tokens, logprobs, cache), which donates the cache."""
+        """The jitted step (weights, cache, inputs, mode) -> (StepOutput, cache), which donates the cache."""
         replicated = NamedSharding(self.mesh, P())
         cache = [self.token_to_kv_pool.kv_sharding] * self.token_to_kv_pool.layer_num
-        outputs = (replicated, replicated, cache)
+        outputs = (replicated, cache)
         return jax.jit(self._step, static_argnames="mode", donate_argnames="cache", out_shardings=outputs)
 
     def _step(self, weights: list[Array], cache: list[Array], inputs: StepInputs, *, mode: ForwardMode) -> Any:
@@ -194,9 +208,11 @@ class Runner(ModelRunner):
         pool = copy.copy(self.token_to_kv_pool)
         pool.kv_buffer = list(cache)
         pools = MemoryPools(token_to_kv_pool=pool)
-        output, new_pools, *_ = model(self._forward_batch(inputs, mode), pools, _logits_metadata(inputs, mode))
-        tokens, logprobs = sample_rows(output.next_token_logits, inputs.sampling, self.mesh)
-        return tokens, logprobs, new_pools["token_to_kv_pool"]
+        logits, new_pools, _, experts = model(self._forward_batch(inputs, mode), pools, _logits_metadata(inputs, mode))
+        tokens, logprobs = sample_rows(logits.next_token_logits, inputs.sampling, self.mesh)
+        layout = self.expert_layout
+        output = StepOutput(tokens, logprobs, None if layout is None else layout.stack(experts))
+        return output, new_pools["token_to_kv_pool"]
 
     def _forward_batch(self, inputs: StepInputs, mode: ForwardMode) -> ForwardBatch:
         extend = mode == ForwardMode.EXTEND

@@ -44,6 +44,7 @@ class Sampler:
         self._seed = config.run.seed
         self._group_size = config.algorithm.group_size
         self._sampling = sampling_params(config)
+        self._return_experts = config.algorithm.routing_replay
 
     def rollout(self, batch: PromptBatch) -> Rollout:
         """Sample a group of completions for every prompt of a step.
@@ -57,7 +58,7 @@ class Sampler:
         start = time.perf_counter()
         self._engine.forget_prefixes()
         requests = [
-            Request(prompt.token_ids, self._sampling, SampleKey(self._seed, batch.step, p, g))
+            Request(prompt.token_ids, self._sampling, SampleKey(self._seed, batch.step, p, g), self._return_experts)
             for p, prompt in enumerate(batch.prompts)
             for g in range(self._group_size)
         ]

@@ -24,7 +24,8 @@ from sgl_jax.srt.server_args import PortArgs, ServerArgs
 
 from tpu_grpo.errors import RequestError
 from tpu_grpo.rollout import repairs
-from tpu_grpo.rollout.runner import Runner
+from tpu_grpo.rollout.routed_experts import ExpertTable
+from tpu_grpo.rollout.runner import Runner, StepOutput
 from tpu_grpo.types import Completion, Request
 
 
@@ -65,6 +66,7 @@ class RunningRequest:
             logprobs=np.asarray(self.logprobs, np.float32),
             finish_reason="length" if truncated else "stop",
             cached_tokens=self.req.cached_tokens,
+            experts=self.req.routed_experts,
         )
 
 
@@ -82,13 +84,10 @@ class _NoPeers(CommunicationBackend):
 
 @dataclass(frozen=True)
 class StepInFlight:
-    """A step that the devices are computing. B rows, padded."""
+    """A step that the devices are computing."""
 
     batch: ScheduleBatch
-    tokens: jax.Array
-    """int32 [B]."""
-    logprobs: jax.Array
-    """float32 [B]."""
+    output: StepOutput
 
 
 class SteppedScheduler(Scheduler):
@@ -107,6 +106,7 @@ class SteppedScheduler(Scheduler):
         self.seconds = StepSeconds()
         self.retractions = 0
         self.before_launch: Callable[[], None] | None = None
+        self._experts = self._expert_table()
         self._log = hashlib.sha256()
         self.in_flight: StepInFlight | None = None
 
@@ -127,7 +127,7 @@ class SteppedScheduler(Scheduler):
         rid = str(len(self.running))
         fields: dict[str, Any] = {"rid": rid, "text": "", "input_ids": list(request.token_ids)}
         fields |= {"sampling_params": params, "logprob_start_len": -1, "token_ids_logprob": None}
-        fields |= {"dp_rank": 0}
+        fields |= {"dp_rank": 0, "return_routed_experts": request.return_experts}
         self.handle_generate_request(TokenizedGenerateReqInput(**fields))
         running = RunningRequest(request, self.waiting_queue[-1], stop_token_ids)
         self.running[rid] = running
@@ -146,7 +146,7 @@ class SteppedScheduler(Scheduler):
         self.cur_batch = batch
         self.seconds.schedule += time.perf_counter() - start
         if batch:
-            self.in_flight = StepInFlight(batch, *self._launch(batch))
+            self.in_flight = StepInFlight(batch, self._launch(batch))
         else:
             self._rest()
             self.last_batch = None
@@ -157,10 +157,12 @@ class SteppedScheduler(Scheduler):
             return
         step, self.in_flight = self.in_flight, None
         start = time.perf_counter()
-        tokens, self._logprobs = jax.device_get((step.tokens, step.logprobs))
+        output = jax.device_get(step.output)
         self.seconds.wait += time.perf_counter() - start
         self.seconds.steps += 1
-        batch, tokens = step.batch, tokens[: len(step.batch.reqs)]
+        batch, tokens, self._logprobs = step.batch, output.tokens[: len(step.batch.reqs)], output.logprobs
+        if self._experts is not None and output.experts is not None:
+            self._experts.store(batch.out_cache_loc, output.experts[: len(batch.out_cache_loc)])
         self._log.update(tokens.tobytes())
         batch.output_ids = tokens
         batch.per_dp_bs_size = len(tokens)  # the library drops the tokens of all rows from this one on
@@ -172,7 +174,7 @@ class SteppedScheduler(Scheduler):
         """sha256 of every step so far: which requests ran, in which cache slots, and which tokens were sampled."""
         return self._log.hexdigest()
 
-    def _launch(self, batch: ScheduleBatch) -> tuple[jax.Array, jax.Array]:
+    def _launch(self, batch: ScheduleBatch) -> StepOutput:
         """Launch the step program on a scheduled batch."""
         start = time.perf_counter()
         self.forward_ct += 1
@@ -182,9 +184,9 @@ class SteppedScheduler(Scheduler):
         if batch.forward_mode.is_extend():
             for row, req in zip(batch.req_pool_indices, batch.reqs, strict=True):
                 self.runner.inputs.admit(row, self.running[req.rid].request)
-        tokens_B, logprobs_B = self.runner.launch(batch)
+        output = self.runner.launch(batch)
         self.seconds.launch += time.perf_counter() - start
-        return tokens_B, logprobs_B
+        return output
 
     def process_batch_result(
         self, batch: ScheduleBatch, result: GenerationBatchResult, launch_done: Any = None
@@ -203,6 +205,14 @@ class SteppedScheduler(Scheduler):
                 logprobs.append(float(self._logprobs[row]))
             assert len(req.output_ids) == len(logprobs), f"sglang-jax lost a token of request {req.rid}"
         self.seconds.collect += time.perf_counter() - start
+
+    def maybe_collect_routed_experts(self, req: Req) -> None:
+        """Take a finished request's experts; the library calls this before it frees the cache slots."""
+        if req.return_routed_experts:
+            assert self._experts is not None, "Engine.check refuses such a request"
+            request_table, _ = self._pools()
+            computed = len(req.origin_input_ids) + len(req.output_ids) - 1
+            req.routed_experts = self._experts.read(request_table.req_to_token[req.req_pool_idx, :computed])
 
     def stream_output(self, *_: Any, **__: Any) -> None:
         """Do nothing: completions are read from the requests."""
@@ -226,6 +236,8 @@ class SteppedScheduler(Scheduler):
         allocator.clear()
         self.cur_batch = self.last_batch = None
         self.running = {}
+        if self._experts is not None:
+            self._experts.forget()
 
     def _extend_requests_to_queue(self, reqs: list[Req], is_retracted: bool = False) -> None:
         """Queue requests as the library does, and count those that return because the cache ran short."""
@@ -257,6 +269,10 @@ class SteppedScheduler(Scheduler):
     def _available_tokens(self) -> int:
         _, allocator = self._pools()
         return allocator.available_size() + self.tree_cache.evictable_size()
+
+    def _expert_table(self) -> ExpertTable | None:
+        layout, (_, allocator) = self.runner.expert_layout, self._pools()
+        return None if layout is None else ExpertTable(layout, allocator.size + allocator.page_size)
 
     def _pools(self) -> tuple[ReqToTokenPool, BaseTokenToKVPoolAllocator]:
         """Return the table of each running request's cache slots, and the allocator that knows the free slots."""

@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tpu_grpo.families import Transform
-from tpu_grpo.families.layouts import transpose
+from tpu_grpo.families.layouts import InputsFirst, transpose
 
 Axes = tuple[str, ...]
 
@@ -62,6 +62,8 @@ def result_dimension(
     """
     if transform is transpose:
         return len(target_shape) - 1 - dimension
+    if isinstance(transform, InputsFirst):
+        return int(dimension != len(source_shape) - 2)
     merged_dimensions = len(source_shape) - len(target_shape)
     keeps_last = source_shape[-1] == target_shape[-1]
     return max(0, dimension - merged_dimensions) if keeps_last else min(dimension, len(target_shape) - 1)

@@ -45,6 +45,8 @@ class LeafMove:
     """Whether no update changes the leaf, so that it moves only once."""
     scale: float = 0.0
     """The factor of the adapter, alpha / rank."""
+    input_axis: int = 0
+    """The axis of the trainer's leaf where the first axis of the adapter's product belongs."""
 
     @property
     def source(self) -> str:
@@ -58,7 +60,7 @@ class LeafMove:
 
     def result(self, leaves: Sequence[Array]) -> Array:
         """Compute the sampler's leaf from the values of ``sources``."""
-        leaf = merged(leaves[0], leaves[1], leaves[2], self.scale) if self.merges else leaves[0]
+        leaf = merged(*leaves, self.scale, self.input_axis) if self.merges else leaves[0]
         return self.transform(leaf, self.spec.shape).astype(self.spec.dtype)
 
     @property
@@ -75,7 +77,7 @@ class LeafMove:
     def signature(self) -> tuple[Any, ...]:
         """Everything that the compiled program of this move depends on; moves that differ in name only share it."""
         specs = (*self.source_specs, self.spec)
-        return self.transform, self.scale, *((s.shape, s.dtype, s.sharding) for s in specs)
+        return self.transform, self.scale, self.input_axis, *((s.shape, s.dtype, s.sharding) for s in specs)
 
 
 def bytes_per_device(leaf: Array | Spec) -> int:
@@ -97,7 +99,7 @@ def plan_sync(
     lora_alpha: float = 0.0,
     frozen: Collection[str] = (),
 ) -> tuple[LeafMove, ...]:
-    """Match every leaf of the trainer with a leaf of the sampler.
+    """Match every leaf of the trainer with the leaves of the sampler that are made from it, mostly one.
 
     Args:
         rules: the weight rules of the model's family.
@@ -111,9 +113,9 @@ def plan_sync(
     """
     adapters = adapters_of(source)
     parts = {part for pair in adapters.values() for part in pair}
-    found = {name: _match(name, rules) for name in source if name not in parts}
-    filled_by = {match[1]: (name, match[0]) for name, match in found.items() if match is not None}
-    unknown = sorted(name for name, match in found.items() if match is None)
+    found = {name: _matches(name, rules) for name in source if name not in parts}
+    filled_by = {target: (name, rule) for name, matches in found.items() for target, rule in matches}
+    unknown = sorted(name for name, matches in found.items() if not matches)
     missing, extra = sorted(target.keys() - filled_by.keys()), sorted(filled_by.keys() - target.keys())
     if unknown or missing or extra:
         raise WeightsError(
@@ -163,11 +165,13 @@ def _bytes_per_device(moves: Iterable[LeafMove]) -> int:
     return sum(move.bytes_per_device for move in moves)
 
 
-def _match(name: str, rules: Sequence[WeightRule]) -> tuple[WeightRule, str] | None:
+def _matches(name: str, rules: Sequence[WeightRule]) -> list[tuple[str, WeightRule]]:
+    """List (a leaf of the sampler, its rule) for all that are made from this leaf of the trainer."""
+    matches = []
     for rule in rules:
         if found := re.fullmatch(re.escape(rule.source).replace(r"\*", r"(\d+)"), name):
-            return rule, rule.target.replace("*", found.group(1)) if found.groups() else rule.target
-    return None
+            matches.append((rule.target.replace("*", found.group(1)) if found.groups() else rule.target, rule))
+    return matches
 
 
 def plan_move(
@@ -191,6 +195,7 @@ def plan_move(
         aliased=rule.transform is same and alike and not adapter,
         frozen=frozen,
         scale=alpha / adapter[0][1].shape[-1] if adapter else 0.0,
+        input_axis=rule.input_axis,
     )
 
 
