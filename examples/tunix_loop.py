@@ -19,13 +19,13 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 import tpu_grpo
 from tpu_grpo.learner import parameters
-from tpu_grpo.learner.adapter import RolloutAdapter
 from tpu_grpo.learner.agreement import agreement_metrics
-from tpu_grpo.learner.repairs import Cluster
-from tpu_grpo.learner.tunix_learner import EngineGrpoLearner, GrpoAlgorithmConfig
 from tpu_grpo.models import load_model
 from tpu_grpo.run.meshes import build_meshes
 from tpu_grpo.run.parts import open_engines, open_model, token_id
+from tpu_grpo.tunix_loop.adapter import RolloutAdapter
+from tpu_grpo.tunix_loop.cluster import Cluster
+from tpu_grpo.tunix_loop.learner import EngineGrpoLearner, GrpoAlgorithmConfig
 
 STEPS, PROMPTS, GROUP = 10, 32, 8
 """Optimizer steps, prompts of each, and completions of every prompt."""

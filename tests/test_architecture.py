@@ -21,7 +21,7 @@ LEVELS = (
     {"config", "plugins"},
     {"tasks", "hosts", "metrics", "families", "algorithms", "launching"},
     {"models", "prompts", "rollout", "rewards", "weights", "learner"},
-    {"evaluation"},
+    {"evaluation", "tunix_loop"},
     {"run"},
     {"pipeline", "planning"},
     {"commands"},

@@ -18,7 +18,7 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import CheckpointError, ConfigError
 from tpu_grpo.evaluation import Evaluation, record_of, write_samples
 from tpu_grpo.hosts import Hosts, Watch
-from tpu_grpo.learner import freeze_untrained, parameters, read_policy
+from tpu_grpo.learner import cast_to_compute, freeze_untrained, parameters, read_policy
 from tpu_grpo.metrics.jsonl import write_json
 from tpu_grpo.metrics.run_files import BEST_FILE, CHECKPOINTS_DIR, EVALUATIONS_DIR
 from tpu_grpo.models import Checkpoint, load_model
@@ -111,6 +111,7 @@ def _model(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes, chosen: Ch
     base = load_model(checkpoint, meshes.trainer, dtype=jnp.dtype(config.model.dtype), remat="none")
     model = with_adapters(base, checkpoint, config)
     freeze_untrained(model, config)
+    cast_to_compute(model, config)
     if chosen.step is not None:
         read_policy(chosen.directory, chosen.step, model)
     return model

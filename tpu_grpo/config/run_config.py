@@ -167,6 +167,19 @@ def _trained_once(config: RunConfig) -> None:
             raise ValueError(f"model.lora.{name}={value} needs model.lora.rank, got none; set it, e.g. to 16")
 
 
+def _nothing_is_lost(config: RunConfig) -> None:
+    model, compact = config.model, config.optimizer.compact
+    if model.param_dtype == "bfloat16" and not compact:
+        raise ValueError(
+            "model.param_dtype=bfloat16 needs optimizer.state=compact, got full; a step of 1e-6 is far below half a "
+            "bit of a bfloat16 weight and would be lost: set it, or use model.param_dtype=float32"
+        )
+    if model.param_dtype == "bfloat16" and model.dtype != "bfloat16":
+        raise ValueError(
+            f"model.param_dtype=bfloat16 needs model.dtype=bfloat16, got {model.dtype}; use model.param_dtype=float32"
+        )
+
+
 def _one_kind_of_source(config: RunConfig) -> None:
     data = config.data
     if not data.sources:
@@ -216,6 +229,7 @@ _RULES = (
     _groups_vary,
     _hosts_described,
     _trained_once,
+    _nothing_is_lost,
     _one_kind_of_source,
     _evaluation_tells_something,
 )

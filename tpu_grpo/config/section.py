@@ -57,6 +57,19 @@ Options = Annotated[dict[str, Any], AfterValidator(_refuse_bare_switches)]
 """Keyword arguments take no bare switch: any text is true to Python, so that ``strict: no`` would mean yes."""
 
 
+def regular_expression(text: str, example: str) -> str:
+    """Return the text if it is a regular expression.
+
+    Raises:
+        ValueError: if it is none; ``example`` shows one.
+    """
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"must be a regular expression, got {text!r} ({error}); an example: {example}") from error
+    return text
+
+
 def parse_layers(text: str) -> tuple[int, ...]:
     """Return the layers that are named, ascending, each once: ``"28-29, 0"`` -> ``(0, 28, 29)``.
 

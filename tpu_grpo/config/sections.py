@@ -1,12 +1,11 @@
 """These are the settings of the run itself, of the policy, of sampling, of the algorithm and of the devices."""
 
-import re
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from tpu_grpo.config.section import LayerRanges, Options, PlainName, PositiveInt, Section
+from tpu_grpo.config.section import LayerRanges, Options, PlainName, PositiveInt, Section, regular_expression
 
 LossAggregation = Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale"]
 
@@ -43,13 +42,7 @@ class LoraSection(Section):
     @field_validator("targets")
     @classmethod
     def _is_an_expression(cls, value: str) -> str:
-        try:
-            re.compile(value)
-        except re.error as error:
-            raise ValueError(
-                f"must be a regular expression, got {value!r} ({error}); an example: attn.(q|v)_proj"
-            ) from error
-        return value
+        return regular_expression(value, "attn.(q|v)_proj")
 
 
 class ModelSection(Section):
@@ -59,8 +52,11 @@ class ModelSection(Section):
     """Train this model: a Hugging Face checkpoint directory, or builtin:addition (a small model taught on first use,
     then cached)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Hold the trainer's parameters and compute on both sides in this type; logits and log-probabilities are float32
+    """Compute on both sides in this type, with the parameters cast to it; logits and log-probabilities are float32
     throughout."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Keep and step the trained parameters in this type. bfloat16 needs optimizer.state=compact, which keeps what it
+    leaves out in 8 bits more; steps would be lost without."""
     attention: Literal["auto", "flash", "dot"] = "auto"
     """Choose the trainer's attention. flash: Tunix's Pallas kernel (TPU), which stores no score of every token against
     every other; dot: any device; auto: flash on TPU where the family has it, dot elsewhere."""
@@ -140,8 +136,8 @@ class AlgorithmSection(Section):
     """Use the advantages of another algorithm in place of its own: grpo divides by the group's standard deviation; rloo
     leaves the row out of its baseline; drgrpo only centres. The algorithm's own when unset."""
     loss_aggregation: LossAggregation | None = None
-    """Reduce token losses to one number in this way; token means are taken per micro-batch. The algorithm's own when
-    unset: sequence-mean-token-mean for grpo, sequence-mean-token-scale for dr_grpo and rloo."""
+    """Reduce the token losses of a whole step to one number in this way. The algorithm's own when unset:
+    sequence-mean-token-mean for grpo, sequence-mean-token-scale for dr_grpo and rloo."""
     kl_estimator: Literal["low_var_kl", "kl", "mse_kl"] = "low_var_kl"
     """Estimate the KL divergence by this; low_var_kl is the paper's (k3)."""
     micro_batch_prompts: PositiveInt | None = None
@@ -161,23 +157,58 @@ class AlgorithmSection(Section):
         return value
 
 
-class OptimizerSection(Section):
-    """These settings are AdamW's, with a warm-up, a schedule and gradient clipping."""
+class OptimizerRule(Section):
+    """These settings are for the parameters in whose name an expression is found."""
 
+    match: str
+    """Find this regular expression in the dotted names of parameters, e.g. norm|embedder."""
+    weight_decay: float | None = Field(default=None, ge=0.0)
+    """Decay these parameters by this; by optimizer.weight_decay when unset."""
+    learning_rate: float = Field(default=1.0, ge=0.0)
+    """Multiply their learning rate by this."""
+
+    @field_validator("match")
+    @classmethod
+    def _is_an_expression(cls, value: str) -> str:
+        return regular_expression(value, "norm|embedder")
+
+
+class OptimizerSection(Section):
+    """These settings choose the optimizer, its schedule and gradient clipping."""
+
+    name: str = "adamw"
+    """Step with this optimizer: adamw, adamw_8bit, adafactor, muon, lion, sgd, or a function of your own that takes
+    learning_rate and returns an optax transformation, as path.py:function or package.module:function."""
+    options: Options = Field(default={})
+    """Pass these keyword arguments to the optimizer: eps to adamw; momentum and nesterov to sgd; beta, ns_steps and rms
+    to muon; decay_rate and clip_rms to adafactor; to a function of your own what it takes."""
+    state: Literal["full", "compact"] = "full"
+    """Keep the optimizer's moments in float32 (full), or in 8 bits; compact also keeps what model.param_dtype=bfloat16
+    leaves out of the parameters. adamw_8bit is adamw with compact."""
     learning_rate: float = Field(default=1e-6, ge=0.0)
     """Set the peak of the learning rate."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up keep the rate constant, or let it fall so that zero would come one update after the last."""
+    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """After the warm-up keep the rate constant, or let it fall so that zero would come one update after the last: from
+    then on (linear, cosine), or over the last decay_steps updates (wsd)."""
     warmup_steps: int = Field(default=0, ge=0)
     """Let the rate rise linearly from 0 over this many updates."""
+    decay_steps: int = Field(default=0, ge=0)
+    """Let the rate fall over this many updates at the end; for schedule=wsd."""
     b1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """Decay AdamW's first moment by this."""
+    """Decay the first moment of AdamW by this; for Lion, weigh its momentum against the gradient."""
     b2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """Decay AdamW's second moment by this."""
+    """Decay the second moment of AdamW by this; for Lion, its momentum."""
     weight_decay: float = Field(default=0.0, ge=0.0)
     """Decay the weights by this, decoupled from the gradient."""
     max_grad_norm: float = Field(default=1.0, gt=0.0)
     """Scale gradients down to this global norm."""
+    rules: tuple[OptimizerRule, ...] = ()
+    """Give some parameters a decay or a learning rate of their own; of the rules that match the first counts."""
+
+    @property
+    def compact(self) -> bool:
+        """Whether the optimizer keeps its state in 8 bits."""
+        return self.state == "compact" or self.name == "adamw_8bit"
 
 
 class TrainerMeshSection(Section):

@@ -1,20 +1,18 @@
-"""Updates the policy: Tunix's GRPO learner behind `Learner`. This is the only room that imports ``tunix.rl``.
+"""Updates the policy from scored rollouts.
 
-learner.py        what the pipeline drives: read this
-rows.py           a scored rollout becomes the padded rows of a train step
-loss.py           the loss, around an algorithm's token losses
-agreement.py      how far engine and trainer are from each other
-optimizer.py      the optimizer and its learning-rate schedule
-checkpoints.py    saving and restoring;  digest.py: sums that tell whether parameters are the same
-building.py       builds Tunix's learner;  tunix_learner.py, trainer.py: Tunix's classes with ours in their place
-adapter.py        an engine as Tunix's rollout worker
-trained.py        which parameters are trained
-programs.py       the learner's programs without a learner, for planning
-repairs.py        everything changed in google-tunix 0.1.7, each with its reason
+learner.py         what the pipeline drives: read this
+rows.py            a scored rollout becomes padded rows;  token_weights.py: how much each token counts
+batches.py         rows become micro-batches on the devices, with what the loss compares the policy to
+loss.py            the loss, around an algorithm's token losses;  forward.py: what it takes from ``tunix.rl``
+update.py          gradients add up in float32, and the optimizer steps once
+optimizers.py      the optimizers by name, and the learning rate;  compact.py: their state in eight bits
+agreement.py       how far engine and trainer are from each other
+checkpoints.py     saving and restoring;  digest.py: sums that tell whether parameters are the same
+trained.py         which parameters are trained
+building.py        puts the parts together;  programs.py: the same without arrays, for planning
 """
 
-from tpu_grpo.learner.adapter import SampledTexts, SamplingEngine
-from tpu_grpo.learner.building import LearnerInputs
+from tpu_grpo.learner.building import LearnerInputs, cast_to_compute
 from tpu_grpo.learner.checkpoints import read_policy
 from tpu_grpo.learner.learner import Learner
 from tpu_grpo.learner.programs import LearnerPrograms
@@ -24,8 +22,7 @@ __all__ = [
     "Learner",
     "LearnerInputs",
     "LearnerPrograms",
-    "SampledTexts",
-    "SamplingEngine",
+    "cast_to_compute",
     "freeze_untrained",
     "frozen_leaves",
     "parameters",

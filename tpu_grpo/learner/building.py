@@ -1,28 +1,25 @@
-"""Tunix's cluster and GRPO learner for a run, built alike by what trains and by what only compiles."""
+"""What a learner is made of, built alike by what trains and by what only compiles."""
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from tunix.rl import rl_cluster as rl_cluster_lib
-from tunix.rl.rollout.base_rollout import RolloutConfig
 
+from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import ConfigError, RewardError
+from tpu_grpo.errors import ConfigError
 from tpu_grpo.families.flash_attention import whole_blocks
-from tpu_grpo.learner.adapter import RolloutAdapter, SamplingEngine
-from tpu_grpo.learner.optimizer import build_optimizer
-from tpu_grpo.learner.repairs import Cluster
+from tpu_grpo.learner.batches import DATA_AXIS, Batches
+from tpu_grpo.learner.loss import LossSettings
+from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule
 from tpu_grpo.learner.rows import RowShape
-from tpu_grpo.learner.trained import freeze_untrained
-from tpu_grpo.learner.tunix_learner import EngineGrpoLearner, GrpoAlgorithmConfig
-
-Role = rl_cluster_lib.Role
-DATA_AXIS = "fsdp"
-"""The axis of the trainer's mesh that rows are split over."""
+from tpu_grpo.learner.trained import Frozen, freeze_untrained, has_adapters, trained_type
+from tpu_grpo.learner.update import Updater, Values, by_name
 
 
 @dataclass(frozen=True)
@@ -30,37 +27,61 @@ class LearnerInputs:
     """Holds what a learner learns with, beside the settings of the run."""
 
     model: nnx.Module
-    """The policy, on ``mesh``; updated in place. Where it has adapters, they alone are trained; otherwise the layers of
+    """The policy, on ``mesh``; updated in place. What is trained may come in a wider type than ``model.dtype``, to
+    which the learner casts it. Where it has adapters, they alone are trained; otherwise the layers of
     ``model.train_layers`` if that is set, or everything."""
     reference: nnx.Module | None
-    """The initial policy, if ``algorithm.beta`` > 0. It may be ``model`` itself or share its arrays, which costs
-    nothing until they part: an update makes new arrays, and what is not trained stays shared."""
+    """The initial policy, if ``algorithm.beta`` > 0. It may be ``model`` itself."""
     mesh: Mesh
     """The trainer's mesh has the axes fsdp and tp."""
-    tokenizer: Any
-    """A Hugging Face tokenizer, or anything with encode, decode, bos_id, eos_id and pad_id."""
     pad_id: int
     """This token fills rows."""
     eos_id: int
     """This token ends completions."""
 
 
-def build_tunix_learner(
-    config: RunConfig, cluster_class: type[Cluster], inputs: LearnerInputs, engine: SamplingEngine
-) -> EngineGrpoLearner:
-    """Build Tunix's learner of a policy; see `Learner` for what the arguments are, and for what is raised."""
-    algorithm = GrpoAlgorithmConfig.from_section(config.algorithm)
-    adapter = functools.partial(RolloutAdapter, engine=engine, pad_id=inputs.pad_id, eos_id=inputs.eos_id)
+@dataclass(frozen=True)
+class LearnerParts:
+    """Holds the parts that work together in a learner."""
+
+    algorithm: RunAlgorithm
+    shape: RowShape
+    batches: Batches
+    updater: Updater
+
+
+def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
+    """Build the parts of a learner; of descriptions where the model is made of some.
+
+    Raises:
+        ConfigError: for an algorithm or optimizer that cannot be trained with, rows that cannot be split over the mesh,
+            or ``algorithm.beta`` without a reference.
+    """
+    section, model = config.algorithm, inputs.model
+    algorithm = open_algorithm(section)
     _check_rows_divide(config, inputs.mesh)
-    _check_reference(config, inputs.reference)
-    freeze_untrained(inputs.model, config)
-    cluster = cluster_class(
-        actor=inputs.model,
-        reference=nnx.clone(inputs.reference) if config.algorithm.beta > 0.0 else None,  # own variables, same arrays
-        tokenizer=inputs.tokenizer,
-        cluster_config=_cluster_config(config, inputs.mesh, adapter, row_shape(config, inputs.model, inputs.pad_id)),
+    if section.beta > 0.0 and inputs.reference is None:
+        raise ConfigError(f"algorithm.beta={section.beta} needs a reference model, got none; pass one, or set it to 0")
+    settings = LossSettings(
+        algorithm, section.beta, section.kl_estimator, config.rollout.temperature, inputs.pad_id, inputs.eos_id
     )
-    return EngineGrpoLearner(cluster, algorithm, reward_fns=[_no_reward])
+    freeze_untrained(model, config)
+    stepped = cast_to_compute(model, config)
+    reference = None
+    if section.beta > 0.0 and inputs.reference is not None:
+        reference = _own_copy(inputs.reference, frozenset(() if has_adapters(model) else stepped), config)
+    updater = Updater(
+        model,
+        stepped,
+        build_optimizer(config, stepped),
+        learning_rate_schedule(config),
+        settings,
+        inputs.mesh,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        residual=config.model.param_dtype == "bfloat16",
+    )
+    batches = Batches(model, reference, settings, section, inputs.mesh)
+    return LearnerParts(algorithm, row_shape(config, model, inputs.pad_id), batches, updater)
 
 
 def row_shape(config: RunConfig, model: nnx.Module, pad_id: int) -> RowShape:
@@ -71,26 +92,40 @@ def row_shape(config: RunConfig, model: nnx.Module, pad_id: int) -> RowShape:
     return RowShape(config.data.max_prompt_tokens + added, config.rollout.max_new_tokens, pad_id)
 
 
-def _cluster_config(
-    config: RunConfig, mesh: Mesh, rollout_engine: Any, shape: RowShape
-) -> rl_cluster_lib.ClusterConfig:
-    accumulates = config.micro_batches > 1  # else unset: Tunix would accumulate over one micro-batch, at a copy's cost
-    return rl_cluster_lib.ClusterConfig(
-        role_to_mesh={Role.ACTOR: mesh, Role.REFERENCE: mesh, Role.ROLLOUT: mesh},
-        rollout_engine=rollout_engine,
-        training_config=rl_cluster_lib.RLTrainingConfig(
-            actor_optimizer=build_optimizer(config),
-            eval_every_n_steps=config.run.max_steps,
-            mini_batch_size=config.data.prompts_per_step if accumulates else None,
-            train_micro_batch_size=config.micro_batch_prompts if accumulates else None,
-            data_sharding_axis=(DATA_AXIS,),
-        ),
-        rollout_config=RolloutConfig(
-            max_tokens_to_generate=shape.completion_tokens,
-            max_prompt_length=shape.prompt_tokens,
-            temperature=config.rollout.temperature,
-        ),
-    )
+def cast_to_compute(model: nnx.Module, config: RunConfig) -> Values:
+    """Cast every parameter to ``model.dtype``, in place.
+
+    Returns:
+        The trained parameters in the type that they are stepped in, by name.
+    """
+    compute, stepped_type = jnp.dtype(config.model.dtype), jnp.dtype(config.model.param_dtype)
+    trained = by_name(nnx.state(model, trained_type(model)))
+    stepped = {name: _cast(leaf, stepped_type) for name, leaf in trained.items()}
+    state = nnx.state(model, nnx.Any(nnx.Param, Frozen))
+    nnx.update(model, jax.tree.map(lambda leaf: _cast(leaf, compute), state))
+    return stepped
+
+
+def _cast(leaf: Any, dtype: np.dtype[Any]) -> Any:
+    if leaf.dtype == dtype:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+    return leaf.astype(dtype)
+
+
+def _own_copy(reference: nnx.Module, names: Collection[str], config: RunConfig) -> nnx.Module:
+    """Copy the parameters whose memory an update of the policy reuses; the rest stays the same arrays."""
+    copied = nnx.clone(reference)
+    cast_to_compute(copied, config)
+    state = nnx.to_flat_state(nnx.state(copied, nnx.Param))
+    own = [(path, leaf.replace(_copy(leaf[...]))) for path, leaf in state if ".".join(map(str, path)) in names]
+    nnx.update(copied, nnx.from_flat_state(own))
+    return copied
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.copy()
 
 
 def _check_rows_divide(config: RunConfig, mesh: Mesh) -> None:
@@ -105,14 +140,3 @@ def _check_rows_divide(config: RunConfig, mesh: Mesh) -> None:
         f"algorithm.micro_batch_prompts in {micro}, or meshes.trainer.fsdp in {fsdp}, or another data.prompts_per_step="
         f"{prompts} or algorithm.group_size={group}"
     )
-
-
-def _check_reference(config: RunConfig, reference: nnx.Module | None) -> None:
-    if config.algorithm.beta > 0.0 and reference is None:
-        raise ConfigError(
-            f"algorithm.beta={config.algorithm.beta} needs a reference model, got none; pass one, or set it to 0"
-        )
-
-
-def _no_reward(prompts: Sequence[str], completions: Sequence[str], **columns: Any) -> list[float]:
-    raise RewardError("the learner scores nothing itself: call Learner.update with a ScoredRollout")

@@ -1,15 +1,19 @@
-"""Saving and restoring the policy and its optimizer, through Tunix's checkpoint manager (Orbax).
+"""Saving and restoring the policy and what updates it, through Orbax.
 
 Of a model with adapters these alone are saved; the sums are of its other parameters as well, so that adapters are not
 continued on another base.
 
-    <run.dir>/checkpoints/<step>/   model_params, optimizer_state, and {"global_step": step, "checksums": {...}}
+    <run.dir>/checkpoints/<step>/   model_params, optimizer_state, and
+                                    {"global_step": step, "format": FORMAT, "checksums": {...}}
+
+model_params holds the model as it computes; optimizer_state holds the count of updates, the optimizer's moments, and
+what the parameters have beyond ``model.dtype``.
 
 A step is saved on a thread of its own into a directory with a temporary name, renamed when it is complete: a process
 that is killed leaves the previous checkpoint as the newest, and the next start removes what was unfinished.
 
-Orbax stores no checksum of its own: a file with bytes changed in place may be read back without complaint, and a
-checkpoint without its optimizer is restored by Tunix as if that were meant. Both are found here.
+Orbax stores no checksum of its own: a file with bytes changed in place may be read back without complaint. It is found
+here.
 """
 
 from collections.abc import Sequence
@@ -17,17 +21,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import orbax.checkpoint as ocp
 from flax import nnx
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from tpu_grpo.errors import CheckpointError
 from tpu_grpo.learner.digest import checksums
-from tpu_grpo.learner.repairs import WholeArrayCheckpointManager
 from tpu_grpo.learner.trained import has_adapters
+from tpu_grpo.learner.update import Updater, by_name
 
 Resume = Literal["auto", "never", "require"]
-_ITEMS = ("model_params", "optimizer_state")
+FORMAT = 2
+"""What a checkpoint's optimizer_state holds. 1, which was not written down: bfloat16 moments and accumulated gradients
+of ``optax.MultiSteps``."""
+_MODEL, _STATE = "model_params", "optimizer_state"
 
 
 @dataclass
@@ -47,8 +55,8 @@ class Checkpoints:
     """Saves and restores the checkpoints of one run, labelled by its steps.
 
     checkpoints = Checkpoints(directory, keep=2)
-    step = checkpoints.restore(model, optimizer, resume="auto")
-    checkpoints.save(step + 1, model, optimizer)
+    step = checkpoints.restore(updater, resume="auto")
+    checkpoints.save(step + 1, updater)
     checkpoints.close()
     """
 
@@ -56,10 +64,10 @@ class Checkpoints:
         self._directory = directory.absolute()
         self._kept = NewestAndBest(keep)
         options = ocp.CheckpointManagerOptions(preservation_policy=self._kept, cleanup_tmp_directories=True)
-        self._manager = WholeArrayCheckpointManager(str(self._directory), options)
+        self._manager = _manager(self._directory, options)
 
-    def restore(self, model: nnx.Module, optimizer: nnx.Optimizer, *, resume: Resume) -> int:
-        """Load the newest checkpoint into both, exactly, and return its step; 0 if there is none.
+    def restore(self, updater: Updater, *, resume: Resume) -> int:
+        """Load the newest checkpoint, exactly, and return its step; 0 if there is none.
 
         Raises:
             CheckpointError: for one that cannot be read back, for none with ``require``, for one with ``never``.
@@ -71,48 +79,73 @@ class Checkpoints:
                     f"checkpoint.resume=require needs a checkpoint in {self._directory}, found none; check run.dir, or "
                     "use checkpoint.resume=auto"
                 )
-            _checksums(model, optimizer)  # compiles them now, not at the first save
+            _checksums(updater.model, updater)  # compiles them now, not at the first save
             return 0
         if resume == "never":
             raise CheckpointError(
                 f"checkpoint.resume=never needs an empty {self._directory}, found step {step}; move it away, or use "
                 "another run.dir"
             )
-        self._read(step, model, optimizer)
+        self._read(step, updater)
         return step
 
-    def save(self, step: int, model: nnx.Module, optimizer: nnx.Optimizer, *, best: int | None = None) -> None:
+    def save(self, step: int, updater: Updater, *, best: int | None = None) -> None:
         """Start saving; returns when the values are copied and may change. A step that is saved is left alone.
 
         Of the others the newest stay, and the step ``best``.
         """
         self._kept.best = best
-        if step != self._manager.latest_step():
-            metadata = {"global_step": step, "checksums": _checksums(model, optimizer)}
-            self._manager.save(step, model, optimizer, has_adapters(model), force=True, custom_metadata=metadata)
+        if step == self._manager.latest_step():
+            return
+        saved = {_MODEL: _saved_part(updater.model), _STATE: updater.state}
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(**{item: ocp.args.PyTreeSave(tree) for item, tree in saved.items()}),
+            custom_metadata={
+                "global_step": step,
+                "format": FORMAT,
+                "checksums": _checksums(updater.model, updater),
+            },
+            force=True,
+        )
 
     def close(self) -> None:
         """Wait until every save is complete; raises what the saving thread raised, such as OSError for a full disk."""
         self._manager.close()
 
-    def _read(self, step: int, model: nnx.Module, optimizer: nnx.Optimizer) -> None:
-        if missing := [item for item in _ITEMS if not (self._directory / str(step) / item).is_dir()]:
+    def _read(self, step: int, updater: Updater) -> None:
+        if missing := [item for item in (_MODEL, _STATE) if not (self._directory / str(step) / item).is_dir()]:
             raise self._damaged(step, f"{' and '.join(missing)} is missing")
         try:
-            _, metadata = self._manager.maybe_restore(model, optimizer, step, has_adapters(model))
+            metadata = self._manager.metadata(step).custom_metadata or {}
+            self._check_format(step, metadata)
+            wanted = {_MODEL: _saved_part(updater.model), _STATE: updater.state}
+            found = self._manager.restore(step, args=_restore_args(wanted))
+        except CheckpointError:
+            raise
         except Exception as error:  # Orbax raises many types, and for a truncated array the bare Exception
             raise self._damaged(step, f"{type(error).__name__}: {str(error).strip()[:300]}") from error
+        nnx.update(updater.model, found[_MODEL])
+        updater.state = found[_STATE]
         saved: dict[str, int] | None = metadata.get("checksums")
         if saved is None:
             raise self._damaged(step, "its checksums are missing")
-        if wrong := [name for name, value in _checksums(model, optimizer).items() if saved.get(name) != value]:
+        if wrong := [name for name, value in _checksums(updater.model, updater).items() if saved.get(name) != value]:
             raise self._damaged(step, f"{len(wrong)} arrays are not what was saved, the first {wrong[0]}")
+
+    def _check_format(self, step: int, metadata: dict[str, Any]) -> None:
+        if "checksums" in metadata and (found := metadata.get("format", 1)) != FORMAT:
+            raise CheckpointError(
+                f"checkpoint {self._directory / str(step)} must have format {FORMAT}, got {found}: since then "
+                "parameters are stepped in float32, moments are float32, and gradients are not kept between steps; "
+                "finish that run with the version that wrote it, or start over with checkpoint.resume=never"
+            )
 
     def _damaged(self, step: int, reason: str) -> CheckpointError:
         return CheckpointError(
             f"checkpoint {self._directory / str(step)} must hold this model and optimizer, whole, but could not be "
-            f"restored ({reason}); remove that directory to continue from the one before, undo a change of model, "
-            "optimizer or algorithm.micro_batch_prompts, or start over with checkpoint.resume=never"
+            f"restored ({reason}); remove that directory to continue from the one before, undo a change of model or "
+            "optimizer, or start over with checkpoint.resume=never"
         )
 
 
@@ -123,12 +156,13 @@ def read_policy(directory: Path, step: int, model: nnx.Module) -> None:
         CheckpointError: for one that is not there, is damaged, or is of another model.
     """
     path = directory.absolute() / str(step)
-    if not (path / _ITEMS[0]).is_dir():
+    if not (path / _MODEL).is_dir():
         found = sorted(int(p.name) for p in directory.glob("*") if p.name.isdigit()) if directory.is_dir() else []
         raise CheckpointError(f"a checkpoint must be in {path}, found none; there are steps {found or 'none'}")
-    manager = WholeArrayCheckpointManager(str(directory.absolute()), ocp.CheckpointManagerOptions(read_only=True))
+    manager = _manager(directory.absolute(), ocp.CheckpointManagerOptions(read_only=True))
     try:
-        _, metadata = manager.maybe_restore(model, None, step, has_adapters(model))
+        metadata = manager.metadata(step).custom_metadata or {}
+        read = manager.restore(step, args=_restore_args({_MODEL: _saved_part(model)}))
     except Exception as error:  # Orbax raises many types, and for a truncated array the bare Exception
         raise CheckpointError(
             f"checkpoint {path} must hold this model, whole, but could not be read ({type(error).__name__}: "
@@ -136,6 +170,7 @@ def read_policy(directory: Path, step: int, model: nnx.Module) -> None:
         ) from error
     finally:
         manager.close()
+    nnx.update(model, read[_MODEL])
     saved: dict[str, int] = metadata.get("checksums") or {}
     if wrong := [name for name, value in _checksums(model).items() if saved.get(name) != value]:
         raise CheckpointError(
@@ -144,8 +179,37 @@ def read_policy(directory: Path, step: int, model: nnx.Module) -> None:
         )
 
 
-def _checksums(model: nnx.Module, optimizer: nnx.Optimizer | None = None) -> dict[str, Any]:
-    parts = {"model": nnx.state(model)}
-    if optimizer is not None:
-        parts["optimizer"] = nnx.state(optimizer, nnx.optimizer.OptState)
-    return {f"{part}.{name}": value for part, state in parts.items() for name, value in checksums(state).items()}
+def _manager(directory: Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
+    # By default an array that several devices hold is cut into pieces, by a program compiled for each shape at the
+    # first save. Only small arrays are held so, and they are saved whole.
+    whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
+    return ocp.CheckpointManager(
+        directory,
+        item_handlers={
+            _MODEL: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+            _STATE: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+        },
+        options=options,
+    )
+
+
+def _saved_part(model: nnx.Module) -> nnx.State:
+    return nnx.state(model, nnx.LoRAParam) if has_adapters(model) else nnx.state(model)
+
+
+def _restore_args(trees: dict[str, Any]) -> ocp.args.Composite:
+    """Ask for these trees, every array with the type and the sharding that it has there."""
+    arguments = {
+        item: ocp.args.PyTreeRestore(item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(target=tree))
+        for item, tree in trees.items()
+    }
+    return ocp.args.Composite(**arguments)
+
+
+def _checksums(model: nnx.Module, updater: Updater | None = None) -> dict[str, Any]:
+    leaves = {f"model.{name}": leaf for name, leaf in by_name(nnx.state(model)).items()}
+    if updater is not None:
+        paths = jax.tree_util.tree_leaves_with_path(updater.state)
+        leaves |= {f"optimizer{jax.tree_util.keystr(path)}": leaf for path, leaf in paths}
+    return checksums(leaves)

@@ -1,20 +1,17 @@
 """The learner the pipeline drives: one call updates the policy from one scored rollout.
 
-    inputs = LearnerInputs(model=model, reference=None, mesh=mesh, tokenizer=tokenizer, pad_id=0, eos_id=2)
-    learner = Learner(config, inputs, engine)
-    for step in range(learner.restored_step + 1, config.run.max_steps + 1):
-        result = learner.update(scored)         # raises before a non-finite number reaches the sampler
-        ...                                     # move learner.params() to the sampler
-        learner.save(step)
-    learner.close()
-
-Tunix's cluster, trainer and GRPO learner do the learning; its own loop, which samples on a second thread, is not used.
+inputs = LearnerInputs(model=model, reference=None, mesh=mesh, pad_id=0, eos_id=2)
+learner = Learner(config, inputs)
+for step in range(learner.restored_step + 1, config.run.max_steps + 1):
+    result = learner.update(scored)         # raises before a non-finite number reaches the sampler
+    ...                                     # move learner.params() to the sampler
+    learner.save(step)
+learner.close()
 """
 
 import math
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Sequence
 
 import jax
 import numpy as np
@@ -23,17 +20,14 @@ from jaxtyping import Float
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import DataError, NonFiniteError, RewardError
-from tpu_grpo.learner.adapter import SamplingEngine
 from tpu_grpo.learner.agreement import agreement_metrics
-from tpu_grpo.learner.building import LearnerInputs, build_tunix_learner, row_shape
+from tpu_grpo.learner.building import LearnerInputs, build_parts
 from tpu_grpo.learner.checkpoints import Checkpoints
 from tpu_grpo.learner.digest import params_digest, whole
-from tpu_grpo.learner.optimizer import UpdateRecord, last_update
-from tpu_grpo.learner.repairs import Cluster
+from tpu_grpo.learner.loss import LossSums, TrainBatch
 from tpu_grpo.learner.rows import group_advantages, train_rows
-from tpu_grpo.learner.trained import parameters
-from tpu_grpo.learner.trainer import CollectingTrainer, MicroStep
-from tpu_grpo.learner.tunix_learner import TrainExample
+from tpu_grpo.learner.trained import has_adapters, parameters
+from tpu_grpo.learner.update import UpdateRecord, by_name
 from tpu_grpo.metrics.run_files import CHECKPOINTS_DIR
 from tpu_grpo.types import Completion, ScoredRollout, UpdateResult
 
@@ -43,28 +37,27 @@ class Learner:
 
     Args:
         config: the run.
-        inputs: models, mesh and tokenizer.
-        engine: samples, if Tunix asks; the pipeline does not.
+        inputs: models and mesh.
 
     Raises:
-        ConfigError: for rows that cannot be split over the mesh, or ``algorithm.beta`` without a reference.
+        ConfigError: for an algorithm or optimizer that cannot be trained with, rows that cannot be split over the mesh,
+            or ``algorithm.beta`` without a reference.
         CheckpointError: for a checkpoint that cannot be restored.
     """
 
-    def __init__(self, config: RunConfig, inputs: LearnerInputs, engine: SamplingEngine):
+    def __init__(self, config: RunConfig, inputs: LearnerInputs):
         self._config = config
-        self._shape = row_shape(config, inputs.model, inputs.pad_id)
-        self._tunix = build_tunix_learner(config, Cluster, inputs, engine)
+        self._mesh = inputs.mesh
+        parts = build_parts(config, inputs)
+        self._algorithm, self._shape = parts.algorithm, parts.shape
+        self._batches, self._updater = parts.batches, parts.updater
         self._checkpoints = Checkpoints(config.run_dir / CHECKPOINTS_DIR, keep=config.checkpoint.keep)
-        self.restored_step = self._checkpoints.restore(
-            self._trainer.model, self._trainer.optimizer, resume=config.checkpoint.resume
-        )
+        self.restored_step = self._checkpoints.restore(self._updater, resume=config.checkpoint.resume)
         """The step that was restored; 0 for a fresh start."""
 
-    @property
-    def _trainer(self) -> CollectingTrainer:
-        cluster: Any = self._tunix.rl_cluster
-        return cluster.actor_trainer
+    def share(self, names: Collection[str]) -> None:
+        """Say which parameters' arrays the sampler holds: an update reuses the memory of the others."""
+        self._updater.share(names)
 
     def update(self, scored: ScoredRollout) -> UpdateResult:
         """Take ``algorithm.iterations`` optimizer updates on one rollout.
@@ -75,8 +68,8 @@ class Learner:
         """
         started = time.perf_counter()
         advantages = self._advantages(scored)
-        examples = self._examples(scored, advantages)
-        passes = [self._one_pass(scored.rollout.batch.step, examples) for _ in range(self._config.algorithm.iterations)]
+        batches = self._micro_batches(scored, advantages)
+        passes = [self._one_pass(scored.rollout.batch.step, batches) for _ in range(self._config.algorithm.iterations)]
         seconds = time.perf_counter() - started
         return UpdateResult(metrics=_update_metrics(passes), advantages=advantages, seconds=seconds)
 
@@ -87,28 +80,28 @@ class Learner:
         completion's end.
         """
         rows = train_rows(prompts, completions, np.zeros(len(prompts)), self._shape)
-        return whole(self._tunix.policy_logprobs(rows))
+        return whole(self._batches.policy_logprobs(rows))
 
     def params(self) -> nnx.State:
         """Return the policy's parameters as they lie on the trainer's mesh, those that are not trained among them."""
-        return parameters(self._trainer.model)
+        return parameters(self._updater.model)
 
     def adapters(self) -> dict[str, np.ndarray]:
-        """Gather the adapters on this host, by dotted name; every host must call it. Without any it is empty."""
-        state = nnx.to_flat_state(nnx.state(self._trainer.model, nnx.LoRAParam))
-        return {".".join(map(str, path)): whole(leaf[...]) for path, leaf in state}
+        """Gather the adapters, float32, on this host by dotted name; every host must call it. Without any: empty."""
+        if not has_adapters(self._updater.model):
+            return {}
+        return {name: whole(leaf) for name, leaf in self._updater.stepped().items()}
 
     def params_digest(self) -> str:
-        """Compute sha256 of all parameters; see `digest.params_digest`."""
-        return params_digest(self.params())
+        """Compute sha256 of all parameters, the trained ones as they are stepped; see `digest.params_digest`."""
+        return params_digest(by_name(self.params()) | self._updater.stepped())
 
     def save(self, step: int, *, best: int | None = None) -> None:
         """Save policy and optimizer as step ``step``, in the background; ``best`` is a step that is kept."""
-        self._checkpoints.save(step, self._trainer.model, self._trainer.optimizer, best=best)
+        self._checkpoints.save(step, self._updater, best=best)
 
     def close(self) -> None:
         """Wait until every checkpoint is complete."""
-        self._tunix.executor.shutdown()
         self._checkpoints.close()
 
     def _advantages(self, scored: ScoredRollout) -> np.ndarray:
@@ -120,48 +113,49 @@ class Learner:
             )
         if len(totals) != rows:
             raise RewardError(f"every completion needs a reward, got {len(totals)} for {rows}; score them all")
-        algorithm = self._tunix.algo_config.algorithm
-        return group_advantages(totals, group_size=self._config.algorithm.group_size, algorithm=algorithm)
+        return group_advantages(totals, group_size=self._config.algorithm.group_size, algorithm=self._algorithm)
 
-    def _examples(self, scored: ScoredRollout, advantages: np.ndarray) -> list[TrainExample]:
+    def _micro_batches(self, scored: ScoredRollout, advantages: np.ndarray) -> list[TrainBatch]:
         prompts = [prompt.token_ids for prompt in scored.rollout.row_prompts]
-        rows = train_rows(prompts, scored.rollout.completions, advantages, self._shape)
-        return [self._tunix.train_example(chunk) for chunk in rows.chunks(self._config.micro_batch_rows)]
+        rows = train_rows(prompts, scored.rollout.completions, advantages, self._shape, self._algorithm.aggregation)
+        return [self._batches.place(chunk) for chunk in rows.chunks(self._config.micro_batch_rows)]
 
-    def _one_pass(self, step: int, examples: Sequence[TrainExample]) -> tuple[list[MicroStep], UpdateRecord]:
-        self._tunix.rl_cluster.update_actor(examples, None)
-        micro_steps = jax.device_get(self._trainer.take_micro_steps())
-        record = last_update(self._trainer.optimizer.opt_state)
-        losses = [float(micro.loss) for micro in micro_steps]
-        for name, value in (("loss", sum(losses)), ("gradient norm", float(record.grad_norm))):
+    def _one_pass(self, step: int, batches: Sequence[TrainBatch]) -> tuple[list[LossSums], UpdateRecord]:
+        with self._mesh:
+            started = [self._updater.accumulate(batch) for batch in batches], self._updater.step()
+        sums, record = jax.device_get(started)  # the first time that anything is waited for
+        for name, value in (("loss", sum(micro.loss for micro in sums)), ("gradient norm", record.grad_norm)):
             if not math.isfinite(value):
                 raise NonFiniteError(
                     f"the {name} of step {step} must be finite, got {value}; the policy is spoilt: resume "
                     "from the last checkpoint with a lower optimizer.learning_rate, or model.dtype=float32"
                 )
-        return micro_steps, record
+        return sums, record
 
 
-def _update_metrics(passes: Sequence[tuple[list[MicroStep], UpdateRecord]]) -> dict[str, float]:
+def _update_metrics(passes: Sequence[tuple[list[LossSums], UpdateRecord]]) -> dict[str, float]:
     """Compute ``update/*`` over all passes, and ``agreement/*`` over the first.
 
     The weights of the first pass are those that the engine sampled with.
 
-    Loss and entropy are means over micro-batches, as the optimizer sees them; KL and clip fraction are means over
-    tokens; the gradient norm is the mean over updates of each update's norm before clipping; the rate is the last.
+    The loss is the mean over updates of each update's loss; entropy, KL and clip fraction are means over tokens; the
+    gradient norm is the mean over updates of each update's norm before clipping; the rate is the last update's, and of
+    the kept steps the smallest counts.
     """
-    micro_steps = [micro for steps, _ in passes for micro in steps]
-    tokens = [float(micro.aux["agreement"].tokens) for micro in micro_steps]
+    micro = [sums for one_pass, _ in passes for sums in one_pass]
+    records = [record for _, record in passes]
+    tokens = sum(float(sums.agreement.tokens) for sums in micro)
 
-    def mean(name: str, weights: list[float] | None = None) -> float:
-        return float(np.average([float(micro.aux[name]) for micro in micro_steps], weights=weights))
+    def mean(values: Sequence[float], count: float) -> float:
+        return math.fsum(map(float, values)) / count
 
     return {
-        "update/loss": float(np.mean([float(micro.loss) for micro in micro_steps])),
-        "update/grad_norm": float(np.mean([float(record.grad_norm) for _, record in passes])),
-        "update/kl": mean("kl", tokens),
-        "update/entropy": mean("entropy"),
-        "update/clip_fraction": mean("pg_clipfrac", tokens),
-        "update/learning_rate": float(passes[-1][1].learning_rate),
-        **agreement_metrics([micro.aux["agreement"] for micro in passes[0][0]]),
+        "update/loss": mean([sums.loss for sums in micro], len(passes)),
+        "update/grad_norm": mean([record.grad_norm for record in records], len(passes)),
+        "update/step_kept": min(float(record.step_kept) for record in records),
+        "update/kl": mean([sums.kl for sums in micro], tokens),
+        "update/entropy": mean([sums.entropy for sums in micro], tokens),
+        "update/clip_fraction": mean([sums.clipped for sums in micro], tokens),
+        "update/learning_rate": float(records[-1].learning_rate),
+        **agreement_metrics([sums.agreement for sums in passes[0][0]]),
     }

@@ -1,80 +1,97 @@
 """The loss of a micro-batch: the algorithm's token losses, and what all algorithms have in common around them.
 
-    log-probabilities -> algorithm.token_losses -> x importance weights -> mean over tokens and rows -> + beta x KL
+    loss = sum of weight x (importance x algorithm.token_losses + beta x KL)
 
-Tunix's functions run the model and do the reductions, so results can be compared with Tunix's bit for bit.
+The weights hold the aggregation over the whole step (token_weights.py), so that the losses of micro-batches add up.
 
 Suffixes: B rows, T completion tokens, V vocabulary.
 """
 
-import functools
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from flax import nnx
-from jaxtyping import Array, Float
-from tunix.rl import algo_core, common, function_registry
+from flax import nnx, struct
+from jaxtyping import Array, Bool, Float, Int
 
-from tpu_grpo.learner.agreement import agreement_sums
-
-LOSS_NAME = "tpu_grpo"
-"""The name of `policy_loss` in Tunix's registry."""
+from tpu_grpo.algorithms import Algorithm
+from tpu_grpo.learner.agreement import AgreementSums, agreement_sums
+from tpu_grpo.learner.forward import entropy, kl_divergence, logprobs_and_logits
 
 
-@function_registry.register_policy_loss_fn(LOSS_NAME)
-def policy_loss(
-    model: nnx.Module, train_example: Any, algo_config: Any, pad_id: int, eos_id: int
-) -> tuple[jax.Array, dict[str, Any]]:
-    """Compute the loss of one `TrainExample` under a `GrpoAlgorithmConfig`, called by Tunix's trainer.
+@struct.dataclass(frozen=True)
+class TrainBatch:
+    """Holds the rows of a micro-batch on the trainer's devices."""
 
-    Returns:
-        The loss, a float32 scalar, and what is measured beside it: "kl" to the reference and "pg_clipfrac" as means
-        over tokens, "entropy" aggregated like the loss, and "agreement", the `AgreementSums`.
-    """
-    mask_BT = train_example.completion_mask
-    aggregate = functools.partial(
-        common.aggregate_loss, completion_mask=mask_BT, loss_agg_mode=algo_config.loss_agg_mode
+    prompt_ids: Int[Array, "B T_prompt"]
+    """Padded on the left."""
+    completion_ids: Int[Array, "B T"]
+    """Padded on the right."""
+    completion_mask: Bool[Array, "B T"]
+    weights: Float[Array, "B T"]
+    """How much each token counts in the step's loss."""
+    advantages: Float[Array, " B"]
+    rollout_logps: Float[Array, "B T"]
+    """The log-probabilities that the engine sampled with."""
+    old_logps: Float[Array, "B T"]
+    """The denominator of the ratio."""
+    importance: Float[Array, "B T"] | None
+    """Multiplies the algorithm's token losses; None stands for 1."""
+    reference_logps: Float[Array, "B T"] | None
+    """The initial policy's, for the KL penalty; None without one."""
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """What the loss is, beside the batch."""
+
+    algorithm: Algorithm
+    beta: float
+    kl_estimator: Literal["low_var_kl", "kl", "mse_kl"]
+    temperature: float
+    pad_id: int
+    """This token fills rows."""
+    eos_id: int
+    """This token ends completions."""
+
+    @property
+    def forward(self) -> dict[str, Any]:
+        """The keyword arguments of the forward pass."""
+        return {"temperature": self.temperature, "pad_id": self.pad_id, "eos_id": self.eos_id}
+
+
+class LossSums(NamedTuple):
+    """What a forward pass measured: float32 scalars that add up over micro-batches, but for ``agreement.abs_max``."""
+
+    loss: Any
+    kl: Any
+    """The sum of the KL estimates of all tokens; the number of tokens is ``agreement.tokens``."""
+    clipped: Any
+    """The number of tokens whose loss was clipped."""
+    entropy: Any
+    """The sum of the entropies of the distributions that the tokens were drawn from."""
+    agreement: AgreementSums
+
+
+def policy_loss(model: nnx.Module, batch: TrainBatch, settings: LossSettings) -> tuple[Float[Array, ""], LossSums]:
+    """Compute the loss of a micro-batch, through which the gradient flows, and what is measured beside it."""
+    logprobs_BT, logits_BTV = logprobs_and_logits(model, batch.prompt_ids, batch.completion_ids, **settings.forward)
+    losses = settings.algorithm.token_losses(
+        logprobs_BT=logprobs_BT, old_logprobs_BT=batch.old_logps, advantages_B1=batch.advantages[:, None]
     )
-    policy_logps_BT, logits_BTV = _logps_and_logits(model, train_example, algo_config.temperature, pad_id, eos_id)
-    logprobs_BT = policy_logps_BT.astype(jnp.float32)
-
-    losses = algo_config.algorithm.token_losses(
-        logprobs_BT=logprobs_BT,
-        old_logprobs_BT=train_example.old_per_token_logps.astype(jnp.float32),
-        advantages_B1=train_example.advantages.astype(jnp.float32)[:, None],
-    )
-    loss_BT = losses.loss_BT
-    if train_example.sampler_is_weights is not None:
-        loss_BT = loss_BT * train_example.sampler_is_weights.astype(jnp.float32)
-    loss = aggregate(loss_BT)
-
+    loss_BT = losses.loss_BT if batch.importance is None else losses.loss_BT * batch.importance
+    mask_BT = batch.completion_mask
     kl = jnp.zeros(())
-    if train_example.ref_per_token_logps is not None:
-        kl_BT = common.compute_kl_divergence(logprobs_BT, train_example.ref_per_token_logps, algo_config.kl_loss_mode)
-        kl = (kl_BT * mask_BT).sum() / jnp.clip(mask_BT.sum(), min=1)
-        loss = loss + algo_config.beta * aggregate(kl_BT)
-    return loss, {
-        "kl": kl,
-        "pg_clipfrac": algo_core.masked_mean(losses.clipped_BT, mask_BT),
-        "entropy": aggregate(algo_core.compute_entropy_from_logits(logits_BTV)),
-        "agreement": agreement_sums(policy_logps_BT, train_example.rollout_per_token_logps, mask_BT),
-    }
-
-
-def _logps_and_logits(
-    model: nnx.Module, train_example: Any, temperature: float, pad_id: int, eos_id: int
-) -> tuple[Float[Array, "B T"], Float[Array, "B T V"]]:
-    """Run the model: the log-probability of every completion token, and the logits it was taken from."""
-    logps_and_logits = common.compute_per_token_logps(
-        *nnx.split(model),
-        prompt_tokens=train_example.prompt_ids,
-        completion_tokens=train_example.completion_ids,
-        pad_id=pad_id,
-        eos_id=eos_id,
-        stop_gradient=False,
-        return_logits=True,
-        temperature=temperature,
+    if batch.reference_logps is not None:
+        kl_BT = kl_divergence(logprobs_BT, batch.reference_logps, settings.kl_estimator)
+        kl = (kl_BT * mask_BT).sum()
+        loss_BT = loss_BT + settings.beta * kl_BT
+    # Where a token does not count, its loss may be anything, infinity included.
+    loss = (batch.weights * jnp.where(batch.weights == 0.0, 0.0, loss_BT)).sum()
+    return loss, LossSums(
+        loss=loss,
+        kl=kl,
+        clipped=(losses.clipped_BT & mask_BT).sum(dtype=jnp.float32),
+        entropy=(entropy(logits_BTV) * mask_BT).sum(),
+        agreement=agreement_sums(logprobs_BT, batch.rollout_logps, mask_BT),
     )
-    assert isinstance(logps_and_logits, tuple)  # because of return_logits
-    return logps_and_logits

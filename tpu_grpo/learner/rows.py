@@ -20,7 +20,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from tpu_grpo.algorithms import Algorithm
+from tpu_grpo.config import LossAggregation
 from tpu_grpo.errors import DataError, NonFiniteError, RewardError
+from tpu_grpo.learner.token_weights import token_weights
 from tpu_grpo.types import Completion
 
 
@@ -34,6 +36,8 @@ class TrainRows:
     completion_mask: Bool[np.ndarray, "B T"]
     rollout_logps: Float[np.ndarray, "B T"]
     advantages: Float[np.ndarray, " B"]
+    weights: Float[np.ndarray, "B T"]
+    """How much each token counts in the loss; see token_weights.py."""
 
     def chunks(self, size: int) -> Iterator["TrainRows"]:
         """Cut the rows into consecutive pieces of ``size``."""
@@ -55,8 +59,9 @@ def train_rows(
     completions: Sequence[Completion],
     advantages: Float[np.ndarray, " B"],
     shape: RowShape,
+    aggregation: LossAggregation = "token-mean",
 ) -> TrainRows:
-    """Check and pad B prompts (token ids) and their completions.
+    """Check and pad B prompts (token ids) and their completions, which are all rows of a step.
 
     Raises:
         DataError: for a prompt or completion that does not fit, a pad where the trainer would not see it, or
@@ -69,15 +74,17 @@ def train_rows(
         _check_logprobs(row, completion)
     prompt_lengths = np.array([len(p) for p in prompts])
     lengths = np.array([len(c.token_ids) for c in completions])
+    completion_mask = np.arange(shape.completion_tokens) < lengths[:, None]
     return TrainRows(
         prompt_ids=left_padded(prompts, shape.prompt_tokens, shape.pad_id),
         prompt_mask=np.arange(shape.prompt_tokens) >= shape.prompt_tokens - prompt_lengths[:, None],
         completion_ids=_right_padded(
             [c.token_ids for c in completions], shape.completion_tokens, shape.pad_id, np.int32
         ),
-        completion_mask=np.arange(shape.completion_tokens) < lengths[:, None],
+        completion_mask=completion_mask,
         rollout_logps=_right_padded([c.logprobs for c in completions], shape.completion_tokens, 0.0, np.float32),
         advantages=advantages.astype(np.float32),
+        weights=token_weights(completion_mask, aggregation),
     )
 
 

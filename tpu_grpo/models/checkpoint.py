@@ -138,11 +138,13 @@ def load_model(
     dtype: DTypeLike,
     remat: Remat,
     flash_block: int | None = None,
+    param_dtype: DTypeLike | None = None,
 ) -> nnx.Module:
     """Load the parameters with Tunix's loader, sharded over ``mesh`` (axes "fsdp" and "tp").
 
-    ``dtype`` (float32 or bfloat16) is that of the parameters and of the computation; logits are float32. ``remat``
-    says what the backward pass recomputes: nothing, the attention and MLP blocks, or whole decoder layers.
+    ``dtype`` (float32 or bfloat16) is that of the computation, and of the parameters unless ``param_dtype`` is given:
+    they must then be cast to ``dtype`` before the model is called. Logits are float32. ``remat`` says what the backward
+    pass recomputes: nothing, the attention and MLP blocks, or whole decoder layers.
     ``flash_block`` is the block that `families.flash_attention.flash_block` chose; None takes dot attention.
 
     Raises:
@@ -162,7 +164,7 @@ def load_model(
     repairs.apply()
     family = checkpoint.family
     config = repairs.fitted_config(family.model_config(checkpoint.config, dtype, remat, flash_block), mesh)
-    model = family.load(checkpoint.directory, config, mesh, dtype)
+    model = family.load(checkpoint.directory, config, mesh, dtype if param_dtype is None else param_dtype)
     _refuse_abstract(model, checkpoint.directory)
     return model
 

@@ -107,3 +107,17 @@ def apply_lora(model: nnx.Module, modules: Collection[str], section: LoraSection
     made = {".".join(map(str, path[:-1])) for path, _ in nnx.to_flat_state(lora)}
     assert made == set(modules), f"qwix made no adapters for {set(modules) - made}"
     return nnx.merge(definitions[-1], lora, base, copy=True)  # own variables, same arrays
+
+
+def cast_adapters(model: nnx.Module, dtype: str) -> None:
+    """Cast the adapters, abstract ones too, to a type in place."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=leaf.sharding)
+        return leaf.astype(dtype)
+
+    nnx.update(model, jax.tree.map(cast, nnx.state(model, nnx.LoRAParam)))

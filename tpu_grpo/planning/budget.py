@@ -2,7 +2,8 @@
 
     rollout     parameters, optimizer, reference, sampler weights, cache, and the work of decode or prefill
     logprobs    the same without what ``rollout.release_during_update`` frees, and the work of a forward pass
-    update      as logprobs, with the work of a train step: new parameters beside the old, which the sampler may share
+    update      as logprobs, with the work of a micro-batch, accumulated gradients among it, or of the optimizer's step,
+                which makes new parameters beside those old ones that the sampler shares
     sync        everything, and the work of the most demanding group
 
 With meshes.layout=split a stage has the trainer's devices or the sampler's, and the sync has the fuller of both.
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.planning.programs import CompiledProgram, Stage
+from tpu_grpo.planning.programs import OPTIMIZER_STEP, CompiledProgram, Stage
 from tpu_grpo.planning.resident import ResidentBytes
 
 COLUMNS = ("parameters", "optimizer", "reference", "sampler", "cache", "work", "code")
@@ -73,8 +74,10 @@ def _with_program(config: RunConfig, resident: ResidentBytes, program: CompiledP
     arguments = {
         "rollout": resident.sampler + resident.shared + resident.cache,
         "logprobs": resident.parameters,
-        "update": resident.parameters + resident.optimizer,
+        "update": resident.parameters,
     }[program.stage]
+    if program.name == OPTIMIZER_STEP:
+        arguments = resident.trained + resident.optimizer
     if program.fits:
         inputs = max(0.0, program.argument_bytes - arguments)
         work = inputs + program.output_bytes + program.temporary_bytes
@@ -82,10 +85,6 @@ def _with_program(config: RunConfig, resident: ResidentBytes, program: CompiledP
         work = max(0.0, program.temporary_bytes - arguments)  # the compiler's figure is of the whole program
     if program.stage != "rollout":
         work += resident.batch
-    if program.stage == "update" and not config.rollout.release_during_update and _updates_per_sync(config) > 1:
+    if program.stage == "update" and not config.rollout.release_during_update and config.algorithm.iterations > 1:
         work += resident.shared  # from the second on, the sampler's are neither the old parameters nor the new
     return StageMemory(program.stage, program.name, parts | {"work": work})
-
-
-def _updates_per_sync(config: RunConfig) -> int:
-    return config.micro_batches * config.algorithm.iterations

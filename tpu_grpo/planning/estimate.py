@@ -11,12 +11,12 @@ head, and has S tokens of context:
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.families.flash_attention import whole_blocks
 from tpu_grpo.launching.tpus import Chip
-from tpu_grpo.planning.programs import CompiledProgram, takes_logprobs
+from tpu_grpo.planning.programs import GRADIENTS, OPTIMIZER_STEP, CompiledProgram, takes_logprobs
 from tpu_grpo.planning.resident import ResidentBytes
 from tpu_grpo.run.abstract import AbstractRun
 
@@ -85,12 +85,13 @@ class TokenCost:
 
 def stage_costs(run: AbstractRun, resident: ResidentBytes, programs: Sequence[CompiledProgram]) -> list[StageCost]:
     """Return the cost of every stage of a step, in order."""
-    by_stage = {program.stage: program for program in programs}
+    by_name = {program.name: program for program in programs}
     moved = sum(move.bytes for move in run.sync.moves if not move.frozen) / len(run.meshes.sampler_devices)
     costs = [_prefill(run, programs), _decode(run, resident, programs)]
     if takes_logprobs(run.config):
-        costs.append(_learner(run, resident, by_stage["logprobs"]))
-    return [*costs, _learner(run, resident, by_stage["update"]), StageCost("sync", 0.0, 2 * moved, moved)]
+        costs.append(_learner(run, resident, next(p for p in programs if p.stage == "logprobs")))
+    update = _with_steps(run, _learner(run, resident, by_name[GRADIENTS]), by_name[OPTIMIZER_STEP])
+    return [*costs, update, StageCost("sync", 0.0, 2 * moved, moved)]
 
 
 def _prefill(run: AbstractRun, programs: Sequence[CompiledProgram]) -> StageCost:
@@ -135,6 +136,13 @@ def _learner(run: AbstractRun, resident: ResidentBytes, program: CompiledProgram
     links = gathered * calls + _allreduce_bytes(run, rows * length / mesh["fsdp"], mesh["tp"]) * passes
     flops = max(program.flops * calls, passes * forward / (mesh["fsdp"] * mesh["tp"]))
     return StageCost(program.stage, flops * repeats, program.accessed_bytes * calls * repeats, links * repeats)
+
+
+def _with_steps(run: AbstractRun, update: StageCost, step: CompiledProgram) -> StageCost:
+    """Add the optimizer's steps to the micro-batches of an update."""
+    count = run.config.algorithm.iterations
+    flops, memory = update.flops + count * step.flops, update.memory_bytes + count * step.accessed_bytes
+    return replace(update, flops=flops, memory_bytes=memory)
 
 
 def _forward_passes(config: RunConfig) -> int:

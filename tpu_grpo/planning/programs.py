@@ -13,6 +13,8 @@ from tpu_grpo.planning.figures_cache import cached_figures, store_figures
 from tpu_grpo.run.abstract import AbstractRun
 
 Stage = Literal["rollout", "logprobs", "update", "sync"]
+GRADIENTS, OPTIMIZER_STEP = "gradients of a micro-batch", "optimizer step"
+"""The names of the programs of an update."""
 FAST_COMPILE_OPTIONS: Mapping[str, Any] = {"exec_time_optimization_effort": -1.0, "memory_fitting_effort": -1.0}
 """Compiler options that take a third of the time; temporary memory comes out a little larger."""
 
@@ -47,7 +49,13 @@ def programs_to_lower(run: AbstractRun) -> Iterator[tuple[str, Stage, Callable[[
     yield f"prefill of {shapes.prefill[-1]} tokens", "rollout", lambda: run.engine.lower("prefill", shapes.prefill[-1])
     if takes_logprobs(config):
         yield "log-probabilities", "logprobs", run.learner.lower_logprobs
-    yield "update", "update", run.learner.lower_update
+    yield GRADIENTS, "update", run.learner.lower_gradients
+    yield OPTIMIZER_STEP, "update", lambda: run.learner.lower_step(shared_leaves(run))
+
+
+def shared_leaves(run: AbstractRun) -> frozenset[str]:
+    """Name the trainer's parameters whose arrays the sampler holds as well."""
+    return frozenset(move.source for move in run.sync.moves if move.aliased)
 
 
 def takes_logprobs(config: RunConfig) -> bool:

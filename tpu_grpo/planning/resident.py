@@ -17,7 +17,9 @@ class ResidentBytes:
 
     parameters: int
     optimizer: int
-    """The optimizer's state, with accumulated gradients."""
+    """The optimizer's state, and what the trained parameters have beyond ``model.dtype``."""
+    trained: int
+    """The part of ``parameters`` that is trained."""
     reference: int
     """The part of the initial policy that the policy no longer shares once it has been updated."""
     sampler: int
@@ -39,12 +41,13 @@ def resident_bytes(run: AbstractRun) -> ResidentBytes:
     moves = run.sync.moves
     return ResidentBytes(
         parameters=per_device(leaves.values()),
-        optimizer=per_device(jax.tree.leaves(run.learner.optimizer_state)),
+        optimizer=per_device(jax.tree.leaves(run.learner.state)),
+        trained=per_device(trained),
         reference=per_device(trained) if config.algorithm.beta > 0.0 and not adapters else 0,
         sampler=per_device(move.spec for move in moves if not move.aliased),
         shared=per_device(move.spec for move in moves if move.aliased),
         cache=per_device(run.engine.cache_specs),
-        batch=(config.micro_batches - 1) * per_device(jax.tree.leaves(run.learner.example)),
+        batch=(config.micro_batches - 1) * per_device(jax.tree.leaves(run.learner.batch)),
     )
 
 

@@ -21,11 +21,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from tpu_grpo.config import BUILTIN, RunConfig
-from tpu_grpo.learner import LearnerInputs, LearnerPrograms, freeze_untrained, parameters
+from tpu_grpo.learner import LearnerInputs, LearnerPrograms, cast_to_compute, freeze_untrained, parameters
 from tpu_grpo.models import Checkpoint
 from tpu_grpo.models.abstract import abstract_checkpoint, abstract_model
 from tpu_grpo.models.builtin import write_builtin_config
-from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.rollout.engine import Engine, engine_mesh
 from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.replicas import Replica, make_replicas, replicated_specs
@@ -83,19 +82,16 @@ class AbstractRun:
         """The model that is trained, with adapters or frozen layers."""
         model = with_adapters(self.base, self.checkpoint, self.config)
         freeze_untrained(model, self.config)
+        cast_to_compute(model, self.config)
         return model
 
     @cached_property
     def learner(self) -> LearnerPrograms:
-        """The learner's programs.
-
-        Tokenizer and token ids decide no shape, so that the byte tokenizer can stand in for one that is not there.
-        """
+        """The learner's programs; token ids decide no shape."""
         inputs = LearnerInputs(
             model=self.policy,
             reference=self.base if self.config.algorithm.beta > 0.0 else None,
             mesh=self.meshes.trainer,
-            tokenizer=build_byte_tokenizer(),
             pad_id=0,
             eos_id=self.stop_token_ids[0],
         )

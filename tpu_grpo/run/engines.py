@@ -12,9 +12,10 @@ from transformers import PreTrainedTokenizerFast
 from tpu_grpo.config import RunConfig
 from tpu_grpo.families import WeightRule
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.learner import SampledTexts, frozen_leaves
+from tpu_grpo.learner import frozen_leaves
 from tpu_grpo.rollout.replicas import Replicas
 from tpu_grpo.rollout.sampler import TEXTS_SAMPLE, sampling_params
+from tpu_grpo.tunix_loop.adapter import SampledTexts
 from tpu_grpo.types import Request, SampleKey, SyncResult
 from tpu_grpo.weights.copies import CopyCheck
 from tpu_grpo.weights.plan import named_leaves
@@ -64,6 +65,12 @@ class SyncedEngines:
     def sync(self) -> WeightSync | None:
         """The compiled weight sync; None before the first ``install``."""
         return self._sync
+
+    @property
+    def shared_leaves(self) -> frozenset[str]:
+        """The trainer's parameters whose arrays the engines hold as well, after the first ``install``."""
+        assert self._sync is not None, "install comes first"
+        return frozenset(move.source for move in self._sync.moves if move.aliased)
 
     def install(self, params: nnx.State) -> SyncResult:
         """Move the trainer's parameters into every replica, and drop prefixes cached under the old ones.

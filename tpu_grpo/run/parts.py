@@ -21,7 +21,7 @@ from tpu_grpo.learner import Learner, LearnerInputs
 from tpu_grpo.models import Checkpoint, builtin, load_model, read_checkpoint
 from tpu_grpo.models.abstract import is_abstract
 from tpu_grpo.models.adapters import load_adapters
-from tpu_grpo.models.lora import adapted_modules, apply_lora, existing_layers
+from tpu_grpo.models.lora import adapted_modules, apply_lora, cast_adapters, existing_layers
 from tpu_grpo.models.tokenizers import load_tokenizer, stop_token_ids
 from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts, prompts_digest
 from tpu_grpo.rewards import DistributedRewards, RewardSet, open_rewards, repeats_itself
@@ -91,17 +91,18 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
         dtype=jnp.dtype(config.model.dtype),
         remat=config.model.remat,
         flash_block=meshes.flash_block,
+        param_dtype=jnp.dtype(config.model.dtype if config.model.lora.rank else config.model.param_dtype),
     )
     inputs = LearnerInputs(
         model=with_adapters(base, checkpoint, config),
         reference=base if config.algorithm.beta > 0.0 else None,
         mesh=meshes.trainer,
-        tokenizer=tokenizer,
         pad_id=token_id(tokenizer.pad_token_id),
         eos_id=token_id(tokenizer.eos_token_id),
     )
-    learner = Learner(config, inputs, engines)
+    learner = Learner(config, inputs)
     engines.install(learner.params())
+    learner.share(engines.shared_leaves)
     engines.replicas.compile_all()
     probe = Probe(config, engines, learner, probe_prompts(task.prompts, meshes))
     probe.after_sync(0)
@@ -228,6 +229,7 @@ def with_adapters(base: nnx.Module, checkpoint: Checkpoint, config: RunConfig) -
     if section.rank is None:
         return base
     model = apply_lora(base, adapted_modules(checkpoint, section), section, seed=config.run.seed)
+    cast_adapters(model, config.model.param_dtype)
     if section.path is not None and not is_abstract(nnx.state(base)):
         load_adapters(model, section)
     return model

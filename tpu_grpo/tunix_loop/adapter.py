@@ -13,10 +13,10 @@ import jax
 import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
-from tunix.rl import common
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 from tpu_grpo.errors import DataError
+from tpu_grpo.learner.forward import logprobs
 from tpu_grpo.learner.rows import left_padded
 from tpu_grpo.types import Completion
 
@@ -87,25 +87,14 @@ class RolloutAdapter(BaseRollout):
         self, prompt_tokens: Int[jax.Array, "B T_prompt"], completion_tokens: Int[jax.Array, "B T"]
     ) -> Float[jax.Array, "B T"]:
         """Compute the trainer's log-probability (float32, at the temperature) of every completion token."""
-        logps = common.compute_per_token_logps(
-            *nnx.split(self._actor), **self._arguments(prompt_tokens, completion_tokens)
+        return logprobs(
+            self._actor,
+            prompt_tokens,
+            completion_tokens,
+            temperature=self._temperature,
+            pad_id=self._pad_id,
+            eos_id=self._eos_id,
         )
-        assert isinstance(logps, jax.Array)  # a tuple only with return_logits=True
-        return logps
-
-    def lower_per_token_logps(self, prompt_tokens: Any, completion_tokens: Any) -> jax.stages.Lowered:
-        """Lower the program of ``get_per_token_logps`` for arrays or for their shapes."""
-        program: Any = common.compute_per_token_logps
-        return program.lower(*nnx.split(self._actor), **self._arguments(prompt_tokens, completion_tokens))
-
-    def _arguments(self, prompt_tokens: Any, completion_tokens: Any) -> dict[str, Any]:
-        return {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "pad_id": self._pad_id,
-            "eos_id": self._eos_id,
-            "temperature": self._temperature,
-        }
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Install the trainer's parameters in the engine."""

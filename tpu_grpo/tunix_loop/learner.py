@@ -1,50 +1,48 @@
 """Tunix's GRPO learner with our algorithms and loss, taking the engine's log-probabilities as the old policy.
 
 Tunix's own learner takes the ratio against itself (one iteration) or against a second forward pass of the trainer, and
-neither is what the engine sampled with. Here, per token, with old = ``algorithm.old_policy``:
-
-    rollout   ratio = exp(trainer now - engine)
-    trainer   ratio = exp(trainer now - trainer before the update), and the token's loss is multiplied by
-              min(exp(trainer before the update - engine), importance_cap): truncated importance sampling
-              (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training")
+neither is what the engine sampled with. learner/batches.py says what ``algorithm.old_policy`` takes it against.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import struct
+from flax import nnx, struct
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
+from tunix.rl import function_registry
 from tunix.rl import rl_cluster as rl_cluster_lib
 from tunix.rl.grpo import grpo_learner
 
-from tpu_grpo.algorithms import Algorithm, open_algorithm
+from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
 from tpu_grpo.config import AlgorithmSection
-from tpu_grpo.learner.loss import LOSS_NAME
+from tpu_grpo.learner.batches import truncated_weights
+from tpu_grpo.learner.loss import LossSettings, TrainBatch, policy_loss
 from tpu_grpo.learner.rows import RowShape, TrainRows, group_advantages, train_rows
 from tpu_grpo.types import Completion
 
 Role = rl_cluster_lib.Role
+LOSS_NAME = "tpu_grpo"
+"""The name of `registered_loss` in Tunix's registry."""
 
 
 @struct.dataclass(frozen=True)
 class TrainExample(grpo_learner.TrainExample):
-    """Adds the log-probabilities that the engine sampled with to Tunix's example of B rows."""
+    """Adds what our loss takes to Tunix's example of B rows; both are always set."""
 
     rollout_per_token_logps: jax.Array | None = None
-    """float32 [B, T]; always set."""
+    """The log-probabilities that the engine sampled with, float32 [B, T]."""
+    token_weights: jax.Array | None = None
+    """How much each token counts in the loss of these rows, float32 [B, T]."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
     """Adds our settings to Tunix's for GRPO; this is what the loss gets."""
 
-    algorithm: Algorithm
+    algorithm: RunAlgorithm
     policy_loss_fn: str = LOSS_NAME
     epsilon_high: float = 0.2
     old_policy: str = "rollout"
@@ -88,16 +86,6 @@ class EngineGrpoLearner(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
         mesh, axes = rl_cluster.r2m[Role.ACTOR], rl_cluster.cluster_config.training_config.data_sharding_axis
         self._sharding = NamedSharding(mesh, PartitionSpec(*axes))
 
-    def abstract_example(self, rows: TrainRows) -> TrainExample:
-        """Give the shapes, types and shardings of ``train_example`` without computing or placing anything."""
-
-        def abstract(value: np.ndarray) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self._sharding)
-
-        logps, settings = abstract(rows.rollout_logps), self.algo_config
-        weights = logps if settings.old_policy == "trainer" else None
-        return self._example(rows, abstract, logps if settings.beta > 0.0 else None, logps, weights, logps)
-
     def train_example(self, rows: TrainRows) -> TrainExample:
         """Put rows on the trainer's devices, with what the loss needs of the reference and of the old policy.
 
@@ -113,29 +101,19 @@ class EngineGrpoLearner(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
             old_logps = self._resharded(self.rl_cluster.get_old_per_token_logps(prompt_ids, completion_ids))
             cap = self.algo_config.importance_cap
             weights = self._resharded(truncated_weights(old_logps, rollout_logps, cap=cap))
-        return jax.block_until_ready(self._example(rows, self._put, reference_logps, old_logps, weights, rollout_logps))
-
-    @staticmethod
-    def _example(
-        rows: TrainRows, put: Callable[[np.ndarray], Any], reference: Any, old: Any, weights: Any, rollout: Any
-    ) -> TrainExample:
         fields: dict[str, Any] = {  # a type checker does not see what Tunix's class inherits
-            "prompt_ids": put(rows.prompt_ids),
-            "prompt_mask": put(rows.prompt_mask),
-            "completion_ids": put(rows.completion_ids),
-            "completion_mask": put(rows.completion_mask),
-            "advantages": put(rows.advantages),
-            "ref_per_token_logps": reference,
-            "old_per_token_logps": old,
+            "prompt_ids": prompt_ids,
+            "prompt_mask": self._put(rows.prompt_mask),
+            "completion_ids": completion_ids,
+            "completion_mask": self._put(rows.completion_mask),
+            "advantages": self._put(rows.advantages),
+            "ref_per_token_logps": reference_logps,
+            "old_per_token_logps": old_logps,
             "sampler_is_weights": weights,
-            "rollout_per_token_logps": rollout,
+            "rollout_per_token_logps": rollout_logps,
+            "token_weights": self._put(rows.weights),
         }
-        return TrainExample(**fields)
-
-    def policy_logprobs(self, rows: TrainRows) -> Float[Array, "B T"]:
-        """Compute the policy's log-probability of every completion token, at the temperature."""
-        prompt_ids, completion_ids = self._put(rows.prompt_ids), self._put(rows.completion_ids)
-        return self._resharded(self.rl_cluster.get_old_per_token_logps(prompt_ids, completion_ids))
+        return jax.block_until_ready(TrainExample(**fields))
 
     def _generate_and_compute_advantage(
         self, training_input: Any, mode: rl_cluster_lib.Mode = rl_cluster_lib.Mode.TRAIN
@@ -156,7 +134,8 @@ class EngineGrpoLearner(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
         ]
         unpadded = [row[row != pad_id].tolist() for row in np.asarray(output.left_padded_prompt_tokens)]
         shape = RowShape(settings.max_prompt_length, settings.max_tokens_to_generate, pad_id)
-        return self.train_example(train_rows(unpadded, completions, advantages, shape))
+        aggregation = self.algo_config.algorithm.aggregation
+        return self.train_example(train_rows(unpadded, completions, advantages, shape, aggregation))
 
     def _reference_logps(self, prompt_ids: jax.Array, completion_ids: jax.Array) -> Float[Array, "B T"] | None:
         if self.algo_config.beta == 0.0:
@@ -172,9 +151,35 @@ class EngineGrpoLearner(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
         return jax.device_put(value, self._sharding)
 
 
-@functools.partial(jax.jit, static_argnames="cap")
-def truncated_weights(
-    trainer_logps: Float[Array, "B T"], engine_logps: Float[Array, "B T"], *, cap: float
-) -> Float[Array, "B T"]:
-    """Compute min(exp(trainer - engine), cap) of every token."""
-    return jnp.minimum(jnp.exp(trainer_logps - engine_logps), cap)
+@function_registry.register_policy_loss_fn(LOSS_NAME)
+def registered_loss(
+    model: nnx.Module, train_example: Any, algo_config: Any, pad_id: int, eos_id: int
+) -> tuple[jax.Array, dict[str, Any]]:
+    """Compute `policy_loss` of one `TrainExample` under a `GrpoAlgorithmConfig`, called by Tunix's trainer.
+
+    Returns:
+        The loss, a float32 scalar, and what is measured beside it: "kl" to the reference, "pg_clipfrac" and "entropy"
+        as means over tokens, and "agreement", the `AgreementSums`.
+    """
+    batch = TrainBatch(
+        prompt_ids=train_example.prompt_ids,
+        completion_ids=train_example.completion_ids,
+        completion_mask=train_example.completion_mask,
+        weights=train_example.token_weights,
+        advantages=train_example.advantages,
+        rollout_logps=train_example.rollout_per_token_logps,
+        old_logps=train_example.old_per_token_logps,
+        importance=train_example.sampler_is_weights,
+        reference_logps=train_example.ref_per_token_logps,
+    )
+    settings = LossSettings(
+        algo_config.algorithm, algo_config.beta, algo_config.kl_loss_mode, algo_config.temperature, pad_id, eos_id
+    )
+    loss, sums = policy_loss(model, batch, settings)
+    tokens = sums.agreement.tokens
+    return loss, {
+        "kl": sums.kl / tokens,
+        "pg_clipfrac": sums.clipped / tokens,
+        "entropy": sums.entropy / tokens,
+        "agreement": sums.agreement,
+    }

@@ -1,0 +1,122 @@
+"""From rows in host memory to the micro-batches on the trainer's devices, with what the loss compares the policy to.
+
+Per token, with old = ``algorithm.old_policy``:
+
+    rollout   ratio = exp(trainer now - engine)
+    trainer   ratio = exp(trainer now - trainer before the update), and the token's loss is multiplied by
+              min(exp(trainer before the update - engine), importance_cap): truncated importance sampling
+              (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training")
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from tpu_grpo.config import AlgorithmSection
+from tpu_grpo.learner.forward import logprobs, lower_logprobs
+from tpu_grpo.learner.loss import LossSettings, TrainBatch
+from tpu_grpo.learner.rows import TrainRows
+
+DATA_AXIS = "fsdp"
+"""The axis of the trainer's mesh that rows are split over."""
+
+
+class Batches:
+    """Makes micro-batches.
+
+    Args:
+        policy: the model that is trained.
+        reference: the initial policy; None without a KL penalty.
+    """
+
+    def __init__(
+        self,
+        policy: nnx.Module,
+        reference: nnx.Module | None,
+        settings: LossSettings,
+        section: AlgorithmSection,
+        mesh: Mesh,
+    ):
+        self._policy, self._reference, self._settings = policy, reference, settings
+        self._corrected, self._cap = section.old_policy == "trainer", section.importance_cap
+        self._mesh = mesh
+        self._sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+
+    def place(self, rows: TrainRows) -> TrainBatch:
+        """Put rows on the trainer's devices.
+
+        Every host passes all the rows and keeps its shards. Returns when the arrays are ready: XLA's CPU backend aborts
+        when the forward passes of many micro-batches are under way at once.
+        """
+        rollout_logps = self._put(rows.rollout_logps)
+        old_logps, importance, reference_logps = rollout_logps, None, None
+        if self._reference is not None:
+            reference_logps = self._logprobs(self._reference, rows)
+        if self._corrected:
+            old_logps = self.policy_logprobs(rows)
+            importance = truncated_weights(old_logps, rollout_logps, cap=self._cap)
+        return jax.block_until_ready(self._batch(rows, self._put, old_logps, importance, reference_logps))
+
+    def describe(self, rows: TrainRows) -> TrainBatch:
+        """Give the shapes, types and shardings of `place` without computing or placing anything."""
+        logps = self._described(rows.rollout_logps)
+        return self._batch(
+            rows,
+            self._described,
+            logps,
+            logps if self._corrected else None,
+            None if self._reference is None else logps,
+        )
+
+    def policy_logprobs(self, rows: TrainRows) -> Float[Array, "B T"]:
+        """Compute the policy's log-probability of every completion token, at the temperature."""
+        return self._logprobs(self._policy, rows)
+
+    def lower_logprobs(self, rows: TrainRows) -> jax.stages.Lowered:
+        """Lower the program of `policy_logprobs`."""
+        ids = self._described(rows.prompt_ids), self._described(rows.completion_ids)
+        with self._mesh:
+            return lower_logprobs(self._policy, *ids, **self._settings.forward)
+
+    def _logprobs(self, model: nnx.Module, rows: TrainRows) -> Float[Array, "B T"]:
+        ids = self._put(rows.prompt_ids), self._put(rows.completion_ids)
+        with self._mesh:
+            found = logprobs(model, *ids, **self._settings.forward)
+        return jax.device_put(found, self._sharding)
+
+    @staticmethod
+    def _batch(
+        rows: TrainRows, put: Callable[[np.ndarray], Any], old: Any, importance: Any, reference: Any
+    ) -> TrainBatch:
+        return TrainBatch(
+            prompt_ids=put(rows.prompt_ids),
+            completion_ids=put(rows.completion_ids),
+            completion_mask=put(rows.completion_mask),
+            weights=put(rows.weights),
+            advantages=put(rows.advantages),
+            rollout_logps=put(rows.rollout_logps),
+            old_logps=old,
+            importance=importance,
+            reference_logps=reference,
+        )
+
+    def _put(self, value: np.ndarray) -> jax.Array:
+        return jax.make_array_from_callback(value.shape, self._sharding, lambda index: value[index])
+
+    def _described(self, value: np.ndarray) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self._sharding)
+
+
+@functools.partial(jax.jit, static_argnames="cap")
+def truncated_weights(
+    trainer_logps: Float[Array, "B T"], engine_logps: Float[Array, "B T"], *, cap: float
+) -> Float[Array, "B T"]:
+    """Compute min(exp(trainer - engine), cap) of every token."""
+    return jnp.minimum(jnp.exp(trainer_logps - engine_logps), cap)

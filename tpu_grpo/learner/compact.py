@@ -1,0 +1,129 @@
+"""Eight bits in place of thirty-two: what an optimizer keeps of a parameter, and what bfloat16 leaves out of it.
+
+The encodings are FlashOptim's (arXiv 2602.23349). Values along the last axis share a float32 scale in blocks of b:
+
+    first moment     s = max |m|,  x = m / s,  code = round(127 * 2x / (1 + |x|))          signed, fine near 0
+    second moment    s = max v,                code = round(255 * sqrt(v / s))             unsigned
+    residual         r = value - bfloat16(value), code = round(127 * r / (ulp / 2))        of float32 parameters
+
+A block lies within one shard, so that codes and scales are sharded like the parameter. The residual is rounded at
+random: a step that is smaller than a unit of it (ulp / 254) arrives as often as it is large, and none is lost for ever.
+
+Suffixes: L the last axis, b the values of a block.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding
+from jaxtyping import Array, BFloat16, Float, Float32, Int8, Key
+
+LARGEST_BLOCK = 64
+"""Values that share a scale, at most; a scale of 4 bytes then adds half a bit to each."""
+UNSIGNED = ("nu", "v")
+"""How optax calls what is never negative: second moments."""
+
+
+class Codes(NamedTuple):
+    """One array in eight bits: int8 for values of any sign, uint8 for values that are never negative."""
+
+    codes: Array
+    """The shape of what was encoded, [..., L]."""
+    scales: Float32[Array, "..."]
+    """[..., L / b]."""
+
+
+def encode(values: Float[Array, "*axes"], block: int, *, signed: bool) -> Codes:
+    """Encode an array in blocks of ``block`` values of the last axis, which it must divide."""
+    blocks = values.astype(jnp.float32).reshape(*values.shape[:-1], -1, block)
+    scales = jnp.abs(blocks).max(axis=-1)
+    share = blocks / jnp.where(scales == 0.0, 1.0, scales)[..., None]
+    if signed:
+        codes = jnp.round(127.0 * 2.0 * share / (1.0 + jnp.abs(share))).astype(jnp.int8)
+    else:
+        # A second moment of 0 beside a first moment that is not would make a step without bound: only 0 becomes 0.
+        codes = jnp.where(share > 0.0, jnp.maximum(jnp.round(255.0 * jnp.sqrt(share)), 1.0), 0.0).astype(jnp.uint8)
+    return Codes(codes.reshape(values.shape), scales)
+
+
+def decode(coded: Codes) -> Float32[Array, "*axes"]:
+    """Return the values that the codes stand for."""
+    shape = coded.codes.shape
+    codes = coded.codes.astype(jnp.float32).reshape(*coded.scales.shape, -1)
+    if coded.codes.dtype == jnp.int8:
+        share = codes / 127.0
+        values = share / (2.0 - jnp.abs(share))
+    else:
+        values = jnp.square(codes / 255.0)
+    return (values * coded.scales[..., None]).reshape(shape)
+
+
+def block_size(leaf: Any) -> int:
+    """Return b for an array or its description: the largest divisor of a shard's last axis up to LARGEST_BLOCK."""
+    length = leaf.sharding.shard_shape(leaf.shape)[-1] if isinstance(leaf.sharding, NamedSharding) else leaf.shape[-1]
+    return next(size for size in range(min(LARGEST_BLOCK, length), 0, -1) if length % size == 0)
+
+
+def compact(tx: optax.GradientTransformation, blocks: Mapping[str, int]) -> optax.GradientTransformation:
+    """Keep, between updates, every part of a transformation's state that has a parameter's shape in eight bits.
+
+    ``blocks`` holds the block of every parameter by name; parameters are a flat dict by name.
+    """
+
+    def init(params: optax.Params) -> Any:
+        return _encoded(tx.init(params), blocks, params)
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None) -> tuple[Any, Any]:
+        updates, state = tx.update(updates, _decoded(state), params)
+        return updates, _encoded(state, blocks, params)
+
+    return optax.GradientTransformation(init, update)
+
+
+def parameter_name(path: tuple[Any, ...]) -> str | None:
+    """Say which parameter a part of an optimizer's state belongs to, None if to none."""
+    names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+    return names[-1] if names else None
+
+
+def _encoded(state: Any, blocks: Mapping[str, int], params: Any) -> Any:
+    def leaf(path: tuple[Any, ...], value: Any) -> Any:
+        name = parameter_name(path)
+        if name is None or value.shape != params[name].shape:
+            return value
+        fields = {key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)}
+        return encode(value, blocks[name], signed=fields.isdisjoint(UNSIGNED))
+
+    return jax.tree_util.tree_map_with_path(leaf, state)
+
+
+def _decoded(state: Any) -> Any:
+    def leaf(value: Any) -> Any:
+        return decode(value) if isinstance(value, Codes) else value
+
+    return jax.tree.map(leaf, state, is_leaf=lambda value: isinstance(value, Codes))
+
+
+def split_residual(
+    values: Float32[Array, "*axes"], key: Key[Array, ""]
+) -> tuple[BFloat16[Array, "*axes"], Int8[Array, "*axes"]]:
+    """Split values into bfloat16 and a residual in units of ulp / 254, rounded at random by ``key``."""
+    rounded = values.astype(jnp.bfloat16)
+    units = (values - rounded.astype(jnp.float32)) / _half_ulp(rounded) * 127.0
+    noise = jax.random.uniform(key, values.shape)
+    return rounded, jnp.clip(jnp.floor(units + noise), -127, 127).astype(jnp.int8)
+
+
+def join_residual(rounded: BFloat16[Array, "*axes"], residual: Int8[Array, "*axes"]) -> Float32[Array, "*axes"]:
+    """Put together what `split_residual` split."""
+    return rounded.astype(jnp.float32) + residual.astype(jnp.float32) / 127.0 * _half_ulp(rounded)
+
+
+def _half_ulp(rounded: BFloat16[Array, "*axes"]) -> Float32[Array, "*axes"]:
+    """Half the distance between neighbours in bfloat16: 2^(e - 8) for a value of the exponent e."""
+    bits = jax.lax.bitcast_convert_type(rounded, jnp.uint16)
+    exponent = jnp.maximum((bits >> 7) & 0xFF, 9).astype(jnp.uint32)  # the smallest whose half ulp is a normal number
+    return jax.lax.bitcast_convert_type((exponent - 8) << 23, jnp.float32)

@@ -1,0 +1,271 @@
+"""The optimizers, by name, and the learning rate of every update.
+
+    optimizer = build_optimizer(config, params)
+    state = optimizer.init(params)
+    updates, state = optimizer.update(gradients, state, params)      # params + updates is the step
+
+Parameters are a flat dict by name. The optimizers are optax's; a new one is a function here and a line in `SHIPPED`, or
+a function of the user's own, named in the config.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tpu_grpo.config import OptimizerSection, RunConfig
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.learner.compact import block_size, compact, parameter_name
+from tpu_grpo.plugins import find_function
+
+Params = Mapping[str, Any]
+"""The trained parameters, arrays or their descriptions, by dotted name."""
+Direction = Callable[..., optax.GradientTransformation]
+"""Makes what an optimizer steps along, before decay and learning rate; takes the section and its own options."""
+
+
+def _adamw(section: OptimizerSection, params: Params, *, eps: float = 1e-8) -> optax.GradientTransformation:
+    """AdamW (Loshchilov & Hutter 2019, arXiv 1711.05101)."""
+    del params
+    return optax.scale_by_adam(b1=section.b1, b2=section.b2, eps=eps)
+
+
+def _lion(section: OptimizerSection, params: Params) -> optax.GradientTransformation:
+    """Lion (Chen et al. 2023, arXiv 2302.06675): the sign of a momentum. Its paper advises a third of AdamW's rate."""
+    del params
+    return optax.scale_by_lion(b1=section.b1, b2=section.b2)
+
+
+def _sgd(
+    section: OptimizerSection, params: Params, *, momentum: float = 0.0, nesterov: bool = False
+) -> optax.GradientTransformation:
+    """Step down the gradient, with momentum if asked."""
+    del section, params
+    return optax.trace(decay=momentum, nesterov=nesterov) if momentum else optax.identity()
+
+
+def _adafactor(
+    section: OptimizerSection, params: Params, *, decay_rate: float = 0.8, clip_rms: float = 1.0
+) -> optax.GradientTransformation:
+    """Adafactor (Shazeer & Stern 2018, arXiv 1804.04235) without momentum, with the learning rate as it is set."""
+    del section, params
+    return optax.chain(optax.scale_by_factored_rms(decay_rate=decay_rate), optax.clip_by_block_rms(clip_rms))
+
+
+def _muon(
+    section: OptimizerSection, params: Params, *, beta: float = 0.95, ns_steps: int = 5, rms: float = 0.2
+) -> optax.GradientTransformation:
+    """Muon (Jordan 2024) for the matrices in the layers, at an RMS of 0.2 as in arXiv 2502.16982; Adam elsewhere.
+
+    At that RMS it takes AdamW's learning rates.
+    """
+    axes = {name: matrix_axes(name, tuple(leaf.shape)) for name, leaf in params.items()}
+
+    def of_matrices(tree: Any) -> Any:
+        return {name: optax.MaskedNode() if axes[name] is None else axes[name] for name in tree}
+
+    matrices = optax.chain(
+        optax.contrib.scale_by_muon(beta=beta, ns_steps=ns_steps, weight_dimension_numbers=of_matrices),
+        optax.contrib.scale_by_shape(weight_dimension_numbers=of_matrices, consistent_rms=rms),
+    )
+    return optax.partition(
+        {"muon": matrices, "adam": optax.scale_by_adam(b1=section.b1, b2=section.b2)},
+        {name: "adam" if found is None else "muon" for name, found in axes.items()},
+    )
+
+
+SHIPPED: Mapping[str, Direction] = {
+    "adamw": _adamw,
+    "adamw_8bit": _adamw,
+    "adafactor": _adafactor,
+    "muon": _muon,
+    "lion": _lion,
+    "sgd": _sgd,
+}
+"""The optimizers that ship, by ``optimizer.name``; adamw_8bit is AdamW with ``optimizer.state`` compact."""
+
+
+def build_optimizer(config: RunConfig, params: Params) -> optax.GradientTransformation:
+    """Build a run's optimizer for these parameters, arrays or their descriptions.
+
+    Raises:
+        ConfigError: for an unknown name, options that it does not take, a rule that no parameter has, or a warm-up or
+            a decay that leaves no update for the rest of the schedule.
+    """
+    section, schedule = config.optimizer, learning_rate_schedule(config)
+    decays, rates = rule_values(section, params)
+    if ":" in section.name:
+        optimizer = _own(section, schedule)
+    else:
+        optimizer = optax.chain(
+            _shipped(section, params),
+            _decayed(decays),
+            optax.scale_by_learning_rate(schedule),
+        )
+    if any(rate != 1.0 for rate in rates.values()):
+        optimizer = optax.chain(optimizer, _multiplied(rates))
+    if section.compact:
+        optimizer = compact(optimizer, {name: block_size(leaf) for name, leaf in params.items()})
+    return optimizer
+
+
+def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
+    """Give the rate of update u = 0, 1, ... of the N = run.max_steps * algorithm.iterations updates of a run.
+
+    With W warm-up updates and peak p it is p * u / W for u < W. Then it stays p (constant), or falls from p at u = W
+    towards 0 at u = N, the first update that is not made (linear, cosine), or falls so over the last D updates only
+    (wsd: warm-up, stable, decay). For N = 4, W = 2, linear: 0, p/2, p, p/2.
+
+    Raises:
+        ConfigError: if W (for wsd W + D) leaves no update at the peak.
+    """
+    section = config.optimizer
+    peak, warmup, decay = section.learning_rate, section.warmup_steps, section.decay_steps
+    total = config.run.max_steps * config.algorithm.iterations
+    if section.schedule != "constant" and warmup >= total:
+        raise ConfigError(
+            f"optimizer.warmup_steps must be < run.max_steps * algorithm.iterations = {total} with optimizer.schedule="
+            f"{section.schedule}, got {warmup}; lower it, or use schedule=constant"
+        )
+    if section.schedule == "wsd" and warmup + decay >= total:
+        raise ConfigError(
+            f"optimizer.warmup_steps + optimizer.decay_steps must be < run.max_steps * algorithm.iterations = {total} "
+            f"with optimizer.schedule=wsd, got {warmup} + {decay}; lower them, or use schedule=linear"
+        )
+    steady = total - warmup - decay
+    schedules: dict[str, optax.Schedule] = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, 0.0, max(total - warmup, 1)),
+        "cosine": optax.cosine_decay_schedule(peak, max(total - warmup, 1)),
+        "wsd": optax.linear_schedule(peak, 0.0, max(decay, 1), transition_begin=max(steady, 0)),
+    }
+    if warmup == 0:
+        return schedules[section.schedule]
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), schedules[section.schedule]], [warmup])
+
+
+def rule_values(section: OptimizerSection, params: Params) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the decay and the multiplier of the learning rate of every parameter, by name.
+
+    Of the rules whose expression is found in a name the first one counts.
+
+    Raises:
+        ConfigError: for a rule that counts for no parameter.
+    """
+    decays, rates = {}, {}
+    unused = set(range(len(section.rules)))
+    for name in params:
+        found = next((i for i, rule in enumerate(section.rules) if re.search(rule.match, name)), None)
+        rule = None if found is None else section.rules[found]
+        unused -= {found}
+        decays[name] = section.weight_decay if rule is None or rule.weight_decay is None else rule.weight_decay
+        rates[name] = 1.0 if rule is None else rule.learning_rate
+    if unused:
+        index = min(unused)
+        raise ConfigError(
+            f"optimizer.rules.{index}.match must be found in the name of a trained parameter that no rule before it "
+            f"takes, got {section.rules[index].match!r}; there are {', '.join(sorted(params)[:8])}, ..."
+        )
+    return decays, rates
+
+
+def matrix_axes(name: str, shape: tuple[int, ...]) -> optax.contrib.MuonDimensionNumbers | None:
+    """Say which axes of a parameter are a matrix's rows and columns; None for what is no matrix inside a layer.
+
+    Embeddings and the output head are left to Adam, as in Muon's own code. Heads belong to the columns of what makes
+    them and to the rows of what takes them up: [D, N, H] is a matrix of D x NH, and the output projection [N, H, D] of
+    NH x D. Every expert of [E, D, F] has a matrix of its own.
+    """
+    if len(shape) < 2 or not name.startswith("layers."):
+        return None
+    if len(shape) == 3 and ".attn." in name:
+        rows, columns = ((0, 1), (2,)) if "o_proj" in name else ((0,), (1, 2))
+        return optax.contrib.MuonDimensionNumbers(rows, columns)
+    return optax.contrib.MuonDimensionNumbers(len(shape) - 2, len(shape) - 1)
+
+
+def state_shardings(state: Any, params: Params) -> Any:
+    """Return the sharding of every part of an optimizer's state, described by ``jax.eval_shape``.
+
+    What has a parameter's shape is sharded like it, what lacks one of its axes (the sums of a factored second moment,
+    the scales of eight-bit blocks) like the axes that it has, and the rest is replicated.
+    """
+    mesh = next(iter(params.values())).sharding.mesh
+
+    def leaf(path: tuple[Any, ...], value: Any) -> NamedSharding:
+        name = parameter_name(path)
+        if name is None or name not in params:
+            return NamedSharding(mesh, PartitionSpec())
+        return NamedSharding(mesh, _spec_of_part(value.shape, params[name]))
+
+    return jax.tree_util.tree_map_with_path(leaf, state)
+
+
+def _spec_of_part(shape: tuple[int, ...], param: Any) -> PartitionSpec:
+    spec = (*param.sharding.spec, *[None] * (len(param.shape) - len(param.sharding.spec)))
+    if len(shape) == len(param.shape) and shape[:-1] == param.shape[:-1]:  # itself, or the scales of its blocks
+        return PartitionSpec(*spec)
+    for axis in range(len(param.shape)):
+        if shape == param.shape[:axis] + param.shape[axis + 1 :]:
+            return PartitionSpec(*spec[:axis], *spec[axis + 1 :])
+    return PartitionSpec()
+
+
+def _shipped(section: OptimizerSection, params: Params) -> optax.GradientTransformation:
+    if section.name not in SHIPPED:
+        near = difflib.get_close_matches(section.name, SHIPPED, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(
+            f"optimizer.name={section.name} is not a shipped optimizer; {hint}(shipped: {', '.join(SHIPPED)}; your "
+            "own: path.py:function or package.module:function)"
+        )
+    try:
+        return SHIPPED[section.name](section, params, **section.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"optimizer.options must be keyword arguments of {section.name}, got {section.options} ({error}); correct "
+            "them"
+        ) from error
+
+
+def _own(section: OptimizerSection, schedule: optax.Schedule) -> optax.GradientTransformation:
+    function = find_function(section.name, "optimizer", ConfigError)
+    if section.weight_decay or any(rule.weight_decay for rule in section.rules):
+        raise ConfigError(
+            f"optimizer.weight_decay is the function's own affair with optimizer.name={section.name}, got "
+            f"{section.weight_decay}; pass it in optimizer.options"
+        )
+    try:
+        made = function(learning_rate=schedule, **section.options)
+    except Exception as error:  # user code: anything can come
+        raise ConfigError(
+            f"optimizer {section.name}: calling it with learning_rate and the options {section.options} raised "
+            f"{type(error).__name__}: {error}; repair it"
+        ) from error
+    if not isinstance(made, optax.GradientTransformation):
+        raise ConfigError(
+            f"optimizer {section.name} must return an optax.GradientTransformation, got a {type(made).__name__}; "
+            "return e.g. optax.adamw(learning_rate)"
+        )
+    return made
+
+
+def _decayed(decays: Mapping[str, float]) -> optax.GradientTransformation:
+    """Add decay * parameter to every update, each with its own decay."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return {name: value + decays[name] * params[name] for name, value in updates.items()}, state
+
+    return optax.GradientTransformation(optax.init_empty_state, update) if any(decays.values()) else optax.identity()
+
+
+def _multiplied(rates: Mapping[str, float]) -> optax.GradientTransformation:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        del params
+        return {name: rates[name] * value for name, value in updates.items()}, state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)

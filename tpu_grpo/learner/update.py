@@ -1,0 +1,268 @@
+"""The update: gradients of micro-batches add up in float32, and the optimizer steps once.
+
+    updater = Updater(model, optimizer, settings, max_grad_norm=1.0, ...)
+    sums = [updater.accumulate(batch) for batch in micro_batches]      # any number of them
+    record = updater.step()
+
+The parameters exist once or twice:
+
+    model.dtype     model.param_dtype   optimizer.state   the optimizer steps
+    float32         float32             any               the model's own parameters
+    bfloat16        float32             any               a float32 copy, cast to the model's after every step
+    bfloat16        bfloat16            compact           the model's own, with 8 bits more of each
+
+Two programs run, `accumulate` and `step`. Nothing is fetched in between, so that the devices are never waited for.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from tpu_grpo.learner.compact import join_residual, split_residual
+from tpu_grpo.learner.loss import LossSettings, LossSums, TrainBatch, policy_loss
+from tpu_grpo.learner.optimizers import state_shardings
+from tpu_grpo.learner.trained import trained_type
+
+Values = dict[str, Any]
+"""Arrays, or their descriptions, by the dotted names of the trained parameters."""
+
+
+class UpdateRecord(NamedTuple):
+    """Says what an update was; scalars on the devices."""
+
+    grad_norm: Float[Array, ""]
+    """The global norm of the step's gradient before clipping."""
+    learning_rate: Float[Array, ""]
+    step_kept: Float[Array, ""]
+    """The norm of the change that arrived in the parameters over the norm of the step that was meant; 1 if nothing was
+    lost."""
+
+
+class UpdateState(NamedTuple):
+    """Holds what the next update needs beside the model's parameters; this is saved."""
+
+    count: Int[Array, ""]
+    """This many updates were made so far."""
+    optimizer: Any
+    kept: Values
+    """What the model's parameters lack of those that are stepped: float32 copies, or int8 residuals; empty if
+    nothing."""
+
+
+class Updater:
+    """Updates a model in place.
+
+    Args:
+        model: its trained parameters are arrays, or descriptions of some if nothing is to be run.
+        stepped: the trained parameters in the type in which they are stepped, by name; where they have the model's
+            type they are the model's own.
+        optimizer: an optax transformation of a flat dict.
+        schedule: gives the learning rate that is reported.
+        settings: the loss.
+        mesh: the trainer's.
+        max_grad_norm: gradients are scaled down to this global norm.
+        residual: keep 8 bits more of bfloat16 parameters.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        stepped: Values,
+        optimizer: optax.GradientTransformation,
+        schedule: optax.Schedule,
+        settings: LossSettings,
+        mesh: Mesh,
+        *,
+        max_grad_norm: float,
+        residual: bool,
+    ):
+        self.model = model
+        self._optimizer, self._schedule, self._settings = optimizer, schedule, settings
+        self._max_grad_norm, self._residual = max_grad_norm, residual
+        self._kind = trained_type(model)
+        self._mesh = mesh
+        self._definition = nnx.split(model)[0]
+        self._layout = {name: leaf.sharding for name, leaf in stepped.items()}
+        self._dtypes = {name: leaf.dtype for name, leaf in self.trained.items()}
+        self._shared: frozenset[str] = frozenset(self.trained)
+        self._gradients: Values | None = None
+        self.state: UpdateState = self._initial(stepped)
+
+    @property
+    def trained(self) -> Values:
+        """The trained parameters as the model computes with them, by name."""
+        return by_name(nnx.state(self.model, self._kind))
+
+    def stepped(self) -> Values:
+        """Return the trained parameters as they are stepped, float32, by name."""
+        return self._compiled("stepped", self._joined)(self.trained, self.state.kept)
+
+    def share(self, names: Collection[str]) -> None:
+        """Say whose arrays others hold: an update reuses the memory of the others. Until then it reuses none."""
+        self._shared = frozenset(names)
+
+    def accumulate(self, batch: TrainBatch) -> LossSums:
+        """Add a micro-batch's gradient to those since the last step, and return what its forward pass measured."""
+        sums = self._zeros() if self._gradients is None else self._gradients
+        self._gradients, measured = self._accumulate(sums, *self._model_values(), batch)
+        return measured
+
+    def step(self) -> UpdateRecord:
+        """Let the optimizer step once along the sum of the gradients, which is empty afterwards."""
+        assert self._gradients is not None, "accumulate comes before step"
+        trained = self.trained
+        held = {name: value for name, value in trained.items() if name in self._shared}
+        free = {name: value for name, value in trained.items() if name not in self._shared}
+        gradients, self._gradients = self._gradients, None
+        changed, self.state, record = self._step(held, free, self.state, gradients)
+        self._install(changed)
+        return record
+
+    def lower_accumulate(self, batch: Any) -> jax.stages.Lowered:
+        """Lower the forward and backward pass of a micro-batch, for arrays or their descriptions."""
+        return self._accumulate.lower(self.gradients, *self._model_values(), batch)
+
+    def lower_step(self, shared: Collection[str]) -> jax.stages.Lowered:
+        """Lower the optimizer's step, with the memory of all but the ``shared`` parameters reused."""
+        trained = self.trained
+        held = {name: value for name, value in trained.items() if name in shared}
+        free = {name: value for name, value in trained.items() if name not in shared}
+        return self._step.lower(held, free, self.state, self.gradients)
+
+    # --- the programs -------------------------------------------------------------------------------------------------
+
+    @property
+    def _accumulate(self) -> Any:
+        return self._compiled("accumulate", self._accumulated, donate_argnums=0)
+
+    @property
+    def _step(self) -> Any:
+        return self._compiled("step", self._stepped, donate_argnums=(1, 2, 3))
+
+    def _accumulated(
+        self, sums: Values, trained: Values, others: nnx.State, batch: TrainBatch
+    ) -> tuple[Values, LossSums]:
+        def loss(values: Values) -> tuple[Float[Array, ""], LossSums]:
+            return policy_loss(nnx.merge(self._definition, self._as_state(values), others), batch, self._settings)
+
+        gradients, measured = jax.grad(loss, has_aux=True)(trained)
+        added = {name: sums[name] + gradients[name].astype(jnp.float32) for name in sums}
+        return self._laid_out(added), measured
+
+    def _stepped(
+        self, held: Values, free: Values, state: UpdateState, gradients: Values
+    ) -> tuple[Values, UpdateState, UpdateRecord]:
+        values = self._joined(held | free, state.kept)
+        norm = optax.global_norm(gradients)
+        scale = jnp.where(norm > self._max_grad_norm, self._max_grad_norm / norm, 1.0)
+        scaled = {name: gradient * scale for name, gradient in gradients.items()}
+        meant, optimizer = self._optimizer.update(scaled, state.optimizer, values)
+        assert isinstance(meant, dict)
+        trained, kept = self._split({name: values[name] + meant[name] for name in values}, state.count)
+        arrived = self._joined(trained, kept)
+        lost = optax.global_norm(meant)
+        moved = optax.global_norm({name: arrived[name] - values[name] for name in values})
+        rate = jnp.asarray(self._schedule(state.count), jnp.float32)
+        record = UpdateRecord(norm, rate, jnp.where(lost > 0.0, moved / lost, 1.0))
+        return self._laid_out(trained), UpdateState(state.count + 1, optimizer, self._laid_out(kept)), record
+
+    def _joined(self, trained: Values, kept: Values) -> Values:
+        """The parameters that are stepped, float32."""
+        if self._residual:
+            return {name: join_residual(value, kept[name]) for name, value in trained.items()}
+        return {name: kept.get(name, value) for name, value in trained.items()}
+
+    def _split(self, values: Values, count: Int[Array, ""]) -> tuple[Values, Values]:
+        """The parameters that the model computes with, and what they lack of ``values``."""
+        if self._residual:
+            key = jax.random.fold_in(jax.random.key(0), count)
+            parts = {
+                name: split_residual(value, jax.random.fold_in(key, index))
+                for index, (name, value) in enumerate(sorted(values.items()))
+            }
+            return {name: part[0] for name, part in parts.items()}, {name: part[1] for name, part in parts.items()}
+        cast = {name: value.astype(self._dtypes[name]) for name, value in values.items()}
+        return cast, {name: value for name, value in values.items() if value.dtype != self._dtypes[name]}
+
+    # --- their arguments ----------------------------------------------------------------------------------------------
+
+    def _initial(self, stepped: Values) -> UpdateState:
+        """Make the state before the first update, of descriptions if the parameters are such."""
+        shapes = jax.eval_shape(self._first_state, stepped)
+        whole = NamedSharding(self._mesh, PartitionSpec())
+        shardings = UpdateState(
+            whole,
+            state_shardings(shapes.optimizer, stepped),
+            {name: self._layout[name] for name in shapes.kept},
+        )
+        if isinstance(next(iter(stepped.values())), jax.ShapeDtypeStruct):
+            return jax.tree.map(_described, shapes, shardings)
+        return jax.jit(self._first_state, out_shardings=shardings)(stepped)
+
+    def _first_state(self, stepped: Values) -> UpdateState:
+        values = {name: value.astype(jnp.float32) for name, value in stepped.items()}
+        kept = {name: value for name, value in values.items() if value.dtype != self._dtypes[name]}
+        if self._residual:
+            kept = {name: jnp.zeros(value.shape, jnp.int8) for name, value in values.items()}
+        return UpdateState(jnp.zeros((), jnp.int32), self._optimizer.init(values), kept)
+
+    @property
+    def gradients(self) -> Values:
+        """Describe the accumulated gradients: float32, sharded like the parameters."""
+        trained = self.trained
+        return {name: _described(_Float32(trained[name].shape), self._layout[name]) for name in trained}
+
+    def _zeros(self) -> Values:
+        shapes = {name: leaf.shape for name, leaf in self.trained.items()}
+        make = self._compiled(
+            "zeros",
+            lambda: {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()},
+            out_shardings=self._layout,
+        )
+        return make()
+
+    def _model_values(self) -> tuple[Values, nnx.State]:
+        _, trained, others = nnx.split(self.model, self._kind, ...)
+        return by_name(trained), others
+
+    def _as_state(self, values: Mapping[str, Any]) -> nnx.State:
+        template = nnx.to_flat_state(nnx.state(self.model, self._kind))
+        return nnx.from_flat_state([(path, leaf.replace(values[_name(path)])) for path, leaf in template])
+
+    def _install(self, values: Values) -> None:
+        nnx.update(self.model, self._as_state(values))
+
+    def _laid_out(self, values: Values) -> Values:
+        # The compiler chooses the layout of what a program returns. Held to the layout of the parameters, the next call
+        # finds the same program, and the sampler the same layout.
+        return {name: jax.lax.with_sharding_constraint(value, self._layout[name]) for name, value in values.items()}
+
+    def _compiled(self, name: str, function: Callable[..., Any], **options: Any) -> Any:
+        programs = self.__dict__.setdefault("_programs", {})
+        if name not in programs:
+            programs[name] = jax.jit(function, **options)
+        return programs[name]
+
+
+class _Float32(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: Any = jnp.float32
+
+
+def by_name(state: nnx.State) -> Values:
+    """Return the arrays of a state by their dotted names."""
+    return {_name(path): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))
+
+
+def _described(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
