@@ -3,6 +3,7 @@
 learner.py        what the pipeline drives: read this
 rows.py           a scored rollout becomes the padded rows of a train step
 loss.py           the loss, around an algorithm's token losses
+routing.py        routing replay: the trainer's tokens pass the experts that the engine chose
 agreement.py      how far engine and trainer are from each other
 optimizer.py      the optimizer and its learning-rate schedule
 checkpoints.py    saving and restoring;  digest.py: sums that tell whether parameters are the same

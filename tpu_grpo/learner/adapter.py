@@ -17,6 +17,7 @@ from tunix.rl import common
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 from tpu_grpo.errors import DataError
+from tpu_grpo.learner.routing import replayed_per_token_logps
 from tpu_grpo.learner.rows import left_padded
 from tpu_grpo.types import Completion
 
@@ -84,22 +85,29 @@ class RolloutAdapter(BaseRollout):
         )
 
     def get_per_token_logps(
-        self, prompt_tokens: Int[jax.Array, "B T_prompt"], completion_tokens: Int[jax.Array, "B T"]
+        self,
+        prompt_tokens: Int[jax.Array, "B T_prompt"],
+        completion_tokens: Int[jax.Array, "B T"],
+        experts: Int[jax.Array, "B L*k T_prompt+T"] | None = None,
     ) -> Float[jax.Array, "B T"]:
-        """Compute the trainer's log-probability (float32, at the temperature) of every completion token."""
-        logps = common.compute_per_token_logps(
-            *nnx.split(self._actor), **self._arguments(prompt_tokens, completion_tokens)
-        )
+        """Compute the trainer's log-probability (float32, at the temperature) of every completion token.
+
+        The tokens pass ``experts``, if they are given.
+        """
+        logps = _program(experts)(*nnx.split(self._actor), **self._arguments(prompt_tokens, completion_tokens, experts))
         assert isinstance(logps, jax.Array)  # a tuple only with return_logits=True
         return logps
 
-    def lower_per_token_logps(self, prompt_tokens: Any, completion_tokens: Any) -> jax.stages.Lowered:
+    def lower_per_token_logps(
+        self, prompt_tokens: Any, completion_tokens: Any, experts: Any = None
+    ) -> jax.stages.Lowered:
         """Lower the program of ``get_per_token_logps`` for arrays or for their shapes."""
-        program: Any = common.compute_per_token_logps
-        return program.lower(*nnx.split(self._actor), **self._arguments(prompt_tokens, completion_tokens))
+        arguments = self._arguments(prompt_tokens, completion_tokens, experts)
+        return _program(experts).lower(*nnx.split(self._actor), **arguments)
 
-    def _arguments(self, prompt_tokens: Any, completion_tokens: Any) -> dict[str, Any]:
-        return {
+    def _arguments(self, prompt_tokens: Any, completion_tokens: Any, experts: Any) -> dict[str, Any]:
+        replayed = {} if experts is None else {"experts_BLkS": experts}
+        return replayed | {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "pad_id": self._pad_id,
@@ -124,3 +132,7 @@ class RolloutAdapter(BaseRollout):
     def model(self) -> None:
         """Return None: the engine's weights are no ``nnx`` module, so Tunix finds no common arrays and does sync."""
         return
+
+
+def _program(experts: Any) -> Any:
+    return common.compute_per_token_logps if experts is None else replayed_per_token_logps

@@ -16,6 +16,7 @@ from tpu_grpo.families.flash_attention import whole_blocks
 from tpu_grpo.learner.adapter import RolloutAdapter, SamplingEngine
 from tpu_grpo.learner.optimizer import build_optimizer
 from tpu_grpo.learner.repairs import Cluster
+from tpu_grpo.learner.routing import ReplayShape
 from tpu_grpo.learner.rows import RowShape
 from tpu_grpo.learner.trained import freeze_untrained
 from tpu_grpo.learner.tunix_learner import EngineGrpoLearner, GrpoAlgorithmConfig
@@ -68,7 +69,8 @@ def row_shape(config: RunConfig, model: nnx.Module, pad_id: int) -> RowShape:
     settings: Any = getattr(model, "config", None)
     block = settings.flash_attention_block_size if getattr(settings, "use_flash_attention", False) else None
     added = whole_blocks(config.context_tokens, block) - config.context_tokens
-    return RowShape(config.data.max_prompt_tokens + added, config.rollout.max_new_tokens, pad_id)
+    replay = ReplayShape(model) if config.algorithm.routing_replay else None
+    return RowShape(config.data.max_prompt_tokens + added, config.rollout.max_new_tokens, pad_id, replay)
 
 
 def _cluster_config(

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from tunix.rl import algo_core, common, function_registry
 
 from tpu_grpo.learner.agreement import agreement_sums
+from tpu_grpo.learner.routing import split_replaying
 
 LOSS_NAME = "tpu_grpo"
 """The name of `policy_loss` in Tunix's registry."""
@@ -67,7 +68,7 @@ def _logps_and_logits(
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T V"]]:
     """Run the model: the log-probability of every completion token, and the logits it was taken from."""
     logps_and_logits = common.compute_per_token_logps(
-        *nnx.split(model),
+        *split_replaying(model, train_example.experts),
         prompt_tokens=train_example.prompt_ids,
         completion_tokens=train_example.completion_ids,
         pad_id=pad_id,

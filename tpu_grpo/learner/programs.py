@@ -85,6 +85,7 @@ class LearnerPrograms:
                 completion_mask=np.zeros(completion, np.bool_),
                 rollout_logps=np.zeros(completion, np.float32),
                 advantages=np.zeros(rows, np.float32),
+                experts=shape.replay and shape.replay.empty(rows, shape.tokens),
             )
         )
 
@@ -97,7 +98,9 @@ class LearnerPrograms:
         """Lower the log-probabilities of a micro-batch under the policy, or, but for adapters, under the reference."""
         example = self.example
         with self._mesh:
-            return self._cluster.rollout.lower_per_token_logps(example.prompt_ids, example.completion_ids)
+            return self._cluster.rollout.lower_per_token_logps(
+                example.prompt_ids, example.completion_ids, example.experts
+            )
 
 
 def _abstract_optimizer(model: nnx.Module, *args: Any, **kwargs: Any) -> nnx.Optimizer:

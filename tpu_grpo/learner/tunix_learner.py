@@ -34,10 +34,12 @@ Role = rl_cluster_lib.Role
 
 @struct.dataclass(frozen=True)
 class TrainExample(grpo_learner.TrainExample):
-    """Adds the log-probabilities that the engine sampled with to Tunix's example of B rows."""
+    """Adds to Tunix's example of B rows the log-probabilities that the engine sampled with, and its routing."""
 
     rollout_per_token_logps: jax.Array | None = None
     """float32 [B, T]; always set."""
+    experts: jax.Array | None = None
+    """What is replayed of the engine's routing, if anything; see routing.py."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -96,7 +98,8 @@ class EngineGrpoLearner(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
 
         logps, settings = abstract(rows.rollout_logps), self.algo_config
         weights = logps if settings.old_policy == "trainer" else None
-        return self._example(rows, abstract, logps if settings.beta > 0.0 else None, logps, weights, logps)
+        example = self._example(rows, abstract, logps if settings.beta > 0.0 else None, logps, weights, logps)
+        return dataclasses.replace(example, experts=None if rows.experts is None else abstract(rows.experts))
 
     def train_example(self, rows: TrainRows) -> TrainExample:
         """Put rows on the trainer's devices, with what the loss needs of the reference and of the old policy.
@@ -109,11 +112,13 @@ class EngineGrpoLearner(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
         rollout_logps = self._put(rows.rollout_logps)
         reference_logps = self._reference_logps(prompt_ids, completion_ids)
         old_logps, weights = rollout_logps, None
+        experts = None if rows.experts is None else self._put(rows.experts)
         if self.algo_config.old_policy == "trainer":
-            old_logps = self._resharded(self.rl_cluster.get_old_per_token_logps(prompt_ids, completion_ids))
+            old_logps = self._policy_logps(prompt_ids, completion_ids, experts)
             cap = self.algo_config.importance_cap
             weights = self._resharded(truncated_weights(old_logps, rollout_logps, cap=cap))
-        return jax.block_until_ready(self._example(rows, self._put, reference_logps, old_logps, weights, rollout_logps))
+        example = self._example(rows, self._put, reference_logps, old_logps, weights, rollout_logps)
+        return jax.block_until_ready(dataclasses.replace(example, experts=experts))
 
     @staticmethod
     def _example(
@@ -134,8 +139,8 @@ class EngineGrpoLearner(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
 
     def policy_logprobs(self, rows: TrainRows) -> Float[Array, "B T"]:
         """Compute the policy's log-probability of every completion token, at the temperature."""
-        prompt_ids, completion_ids = self._put(rows.prompt_ids), self._put(rows.completion_ids)
-        return self._resharded(self.rl_cluster.get_old_per_token_logps(prompt_ids, completion_ids))
+        experts = None if rows.experts is None else self._put(rows.experts)
+        return self._policy_logps(self._put(rows.prompt_ids), self._put(rows.completion_ids), experts)
 
     def _generate_and_compute_advantage(
         self, training_input: Any, mode: rl_cluster_lib.Mode = rl_cluster_lib.Mode.TRAIN
@@ -157,6 +162,15 @@ class EngineGrpoLearner(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
         unpadded = [row[row != pad_id].tolist() for row in np.asarray(output.left_padded_prompt_tokens)]
         shape = RowShape(settings.max_prompt_length, settings.max_tokens_to_generate, pad_id)
         return self.train_example(train_rows(unpadded, completions, advantages, shape))
+
+    def _policy_logps(
+        self, prompt_ids: jax.Array, completion_ids: jax.Array, experts: jax.Array | None
+    ) -> Float[Array, "B T"]:
+        if experts is None:
+            return self._resharded(self.rl_cluster.get_old_per_token_logps(prompt_ids, completion_ids))
+        rollout: Any = self.rl_cluster.rollout
+        with self.rl_cluster.r2m[Role.ROLLOUT]:  # as Tunix does, whose own function passes no experts
+            return self._resharded(rollout.get_per_token_logps(prompt_ids, completion_ids, experts))
 
     def _reference_logps(self, prompt_ids: jax.Array, completion_ids: jax.Array) -> Float[Array, "B T"] | None:
         if self.algo_config.beta == 0.0:
