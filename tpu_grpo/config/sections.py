@@ -128,6 +128,9 @@ class AlgorithmSection(Section):
     update and corrected towards the engine by truncated importance weights (trainer)."""
     importance_cap: float = Field(default=2.0, gt=0.0)
     """Truncate the importance weights of old_policy=trainer at this."""
+    routing_replay: bool = False
+    """Let the trainer's tokens pass the experts that the engine chose for them (R3, arXiv 2510.11370); only for models
+    with experts. The reference model keeps its own choice."""
     clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
     """Clip the ratio below at 1 - clip_low."""
     clip_high: float | None = Field(default=None, gt=0.0)

@@ -2,6 +2,7 @@
 
 learner.py         what the pipeline drives: read this
 rows.py            a scored rollout becomes padded rows;  token_weights.py: how much each token counts
+routing.py         routing replay: the trainer's tokens pass the experts that the engine chose
 batches.py         rows become micro-batches on the devices, with what the loss compares the policy to
 loss.py            the loss, around an algorithm's token losses;  forward.py: what it takes from ``tunix.rl``
 update.py          gradients add up in float32, and the optimizer steps once

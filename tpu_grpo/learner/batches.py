@@ -10,6 +10,7 @@ Per token, with old = ``algorithm.old_policy``:
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from tpu_grpo.config import AlgorithmSection
-from tpu_grpo.learner.forward import logprobs, lower_logprobs
+from tpu_grpo.learner.forward import RowIds, logprobs, lower_logprobs
 from tpu_grpo.learner.loss import LossSettings, TrainBatch
 from tpu_grpo.learner.rows import TrainRows
 
@@ -58,7 +59,7 @@ class Batches:
         rollout_logps = self._put(rows.rollout_logps)
         old_logps, importance, reference_logps = rollout_logps, None, None
         if self._reference is not None:
-            reference_logps = self._logprobs(self._reference, rows)
+            reference_logps = self._logprobs(self._reference, replace(rows, experts=None))
         if self._corrected:
             old_logps = self.policy_logprobs(rows)
             importance = truncated_weights(old_logps, rollout_logps, cap=self._cap)
@@ -81,15 +82,18 @@ class Batches:
 
     def lower_logprobs(self, rows: TrainRows) -> jax.stages.Lowered:
         """Lower the program of `policy_logprobs`."""
-        ids = self._described(rows.prompt_ids), self._described(rows.completion_ids)
         with self._mesh:
-            return lower_logprobs(self._policy, *ids, **self._settings.forward)
+            return lower_logprobs(self._policy, self._ids(rows, self._described), **self._settings.forward)
 
     def _logprobs(self, model: nnx.Module, rows: TrainRows) -> Float[Array, "B T"]:
-        ids = self._put(rows.prompt_ids), self._put(rows.completion_ids)
         with self._mesh:
-            found = logprobs(model, *ids, **self._settings.forward)
+            found = logprobs(model, self._ids(rows, self._put), **self._settings.forward)
         return jax.device_put(found, self._sharding)
+
+    @staticmethod
+    def _ids(rows: TrainRows, put: Callable[[np.ndarray], Any]) -> RowIds:
+        experts = None if rows.experts is None else put(rows.experts)
+        return RowIds(put(rows.prompt_ids), put(rows.completion_ids), experts)
 
     @staticmethod
     def _batch(
@@ -105,6 +109,7 @@ class Batches:
             old_logps=old,
             importance=importance,
             reference_logps=reference,
+            experts=None if rows.experts is None else put(rows.experts),
         )
 
     def _put(self, value: np.ndarray) -> jax.Array:

@@ -17,6 +17,7 @@ from tpu_grpo.families.flash_attention import whole_blocks
 from tpu_grpo.learner.batches import DATA_AXIS, Batches
 from tpu_grpo.learner.loss import LossSettings
 from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule
+from tpu_grpo.learner.routing import ReplayShape
 from tpu_grpo.learner.rows import RowShape
 from tpu_grpo.learner.trained import Frozen, freeze_untrained, has_adapters, trained_type
 from tpu_grpo.learner.update import Updater, Values, by_name
@@ -89,7 +90,8 @@ def row_shape(config: RunConfig, model: nnx.Module, pad_id: int) -> RowShape:
     settings: Any = getattr(model, "config", None)
     block = settings.flash_attention_block_size if getattr(settings, "use_flash_attention", False) else None
     added = whole_blocks(config.context_tokens, block) - config.context_tokens
-    return RowShape(config.data.max_prompt_tokens + added, config.rollout.max_new_tokens, pad_id)
+    replay = ReplayShape(model) if config.algorithm.routing_replay else None
+    return RowShape(config.data.max_prompt_tokens + added, config.rollout.max_new_tokens, pad_id, replay)
 
 
 def cast_to_compute(model: nnx.Module, config: RunConfig) -> Values:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tpu_grpo.algorithms import Algorithm
 from tpu_grpo.learner.agreement import AgreementSums, agreement_sums
-from tpu_grpo.learner.forward import entropy, kl_divergence, logprobs_and_logits
+from tpu_grpo.learner.forward import RowIds, entropy, kl_divergence, logprobs_and_logits
 
 
 @struct.dataclass(frozen=True)
@@ -39,6 +39,13 @@ class TrainBatch:
     """Multiplies the algorithm's token losses; None stands for 1."""
     reference_logps: Float[Array, "B T"] | None
     """The initial policy's, for the KL penalty; None without one."""
+    experts: Int[Array, "B L*k T_prompt+T"] | None = None
+    """What is replayed of the engine's routing, if anything; see routing.py."""
+
+    @property
+    def ids(self) -> RowIds:
+        """What the model is run on."""
+        return RowIds(self.prompt_ids, self.completion_ids, self.experts)
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class LossSums(NamedTuple):
 
 def policy_loss(model: nnx.Module, batch: TrainBatch, settings: LossSettings) -> tuple[Float[Array, ""], LossSums]:
     """Compute the loss of a micro-batch, through which the gradient flows, and what is measured beside it."""
-    logprobs_BT, logits_BTV = logprobs_and_logits(model, batch.prompt_ids, batch.completion_ids, **settings.forward)
+    logprobs_BT, logits_BTV = logprobs_and_logits(model, batch.ids, **settings.forward)
     losses = settings.algorithm.token_losses(
         logprobs_BT=logprobs_BT, old_logprobs_BT=batch.old_logps, advantages_B1=batch.advantages[:, None]
     )

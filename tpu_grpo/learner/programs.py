@@ -53,6 +53,7 @@ class LearnerPrograms:
             rollout_logps=np.zeros(completion, np.float32),
             advantages=np.zeros(rows, np.float32),
             weights=np.zeros(completion, np.float32),
+            experts=shape.replay and shape.replay.empty(rows, shape.tokens),
         )
 
     def lower_gradients(self) -> jax.stages.Lowered:

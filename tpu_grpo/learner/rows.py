@@ -14,7 +14,8 @@ anywhere else would be invisible to the trainer but not to the engine, and is re
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -22,6 +23,7 @@ from jaxtyping import Bool, Float, Int
 from tpu_grpo.algorithms import Algorithm
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.errors import DataError, NonFiniteError, RewardError
+from tpu_grpo.learner.routing import ReplayShape
 from tpu_grpo.learner.token_weights import token_weights
 from tpu_grpo.types import Completion
 
@@ -38,11 +40,14 @@ class TrainRows:
     advantages: Float[np.ndarray, " B"]
     weights: Float[np.ndarray, "B T"]
     """How much each token counts in the loss; see token_weights.py."""
+    experts: Int[np.ndarray, "B L*k T_prompt+T"] | None = None
+    """What is replayed of the engine's routing, if anything; see routing.py."""
 
     def chunks(self, size: int) -> Iterator["TrainRows"]:
         """Cut the rows into consecutive pieces of ``size``."""
+        columns: dict[str, Any] = {name: v for f in fields(self) if (v := getattr(self, name := f.name)) is not None}
         for start in range(0, len(self.advantages), size):
-            yield TrainRows(*(getattr(self, field.name)[start : start + size] for field in fields(self)))
+            yield replace(self, **{name: column[start : start + size] for name, column in columns.items()})
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,13 @@ class RowShape:
     prompt_tokens: int
     completion_tokens: int
     pad_id: int
+    replay: ReplayShape | None = None
+    """The sizes of what is replayed of the engine's routing, if anything is."""
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a row, prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
 
 
 def train_rows(
@@ -65,7 +77,7 @@ def train_rows(
 
     Raises:
         DataError: for a prompt or completion that does not fit, a pad where the trainer would not see it, or
-            log-probabilities that are missing or too few; names the row.
+            log-probabilities or experts that are missing or too few; names the row.
         NonFiniteError: for a log-probability that is not finite; names the row.
     """
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
@@ -85,6 +97,7 @@ def train_rows(
         rollout_logps=_right_padded([c.logprobs for c in completions], shape.completion_tokens, 0.0, np.float32),
         advantages=advantages.astype(np.float32),
         weights=token_weights(completion_mask, aggregation),
+        experts=shape.replay and shape.replay.rows(prompts, completions, shape.prompt_tokens, shape.tokens),
     )
 
 

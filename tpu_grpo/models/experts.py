@@ -1,4 +1,7 @@
-"""Checks what Tunix's kernel for experts needs of a batch: on a TPU it multiplies in tiles of 128 rows."""
+"""Says which models have experts, and checks what Tunix's kernel for them needs of a batch.
+
+On a TPU the kernel multiplies in tiles of 128 rows.
+"""
 
 from math import gcd
 
@@ -7,6 +10,11 @@ from tpu_grpo.families.qwen3_moe import MoeConfig
 from tpu_grpo.models.checkpoint import Checkpoint
 
 TILE_ROWS = 128
+
+
+def has_experts(checkpoint: Checkpoint) -> bool:
+    """Say whether the model has experts."""
+    return isinstance(checkpoint.config, MoeConfig)
 
 
 def check_expert_tokens(checkpoint: Checkpoint, fsdp: int, context_tokens: int) -> None:

@@ -17,6 +17,7 @@ flash_attention.py   the library's kernel for TPUs
 flash_blocks.py      the sizes of that kernel's blocks on each generation of TPUs
 native_attention.py  the library's reference
 experts.py           mixture-of-experts layers
-packing.py           packs completions into arrays to pass them between hosts
+routed_experts.py    which experts served which token, for the trainer to replay
+exchange.py          brings the completions of all replicas to all hosts;  packing.py: as arrays
 repairs.py           everything that is changed in sglang-jax 0.1.0rc0, each with its reason
 """

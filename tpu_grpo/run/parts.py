@@ -21,6 +21,7 @@ from tpu_grpo.learner import Learner, LearnerInputs
 from tpu_grpo.models import Checkpoint, builtin, load_model, read_checkpoint
 from tpu_grpo.models.abstract import is_abstract
 from tpu_grpo.models.adapters import load_adapters
+from tpu_grpo.models.experts import has_experts
 from tpu_grpo.models.lora import adapted_modules, apply_lora, cast_adapters, existing_layers
 from tpu_grpo.models.tokenizers import load_tokenizer, stop_token_ids
 from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts, prompts_digest
@@ -138,13 +139,18 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
     """Check that the model can do what the config asks of it.
 
     Raises:
-        ConfigError: if sequences are longer than the model takes, or if it lacks modules or layers.
+        ConfigError: if sequences are longer than the model takes, or if it lacks modules, layers or experts.
     """
     longest = checkpoint.hf_config.get("max_position_embeddings")
     if longest is not None and config.context_tokens > longest:
         raise ConfigError(
             f"data.max_prompt_tokens + rollout.max_new_tokens must be <= {longest}, the model's context, got "
             f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens}; shorten one of them"
+        )
+    if config.algorithm.routing_replay and not has_experts(checkpoint):
+        raise ConfigError(
+            f"algorithm.routing_replay=true needs a model with experts, got a {checkpoint.family.model_type}; leave it "
+            "false"
         )
     if config.model.lora.rank is not None:
         adapted_modules(checkpoint, config.model.lora)

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 from tpu_grpo.errors import DataError
-from tpu_grpo.learner.forward import logprobs
+from tpu_grpo.learner.forward import RowIds, logprobs
 from tpu_grpo.learner.rows import left_padded
 from tpu_grpo.types import Completion
 
@@ -89,8 +89,7 @@ class RolloutAdapter(BaseRollout):
         """Compute the trainer's log-probability (float32, at the temperature) of every completion token."""
         return logprobs(
             self._actor,
-            prompt_tokens,
-            completion_tokens,
+            RowIds(prompt_tokens, completion_tokens, None),
             temperature=self._temperature,
             pad_id=self._pad_id,
             eos_id=self._eos_id,

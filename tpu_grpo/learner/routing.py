@@ -1,0 +1,96 @@
+"""Routing replay: the trainer's tokens pass the experts that the engine chose for them.
+
+Rounding differs between engine and trainer, and where two experts are about equally likely, it decides which one a
+token passes. The trainer would then compute another function of the parameters than the one that was sampled from. R3
+("Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv 2510.11370) takes the
+engine's choice I and the trainer's router logits s:
+
+    weight of expert e = I_e exp(s_e) / sum over j of I_j exp(s_j)
+
+which is the softmax over all experts at the chosen ones, divided by its sum there, as these models define it. Gradients
+reach the router through the weights. The same comes of logits that are minus infinity outside of I, so the router is
+all that changes: Tunix's layer takes the largest k of them.
+
+Arrays: B rows, S tokens of a row (prompt and completion), L layers, k experts per token, E experts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from tpu_grpo.errors import DataError
+from tpu_grpo.types import Completion, routing_dtype
+
+
+class Replayed(nnx.Variable[Any]):
+    """The experts of every token in one layer, integers [B, k, S]. A variable, so that recomputation passes it on."""
+
+
+class ReplayingRouter(nnx.Module):
+    """A router whose choice was made before; tokens without one are routed as ever."""
+
+    def __init__(self, router: Any, experts_BkS: Int[Array, "B k S"]):
+        self.router = router
+        self.experts = Replayed(experts_BkS)
+
+    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S E"]:
+        """Compute the router's logits, minus infinity for every expert that was not chosen."""
+        scores_BSE = self.router(x_BSD)
+        experts_BkS1 = self.experts.get_value().astype(jnp.int32)[..., None]
+        chosen_BSE = (experts_BkS1 == jnp.arange(scores_BSE.shape[-1])).any(axis=1)
+        return jnp.where(chosen_BSE | ~chosen_BSE.any(axis=-1, keepdims=True), scores_BSE, -jnp.inf)
+
+
+def split_replaying(model: Any, experts_BLkS: Int[Array, "B L*k S"] | None) -> tuple[Any, Any]:
+    """Split a model into definition and state as ``nnx.split`` does, with the routers of all layers replaying.
+
+    The model itself stays as it is, and shares its arrays. Without experts nothing is replayed.
+    """
+    if experts_BLkS is None:
+        return nnx.split(model)
+    copy: Any = nnx.merge(*nnx.split(model))
+    layers = list(copy.layers)
+    for layer, experts_BkS in zip(layers, jnp.split(experts_BLkS, len(layers), axis=1), strict=True):
+        layer.mlp.router = ReplayingRouter(layer.mlp.router, experts_BkS)
+    return nnx.split(copy)
+
+
+class ReplayShape:
+    """The sizes of what is replayed in a model."""
+
+    def __init__(self, model: Any):
+        settings = model.config
+        self.layers, self.per_token = settings.num_layers, settings.num_experts_per_tok
+        self.dtype = routing_dtype(settings.num_experts)
+
+    def empty(self, rows: int, tokens: int) -> Int[np.ndarray, "{rows} L*k {tokens}"]:
+        """Make rows in which no token has experts; tokens come last, because a TPU pads the last two dimensions."""
+        return np.full((rows, self.layers * self.per_token, tokens), np.iinfo(self.dtype).max, self.dtype)
+
+    def rows(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], prompt_tokens: int, tokens: int
+    ) -> Int[np.ndarray, "B L*k S"]:
+        """Lay out the experts of B rows: prompts end at ``prompt_tokens``, where completions begin.
+
+        The last token of a completion has no experts: the engine sampled it and never ran it.
+
+        Raises:
+            DataError: for a completion without experts, or with those of another number of tokens; names the row.
+        """
+        table = self.empty(len(prompts), tokens)
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            expected = (len(prompt) + len(completion.token_ids) - 1, self.layers, self.per_token)
+            found = None if completion.experts is None else completion.experts.shape
+            if completion.experts is None or found != expected:
+                raise DataError(
+                    f"with algorithm.routing_replay every computed token needs its experts: row {row} must have "
+                    f"{list(expected)} (tokens, layers, experts per token), got {found and list(found)}; let the "
+                    "engine return them"
+                )
+            start = prompt_tokens - len(prompt)
+            table[row, :, start : start + expected[0]] = completion.experts.reshape(expected[0], -1).T
+        return table

@@ -1,0 +1,80 @@
+"""Brings the completions of all replicas to all hosts, over the devices' interconnect.
+
+    exchange = Exchange(requests, assigned, senders=[0, 0, 1], hosts=hosts)    # three replicas on two hosts
+    completions = exchange.completions(own)
+    completions = exchange.with_experts(completions, own, layout, context_tokens=4096)
+
+Arrays have the same shape on every host and at every step, so that nothing is compiled later.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.rollout.packing import pack, pack_experts, unpack, unpack_experts
+from tpu_grpo.rollout.routed_experts import ExpertLayout
+from tpu_grpo.types import Completion, Request
+
+PIECE_BYTES = 64 * 2**20
+"""Experts go in pieces of at most about this size over all hosts, because every device holds a piece whole."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The requests of one generation, and where they are served."""
+
+    requests: Sequence[Request]
+    assigned: Sequence[Sequence[int]]
+    """The indices of each replica's requests."""
+    senders: Sequence[int]
+    """For each replica the host that sends its completions."""
+    hosts: Hosts
+
+    def completions(self, own: Mapping[int, Sequence[Completion]]) -> list[Completion]:
+        """Gather all completions, without experts, in the order of the requests.
+
+        ``own`` holds the completions of the replicas that this host drives, by the replica's number.
+        """
+        new_tokens = max((request.sampling.max_new_tokens for request in self.requests), default=1)
+        tables = self.hosts.gather_array("completions", pack(self._mine(own), self._rows, new_tokens))
+        found: dict[int, Completion] = {}
+        for table, indices in zip(tables, self._sent, strict=True):
+            found |= zip(indices, unpack(table[: len(indices)]), strict=True)
+        return [found[index] for index in range(len(self.requests))]
+
+    def with_experts(
+        self,
+        completions: Sequence[Completion],
+        own: Mapping[int, Sequence[Completion]],
+        layout: ExpertLayout,
+        context_tokens: int,
+    ) -> list[Completion]:
+        """Gather the experts of all ``completions``; every row takes the place of ``context_tokens`` tokens."""
+        mine, found = self._mine(own), list(completions)
+        piece = max(1, PIECE_BYTES // (self.hosts.count * context_tokens * layout.token_bytes))
+        piece = min(piece, self._rows)
+        for start in range(0, self._rows, piece):
+            packed = pack_experts(mine[start : start + piece], piece, context_tokens, layout)
+            for table, indices in zip(self.hosts.gather_array("experts", packed), self._sent, strict=True):
+                for row, index in zip(table, indices[start : start + piece], strict=False):
+                    computed = len(self.requests[index].token_ids) + len(found[index].token_ids) - 1
+                    found[index] = unpack_experts(row, found[index], computed, layout)
+        return found
+
+    @cached_property
+    def _sent(self) -> list[list[int]]:
+        """For every host the requests whose completions it sends, in their order."""
+        by_replica = list(zip(self.assigned, self.senders, strict=True))
+        return [
+            [index for indices, sender in by_replica if sender == host for index in indices]
+            for host in range(self.hosts.count)
+        ]
+
+    @property
+    def _rows(self) -> int:
+        return max(map(len, self._sent))
+
+    def _mine(self, own: Mapping[int, Sequence[Completion]]) -> list[Completion]:
+        numbers = [number for number, sender in enumerate(self.senders) if sender == self.hosts.index]
+        return [completion for number in numbers for completion in own[number]]
