@@ -10,11 +10,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from tpu_grpo.learner.repairs import WholeArrayCheckpointManager
 
 from tpu_grpo.errors import CheckpointError
 from tpu_grpo.learner.checkpoints import Checkpoints, read_policy
 from tpu_grpo.learner.digest import checksums, params_digest
-from tpu_grpo.learner.repairs import WholeArrayCheckpointManager
 
 # When one of its reads fails, Orbax closes an event loop that others still report to.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

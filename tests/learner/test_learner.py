@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from tunix.models.qwen3.model import Qwen3
@@ -41,7 +42,7 @@ def scored_steps(config: RunConfig, count: int) -> list[ScoredRollout]:
 
 
 def policy(learner: Learner) -> Qwen3:
-    return learner._trainer.model  # type: ignore[return-value]
+    return learner._updater.model  # type: ignore[return-value]
 
 
 def old_logps(learner: Learner, scored: ScoredRollout) -> np.ndarray:
@@ -104,9 +105,8 @@ SMALLEST_MOMENT = 1e-7
 
 def first_moments(learner: Learner) -> dict[str, np.ndarray]:
     """(1 - b1) times the clipped gradient of the first update, by the parameter's name."""
-    state = nnx.to_flat_state(nnx.state(learner._trainer.optimizer, nnx.optimizer.OptState))
-    named = {path[path.index("mu") + 1 :]: leaf for path, leaf in state if "mu" in path}
-    return {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in named.items()}
+    (adam,) = (part for part in learner._updater.state.optimizer if isinstance(part, optax.ScaleByAdamState))
+    return {name: np.asarray(leaf) for name, leaf in dict(adam.mu).items()}
 
 
 def assert_same_step(left: Learner, right: Learner) -> None:
@@ -158,7 +158,7 @@ def test_flash_attention_takes_the_same_step(tmp_path: Path) -> None:
     expected = dot.update(noisy).metrics
     with interpreted_flash():
         found = flash.update(noisy).metrics
-        assert flash._examples(scored, np.zeros(8))[0].prompt_ids.shape == (8, 123)
+        assert flash._micro_batches(scored, np.zeros(8))[0].prompt_ids.shape == (8, 123)
         logprobs = flash.logprobs(
             [prompt.token_ids for prompt in scored.rollout.row_prompts], scored.rollout.completions
         )
@@ -177,17 +177,17 @@ def test_the_second_iteration_still_compares_with_the_engine(tmp_path: Path) -> 
     (scored,) = scored_steps(config, 1)
     engine = np.concatenate([c.logprobs for c in scored.rollout.completions])
     lengths = [len(c.token_ids) for c in scored.rollout.completions]
-    examples = learner._examples(scored, learner._advantages(scored))
+    examples = learner._micro_batches(scored, learner._advantages(scored))
     advantages = np.repeat(learner._advantages(scored), lengths)
     for _ in range(2):
         ratio = np.exp(old_logps(learner, scored) - engine)  # of the weights this pass starts from
-        (micro,), record = learner._one_pass(1, examples)
+        (micro,), _ = learner._one_pass(1, examples)
         clipped = (advantages > 0) & (ratio > 1.01) | (advantages < 0) & (ratio < 0.99)
-        assert float(micro.aux["pg_clipfrac"]) == pytest.approx(clipped.mean())
-        measured = agreement_metrics([micro.aux["agreement"]])["agreement/ratio_mean"]
+        assert float(micro.clipped) == clipped.sum()
+        measured = agreement_metrics([micro.agreement])["agreement/ratio_mean"]
         assert measured == pytest.approx(ratio.mean(), rel=1e-5)
     assert clipped.any()
-    assert int(record.count) == 2
+    assert int(learner._updater.state.count) == 2
 
     again = make_learner(make_config(tmp_path / "again", {"algorithm": {"iterations": 2}}))
     metrics = again.update(scored).metrics
@@ -206,10 +206,10 @@ def test_trainer_as_old_policy_is_corrected_towards_the_engine(tmp_path: Path) -
     weights = np.minimum(np.exp(trainer - engine), 1.2)
     assert 0.1 < (weights == 1.2).mean() < 0.9
     lengths = [len(c.token_ids) for c in noisy.rollout.completions]
-    (example,) = learner._examples(noisy, learner._advantages(noisy))
+    (example,) = learner._micro_batches(noisy, learner._advantages(noisy))
     mask = np.asarray(example.completion_mask)
-    np.testing.assert_allclose(np.asarray(example.sampler_is_weights)[mask], weights, rtol=1e-5)
-    np.testing.assert_allclose(np.asarray(example.old_per_token_logps)[mask], trainer, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(example.importance)[mask], weights, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(example.old_logps)[mask], trainer, atol=1e-5)
 
     result = learner.update(noisy)
     rows = np.split(weights, np.cumsum(lengths)[:-1])  # the ratio to the trainer itself is 1
@@ -229,10 +229,9 @@ def test_penalty_is_taken_against_the_initial_policy(tmp_path: Path) -> None:
     initial = old_logps(learner, scored[1])
     learner.update(scored[0])
     after_one = old_logps(learner, scored[1])
-    (first, second), _ = learner._one_pass(2, learner._examples(scored[1], learner._advantages(scored[1])))
-    tokens = [float(micro.aux["agreement"].tokens) for micro in (first, second)]
+    (first, second), _ = learner._one_pass(2, learner._micro_batches(scored[1], learner._advantages(scored[1])))
     gap = initial - after_one
-    found = np.average([float(first.aux["kl"]), float(second.aux["kl"])], weights=tokens)
+    found = float(first.kl + second.kl) / scored[1].rollout.total_tokens
     assert found == pytest.approx(np.mean(np.exp(gap) - gap - 1), rel=1e-4)
     assert found > 1e-4
     learner.close()

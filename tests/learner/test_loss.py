@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from tpu_grpo.learner.tunix_learner import GrpoAlgorithmConfig, TrainExample, truncated_weights
 from tunix.rl import algo_core, function_registry
 
 from tests.learner.toy import EOS, PAD, VOCAB, make_config, make_mesh, make_model, model_logps
 from tpu_grpo.learner.loss import policy_loss
 from tpu_grpo.learner.rows import RowShape, TrainRows, group_advantages, train_rows
-from tpu_grpo.learner.tunix_learner import GrpoAlgorithmConfig, TrainExample, truncated_weights
 from tpu_grpo.types import Completion
 
 LENGTHS = (1, 5, 3, 2)

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tpu_grpo.learner.optimizer import build_optimizer, last_update, learning_rate_schedule
 
 from tests.learner.toy import make_config
 from tpu_grpo.errors import ConfigError
-from tpu_grpo.learner.optimizer import build_optimizer, last_update, learning_rate_schedule
 
 
 def rates(directory: Path, max_steps: int, iterations: int, **optimizer: Any) -> list[float]:

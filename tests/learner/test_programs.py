@@ -11,7 +11,6 @@ from flax import nnx
 from tests.learner.toy import (
     EOS,
     PAD,
-    Tokenizer,
     interpreted_flash,
     make_config,
     make_learner,
@@ -20,6 +19,7 @@ from tests.learner.toy import (
     make_scored,
 )
 from tpu_grpo.learner import LearnerInputs, LearnerPrograms
+from tpu_grpo.learner.forward import lower_logprobs
 
 
 def described(model: nnx.Module) -> nnx.Module:
@@ -57,19 +57,20 @@ def test_a_described_learners_programs_are_the_learners(
         model=described(make_model(mesh, flash_block=flash_block)),
         reference=described(make_model(mesh)) if config.algorithm.beta else None,
         mesh=mesh,
-        tokenizer=Tokenizer(),
         pad_id=PAD,
         eos_id=EOS,
     )
     programs = LearnerPrograms(config, inputs)
     scored = make_scored(make_model(mesh), config)
-    example = learner._examples(scored, np.zeros(config.batch_rows))[0]
-    assert held(programs.example) == held(example)
-    assert held(programs.optimizer_state) == held(nnx.state(learner._trainer.optimizer))
-    cluster: Any = learner._tunix.rl_cluster
+    batch = learner._micro_batches(scored, np.zeros(config.batch_rows))[0]
+    updater = learner._updater
+    assert held(programs.batch) == held(batch)
+    assert held(programs.state) == held(updater.state)
+    shared = {"final_norm.w"}
     with interpreted_flash(), mesh:
-        update = learner._trainer.lower(example)
-        logprobs = cluster.rollout.lower_per_token_logps(example.prompt_ids, example.completion_ids)
+        gradients, step = updater.lower_accumulate(batch), updater.lower_step(shared)
+        logprobs = lower_logprobs(updater.model, batch.ids, temperature=1.0, pad_id=PAD, eos_id=EOS)
     with interpreted_flash():
-        assert programs.lower_update().as_text() == update.as_text()
+        assert programs.lower_gradients().as_text() == gradients.as_text()
+        assert programs.lower_step(shared).as_text() == step.as_text()
         assert programs.lower_logprobs().as_text() == logprobs.as_text()

@@ -17,7 +17,9 @@ from jax.sharding import Mesh
 from tunix.models.qwen3 import model as qwen3
 
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.learner import Learner, LearnerInputs, SampledTexts, SamplingEngine
+from tpu_grpo.learner import Learner, LearnerInputs
+from tpu_grpo.learner.update import by_name
+from tpu_grpo.tunix_loop.adapter import SampledTexts
 from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 
 PAD, EOS, VOCAB = 0, 2, 64
@@ -126,24 +128,16 @@ def make_config(directory: Path, tree: dict[str, Any] | None = None) -> RunConfi
     return parse_config(base)
 
 
-def make_learner(
-    config: RunConfig,
-    mesh: Mesh | None = None,
-    seed: int = 0,
-    *,
-    engine: SamplingEngine | None = None,
-    **replaced: Any,
-) -> Learner:
+def make_learner(config: RunConfig, mesh: Mesh | None = None, seed: int = 0, **replaced: Any) -> Learner:
     mesh = mesh or make_mesh()
     arguments: dict[str, Any] = {
         "model": make_model(mesh, seed),
         "reference": make_model(mesh, seed + 100) if config.algorithm.beta else None,
         "mesh": mesh,
-        "tokenizer": Tokenizer(),
         "pad_id": PAD,
         "eos_id": EOS,
     }
-    return Learner(config, LearnerInputs(**{**arguments, **replaced}), engine or RecordingEngine())
+    return Learner(config, LearnerInputs(**{**arguments, **replaced}))
 
 
 @nnx.jit
@@ -201,7 +195,7 @@ def with_noise(scored: ScoredRollout, scale: float, seed: int = 0) -> ScoredRoll
 
 
 def flat_params(learner: Learner) -> dict[str, np.ndarray]:
-    return {".".join(map(str, k)): np.asarray(v[...]) for k, v in nnx.to_flat_state(learner.params())}
+    return {name: np.asarray(leaf) for name, leaf in by_name(learner.params()).items()}
 
 
 @contextmanager

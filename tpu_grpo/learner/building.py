@@ -121,7 +121,9 @@ def _own_copy(reference: nnx.Module, names: Collection[str], config: RunConfig) 
     copied = nnx.clone(reference)
     cast_to_compute(copied, config)
     state = nnx.to_flat_state(nnx.state(copied, nnx.Param))
-    own = [(path, leaf.replace(_copy(leaf[...]))) for path, leaf in state if ".".join(map(str, path)) in names]
+    own = [
+        (path, leaf.replace(_copy(leaf.get_raw_value()))) for path, leaf in state if ".".join(map(str, path)) in names
+    ]
     nnx.update(copied, nnx.from_flat_state(own))
     return copied
 

@@ -12,6 +12,7 @@ learner.close()
 import math
 import time
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -146,7 +147,7 @@ def _update_metrics(passes: Sequence[tuple[list[LossSums], UpdateRecord]]) -> di
     records = [record for _, record in passes]
     tokens = sum(float(sums.agreement.tokens) for sums in micro)
 
-    def mean(values: Sequence[float], count: float) -> float:
+    def mean(values: Sequence[Any], count: float) -> float:
         return math.fsum(map(float, values)) / count
 
     return {

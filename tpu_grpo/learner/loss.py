@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 from flax import nnx, struct
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
 from tpu_grpo.algorithms import Algorithm
 from tpu_grpo.learner.agreement import AgreementSums, agreement_sums
@@ -21,26 +21,28 @@ from tpu_grpo.learner.forward import RowIds, entropy, kl_divergence, logprobs_an
 
 @struct.dataclass(frozen=True)
 class TrainBatch:
-    """Holds the rows of a micro-batch on the trainer's devices."""
+    """Holds the rows of a micro-batch on the trainer's devices: arrays, or whatever jax puts in their places."""
 
-    prompt_ids: Int[Array, "B T_prompt"]
-    """Padded on the left."""
-    completion_ids: Int[Array, "B T"]
-    """Padded on the right."""
-    completion_mask: Bool[Array, "B T"]
-    weights: Float[Array, "B T"]
-    """How much each token counts in the step's loss."""
-    advantages: Float[Array, " B"]
-    rollout_logps: Float[Array, "B T"]
-    """The log-probabilities that the engine sampled with."""
-    old_logps: Float[Array, "B T"]
-    """The denominator of the ratio."""
-    importance: Float[Array, "B T"] | None
-    """Multiplies the algorithm's token losses; None stands for 1."""
-    reference_logps: Float[Array, "B T"] | None
-    """The initial policy's, for the KL penalty; None without one."""
-    experts: Int[Array, "B L*k T_prompt+T"] | None = None
-    """What is replayed of the engine's routing, if anything; see routing.py."""
+    prompt_ids: Any
+    """int32 [B, T_prompt], padded on the left."""
+    completion_ids: Any
+    """int32 [B, T], padded on the right."""
+    completion_mask: Any
+    """bool [B, T]."""
+    weights: Any
+    """How much each token counts in the step's loss, float32 [B, T]."""
+    advantages: Any
+    """float32 [B]."""
+    rollout_logps: Any
+    """The log-probabilities that the engine sampled with, float32 [B, T]."""
+    old_logps: Any
+    """The denominator of the ratio, float32 [B, T]."""
+    importance: Any
+    """Multiplies the algorithm's token losses, float32 [B, T]; None stands for 1."""
+    reference_logps: Any
+    """The initial policy's, for the KL penalty, float32 [B, T]; None without one."""
+    experts: Any = None
+    """What is replayed of the engine's routing, integers [B, L*k, T_prompt + T], if anything; see routing.py."""
 
     @property
     def ids(self) -> RowIds:

@@ -9,6 +9,7 @@ a function of the user's own, named in the config.
 """
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -70,7 +71,7 @@ def _muon(
 
     matrices = optax.chain(
         optax.contrib.scale_by_muon(beta=beta, ns_steps=ns_steps, weight_dimension_numbers=of_matrices),
-        optax.contrib.scale_by_shape(weight_dimension_numbers=of_matrices, consistent_rms=rms),
+        _multiplied({name: rms * math.sqrt(longer_side(params[name].shape, axes[name])) for name in axes}),
     )
     return optax.partition(
         {"muon": matrices, "adam": optax.scale_by_adam(b1=section.b1, b2=section.b2)},
@@ -188,6 +189,14 @@ def matrix_axes(name: str, shape: tuple[int, ...]) -> optax.contrib.MuonDimensio
     return optax.contrib.MuonDimensionNumbers(len(shape) - 2, len(shape) - 1)
 
 
+def longer_side(shape: tuple[int, ...], axes: optax.contrib.MuonDimensionNumbers | None) -> int:
+    """Return the larger of a matrix's numbers of rows and columns; 1 for no matrix."""
+    if axes is None:
+        return 1
+    sides = (axes.reduction_axis, axes.output_axis)
+    return max(math.prod(shape[axis] for axis in ((side,) if isinstance(side, int) else side)) for side in sides)
+
+
 def state_shardings(state: Any, params: Params) -> Any:
     """Return the sharding of every part of an optimizer's state, described by ``jax.eval_shape``.
 
@@ -266,6 +275,9 @@ def _decayed(decays: Mapping[str, float]) -> optax.GradientTransformation:
 def _multiplied(rates: Mapping[str, float]) -> optax.GradientTransformation:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         del params
-        return {name: rates[name] * value for name, value in updates.items()}, state
+        return {
+            name: value if isinstance(value, optax.MaskedNode) else rates[name] * value
+            for name, value in updates.items()
+        }, state
 
     return optax.GradientTransformation(optax.init_empty_state, update)

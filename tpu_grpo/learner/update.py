@@ -101,6 +101,8 @@ class Updater:
 
     def stepped(self) -> Values:
         """Return the trained parameters as they are stepped, float32, by name."""
+        if not self._residual:
+            return self._joined(self.trained, self.state.kept)
         return self._compiled("stepped", self._joined)(self.trained, self.state.kept)
 
     def share(self, names: Collection[str]) -> None:
@@ -162,8 +164,8 @@ class Updater:
         norm = optax.global_norm(gradients)
         scale = jnp.where(norm > self._max_grad_norm, self._max_grad_norm / norm, 1.0)
         scaled = {name: gradient * scale for name, gradient in gradients.items()}
-        meant, optimizer = self._optimizer.update(scaled, state.optimizer, values)
-        assert isinstance(meant, dict)
+        update: Any = self._optimizer.update
+        meant, optimizer = update(scaled, state.optimizer, values)
         trained, kept = self._split({name: values[name] + meant[name] for name in values}, state.count)
         arrived = self._joined(trained, kept)
         lost = optax.global_norm(meant)
@@ -196,8 +198,8 @@ class Updater:
         """Make the state before the first update, of descriptions if the parameters are such."""
         shapes = jax.eval_shape(self._first_state, stepped)
         whole = NamedSharding(self._mesh, PartitionSpec())
-        shardings = UpdateState(
-            whole,
+        shardings: Any = UpdateState(
+            whole,  # type: ignore[arg-type]  # a sharding in the place of its array
             state_shardings(shapes.optimizer, stepped),
             {name: self._layout[name] for name in shapes.kept},
         )
@@ -257,7 +259,7 @@ class _Float32(NamedTuple):
 
 def by_name(state: nnx.State) -> Values:
     """Return the arrays of a state by their dotted names."""
-    return {_name(path): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+    return {_name(path): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(state)}
 
 
 def _name(path: tuple[Any, ...]) -> str:
