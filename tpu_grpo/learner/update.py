@@ -118,11 +118,8 @@ class Updater:
     def step(self) -> UpdateRecord:
         """Let the optimizer step once along the sum of the gradients, which is empty afterwards."""
         assert self._gradients is not None, "accumulate comes before step"
-        trained = self.trained
-        held = {name: value for name, value in trained.items() if name in self._shared}
-        free = {name: value for name, value in trained.items() if name not in self._shared}
         gradients, self._gradients = self._gradients, None
-        changed, self.state, record = self._step(held, free, self.state, gradients)
+        changed, self.state, record = self._step(*self._step_arguments(gradients, self._shared))
         self._install(changed)
         return record
 
@@ -132,10 +129,7 @@ class Updater:
 
     def lower_step(self, shared: Collection[str]) -> jax.stages.Lowered:
         """Lower the optimizer's step, with the memory of all but the ``shared`` parameters reused."""
-        trained = self.trained
-        held = {name: value for name, value in trained.items() if name in shared}
-        free = {name: value for name, value in trained.items() if name not in shared}
-        return self._step.lower(held, free, self.state, self.gradients)
+        return self._step.lower(*self._step_arguments(self.gradients, shared))
 
     # --- the programs -------------------------------------------------------------------------------------------------
 
@@ -145,7 +139,7 @@ class Updater:
 
     @property
     def _step(self) -> Any:
-        return self._compiled("step", self._stepped, donate_argnums=(1, 2, 3))
+        return self._compiled("step", self._stepped, donate_argnums=(2, 3, 4))
 
     def _accumulated(
         self, sums: Values, trained: Values, others: nnx.State, batch: TrainBatch
@@ -158,8 +152,9 @@ class Updater:
         return self._laid_out(added), measured
 
     def _stepped(
-        self, held: Values, free: Values, state: UpdateState, gradients: Values
+        self, held: Values, read: Values, free: Values, state: UpdateState, reused: Values
     ) -> tuple[Values, UpdateState, UpdateRecord]:
+        gradients = read | reused
         values = self._joined(held | free, state.kept)
         norm = optax.global_norm(gradients)
         scale = jnp.where(norm > self._max_grad_norm, self._max_grad_norm / norm, 1.0)
@@ -191,6 +186,18 @@ class Updater:
             return {name: part[0] for name, part in parts.items()}, {name: part[1] for name, part in parts.items()}
         cast = {name: value.astype(self._dtypes[name]) for name, value in values.items()}
         return cast, {name: value for name, value in values.items() if value.dtype != self._dtypes[name]}
+
+    def _step_arguments(self, gradients: Values, shared: Collection[str]) -> tuple[Any, ...]:
+        """Sort the arguments of the step: parameters and gradients that stay, and those whose memory is reused.
+
+        The new values of a parameter that others hold take the memory of its gradient, where they have the same type.
+        """
+        trained = self.trained
+        held = {name: value for name, value in trained.items() if name in shared}
+        free = {name: value for name, value in trained.items() if name not in shared}
+        reused = {name: gradients[name] for name, value in held.items() if value.dtype == gradients[name].dtype}
+        read = {name: value for name, value in gradients.items() if name not in reused}
+        return held, read, free, self.state, reused
 
     # --- their arguments ----------------------------------------------------------------------------------------------
 
