@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tpu_grpo.config import SourceSpec, load_config
+from tpu_grpo.config import OptimizerRule, SourceSpec, load_config
 from tpu_grpo.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -41,6 +41,9 @@ def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
         elif key == "sources":
             yield "data.sources"
             yield from leaves(SourceSpec(path="x").model_dump(), "data.sources[i].")
+        elif prefix + key == "optimizer.rules":
+            yield "optimizer.rules"
+            yield from leaves(OptimizerRule(match="x").model_dump(), "optimizer.rules[i].")
         elif isinstance(value, dict) and key not in ("options", "columns"):
             yield from leaves(value, f"{prefix}{key}.")
         else:

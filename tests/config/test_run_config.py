@@ -90,6 +90,22 @@ def test_adapters_and_trained_layers_exclude_each_other() -> None:
     )
 
 
+def test_bfloat16_parameters_keep_what_a_step_would_lose() -> None:
+    assert message("model.dtype=bfloat16", "model.param_dtype=bfloat16") == (
+        "model.param_dtype=bfloat16 needs optimizer.state=compact, got full; a step of 1e-6 is far below half a bit of "
+        "a bfloat16 weight and would be lost: set it, or use model.param_dtype=float32"
+    )
+    assert message("model.param_dtype=bfloat16", "optimizer.state=compact") == (
+        "model.param_dtype=bfloat16 needs model.dtype=bfloat16, got float32; use model.param_dtype=float32"
+    )
+
+
+@pytest.mark.parametrize("compact", ["optimizer.state=compact", "optimizer.name=adamw_8bit"])
+def test_bfloat16_parameters_and_a_compact_state_go_together(compact: str) -> None:
+    config = load_config(None, ["model.dtype=bfloat16", "model.param_dtype=bfloat16", compact])
+    assert config.model.param_dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("setting", ["layers=0", "path=somewhere"])
 def test_settings_of_adapters_need_a_rank(setting: str) -> None:
     assert f"model.lora.{setting} needs model.lora.rank, got none" in message(f"model.lora.{setting}")

@@ -20,6 +20,7 @@ HELP = "`--help` lists every setting with its type and default"
         ("run.seed", 0),
         ("model.path", "builtin:addition"),
         ("model.dtype", "float32"),
+        ("model.param_dtype", "float32"),
         ("model.attention", "auto"),
         ("data.prompt_template", "{question}"),
         ("rollout.attention", "auto"),
@@ -35,7 +36,15 @@ HELP = "`--help` lists every setting with its type and default"
         ("algorithm.beta", 0.0),
         ("algorithm.iterations", 1),
         ("algorithm.old_policy", "rollout"),
+        ("optimizer.name", "adamw"),
+        ("optimizer.options", {}),
+        ("optimizer.state", "full"),
         ("optimizer.learning_rate", 1e-6),
+        ("optimizer.schedule", "constant"),
+        ("optimizer.decay_steps", 0),
+        ("optimizer.b1", 0.9),
+        ("optimizer.b2", 0.95),
+        ("optimizer.rules", ()),
         ("meshes.layout", "shared"),
         ("meshes.trainer.fsdp", None),
         ("meshes.trainer.tp", 1),
@@ -97,6 +106,34 @@ def test_a_config_is_frozen() -> None:
         ("optimizer.b2=1", f"optimizer.b2: input should be less than 1, got 1; {HELP}"),
         ("rollout.top_p=0", f"rollout.top_p: input should be greater than 0, got 0; {HELP}"),
         ("model.dtype=fp16", f"model.dtype: input should be 'float32' or 'bfloat16', got 'fp16'; {HELP}"),
+        ("model.param_dtype=int8", f"model.param_dtype: input should be 'float32' or 'bfloat16', got 'int8'; {HELP}"),
+        ("optimizer.state=tiny", f"optimizer.state: input should be 'full' or 'compact', got 'tiny'; {HELP}"),
+        (
+            "optimizer.schedule=step",
+            "optimizer.schedule: input should be 'constant', 'linear', 'cosine' or 'wsd', got 'step'; " + HELP,
+        ),
+        (
+            "optimizer.options={nesterov: no}",
+            "optimizer.options must say true or false, or put a text in quotes, got nesterov: no",
+        ),
+        (
+            "optimizer.rules=[{match: '(norm'}]",
+            "optimizer.rules.0.match must be a regular expression, got '(norm' (missing ), unterminated subpattern at "
+            "position 0); an example: norm|embedder",
+        ),
+        (
+            "optimizer.rules=[norm]",
+            "optimizer.rules.0 must be a section, got 'norm'; known in optimizer.rules.0: match, weight_decay, "
+            "learning_rate",
+        ),
+        (
+            "optimizer.rules=[{weight_decay: 1}]",
+            f"optimizer.rules.0.match: field required, got {{'weight_decay': 1}}; {HELP}",
+        ),
+        (
+            "optimizer.rules=[{match: x, learning_rate: -1}]",
+            f"optimizer.rules.0.learning_rate: input should be greater than or equal to 0, got -1; {HELP}",
+        ),
         ("meshes.layout=apart", f"meshes.layout: input should be 'shared' or 'split', got 'apart'; {HELP}"),
         (
             "data.shuffle=maybe",
@@ -164,3 +201,28 @@ def test_targets_are_an_expression() -> None:
     assert "model.lora.targets must be a regular expression, got '(q'" in message(
         "model.lora.rank=4", "model.lora.targets=(q"
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "compact"),
+    [
+        ([], False),
+        (["optimizer.state=compact"], True),
+        (["optimizer.name=adamw_8bit"], True),
+        (["optimizer.name=lion", "optimizer.state=compact"], True),
+    ],
+)
+def test_a_compact_state_is_asked_for_by_the_state_or_by_the_name(overrides: list[str], compact: bool) -> None:
+    assert load_config(None, overrides).optimizer.compact == compact
+
+
+def test_rules_of_parameters_keep_their_order(tmp_path: Path) -> None:
+    config = load_config(
+        None, ["optimizer.rules=[{match: norm|embedder, weight_decay: 0}, {match: '.', learning_rate: 2}]"]
+    )
+    assert [(rule.match, rule.weight_decay, rule.learning_rate) for rule in config.optimizer.rules] == [
+        ("norm|embedder", 0.0, 1.0),
+        (".", None, 2.0),
+    ]
+    (tmp_path / "config.yaml").write_text(config.to_yaml())
+    assert load_config(tmp_path / "config.yaml") == config
