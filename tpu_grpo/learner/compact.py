@@ -23,8 +23,8 @@ from jaxtyping import Array, BFloat16, Float, Float32, Int8, Key
 
 LARGEST_BLOCK = 64
 """Values that share a scale, at most; a scale of 4 bytes then adds half a bit to each."""
-UNSIGNED = ("nu", "v")
-"""How optax calls what is never negative: second moments."""
+UNSIGNED = ("nu", "nu_max", "v", "e_g", "e_x", "sum_of_squares")
+"""How optax calls what is never negative: second moments, and what its other optimizers have in their place."""
 
 
 class Codes(NamedTuple):
@@ -92,7 +92,9 @@ def parameter_name(path: tuple[Any, ...]) -> str | None:
 def _encoded(state: Any, blocks: Mapping[str, int], params: Any) -> Any:
     def leaf(path: tuple[Any, ...], value: Any) -> Any:
         name = parameter_name(path)
-        if name is None or value.shape != params[name].shape:
+        if (
+            name is None or name not in params or value.shape != params[name].shape
+        ):  # optax names groups of parameters, too
             return value
         fields = {key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)}
         return encode(value, blocks[name], signed=fields.isdisjoint(UNSIGNED))

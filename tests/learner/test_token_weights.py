@@ -1,0 +1,43 @@
+"""How much every token counts, against numbers worked by hand."""
+
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+
+from tpu_grpo.config import LossAggregation
+from tpu_grpo.learner.token_weights import token_weights
+
+MASK = np.array([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0]], bool)
+"""Rows of 4, 1, 0 and 2 tokens, 7 in all; T = 4."""
+BY_HAND = {
+    "sequence-mean-token-mean": [[1 / 12] * 4, [1 / 3, 0, 0, 0], [0] * 4, [1 / 6, 1 / 6, 0, 0]],
+    "token-mean": [[1 / 7] * 4, [1 / 7, 0, 0, 0], [0] * 4, [1 / 7, 1 / 7, 0, 0]],
+    "sequence-mean-token-scale": [[1 / 12] * 4, [1 / 12, 0, 0, 0], [0] * 4, [1 / 12, 1 / 12, 0, 0]],
+}
+
+
+@pytest.mark.parametrize("aggregation", get_args(LossAggregation))
+def test_weights_by_hand(aggregation: Any) -> None:
+    found = token_weights(MASK, aggregation)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, np.float32(BY_HAND[aggregation]))
+
+
+@pytest.mark.parametrize("aggregation", get_args(LossAggregation))
+def test_without_any_token_nothing_counts(aggregation: Any) -> None:
+    assert not token_weights(np.zeros((2, 3), bool), aggregation).any()
+
+
+def test_weighted_sums_are_the_means_that_they_are_named_after() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 8, 16)
+    mask, losses = np.arange(8) < lengths[:, None], rng.normal(size=(16, 8))
+    rows = [line[:length] for line, length in zip(losses, lengths, strict=True)]
+    means: dict[Any, Any] = {
+        "sequence-mean-token-mean": np.mean([row.mean() for row in rows]),
+        "token-mean": np.concatenate(rows).mean(),
+        "sequence-mean-token-scale": np.mean([row.sum() / 8 for row in rows]),
+    }
+    for aggregation, mean in means.items():
+        assert (token_weights(mask, aggregation) * losses).sum() == pytest.approx(mean, rel=1e-6)
