@@ -21,7 +21,7 @@ BY_HAND = {
 def test_weights_by_hand(aggregation: Any) -> None:
     found = token_weights(MASK, aggregation)
     assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, np.float32(BY_HAND[aggregation]))
+    np.testing.assert_array_equal(found, np.array(BY_HAND[aggregation], np.float32))
 
 
 @pytest.mark.parametrize("aggregation", get_args(LossAggregation))

@@ -243,10 +243,10 @@ def _shipped(section: OptimizerSection, params: Params) -> optax.GradientTransfo
 
 def _own(section: OptimizerSection, schedule: optax.Schedule) -> optax.GradientTransformation:
     function = find_function(section.name, "optimizer", ConfigError)
-    if section.weight_decay or any(rule.weight_decay for rule in section.rules):
+    if decay := section.weight_decay or next(filter(None, (rule.weight_decay for rule in section.rules)), 0.0):
         raise ConfigError(
-            f"optimizer.weight_decay is the function's own affair with optimizer.name={section.name}, got "
-            f"{section.weight_decay}; pass it in optimizer.options"
+            f"optimizer.weight_decay is the function's own affair with optimizer.name={section.name}, got {decay}; "
+            "pass it in optimizer.options"
         )
     try:
         made = function(learning_rate=schedule, **section.options)

@@ -1,0 +1,349 @@
+"""Optimizers by name: their first steps by hand or by NumPy, rules, schedules, and what is refused."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.learner.toy import make_config
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule, longer_side, matrix_axes, rule_values
+
+Arrays = dict[str, np.ndarray]
+RNG = np.random.default_rng(0)
+
+
+def steps(directory: Path, params: Arrays, gradients: Sequence[Arrays], **optimizer: Any) -> list[Arrays]:
+    """What is added to the parameters, which stay as they are, step by step."""
+    config = make_config(directory, {"optimizer": {"learning_rate": 0.1, **optimizer}})
+    held = {name: jnp.asarray(value, jnp.float32) for name, value in params.items()}
+    tx = build_optimizer(config, held)
+    update, state, found = jax.jit(tx.update), jax.jit(tx.init)(held), []
+    for gradient in gradients:
+        made, state = update({name: jnp.asarray(value, jnp.float32) for name, value in gradient.items()}, state, held)
+        found.append({name: np.asarray(value) for name, value in made.items()})
+    return found
+
+
+def of_one(directory: Path, gradients: Sequence[Sequence[float]], **optimizer: Any) -> list[list[float]]:
+    """The same of one vector of zeros."""
+    made = steps(directory, {"w": np.zeros(len(gradients[0]))}, [{"w": np.array(g)} for g in gradients], **optimizer)
+    return [step["w"].tolist() for step in made]
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def test_adamw_by_hand(tmp_path: Path) -> None:
+    """The first step is the sign of the gradient; decay adds rate * decay * weight."""
+    (first,) = steps(tmp_path, {"w": np.array([2.0, -4.0])}, [{"w": np.array([3.0, 4.0])}], weight_decay=0.5)
+    np.testing.assert_allclose(first["w"], [-0.1 - 0.1, -0.1 + 0.2], rtol=1e-5)
+    _, second = of_one(tmp_path, [[1.0], [2.0]], b1=0.5, b2=0.75)
+    # m = (0.5 * 0.5 + 0.5 * 2) / (1 - 0.25), v = (0.75 * 0.25 + 0.25 * 4) / (1 - 0.5625)
+    assert second == pytest.approx([-0.1 * (1.25 / 0.75) / np.sqrt(1.1875 / 0.4375)], rel=1e-5)
+    (small,) = of_one(tmp_path, [[1.0]], options={"eps": 1.0})
+    assert small == pytest.approx([-0.1 * 1.0 / (1.0 + 1.0)], rel=1e-6)
+
+
+def test_lion_by_hand(tmp_path: Path) -> None:
+    """Step along sign(b1 m + (1 - b1) g), and only then m = b2 m + (1 - b2) g."""
+    found = of_one(tmp_path, [[2.0, -3.0, 0.0], [-1.0, 1.0, 0.0]], name="lion", b1=0.5, b2=0.5)
+    # m = (1, -1.5, 0); then 0.5 * 1 - 0.5 * 1 = 0, and -0.75 + 0.5 < 0
+    np.testing.assert_allclose(found, [[-0.1, 0.1, 0.0], [0.0, 0.1, 0.0]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "second"),
+    [
+        ({}, [-0.1, 0.2]),
+        ({"momentum": 0.5}, [-0.1 * 2, 0.2 - 0.1]),  # 1 + 0.5 * 2, -2 + 0.5 * 2
+        ({"momentum": 0.5, "nesterov": True}, [-0.1 * 2, 0.25]),  # 1 + 0.5 * 2, -2 + 0.5 * -1
+    ],
+    ids=str,
+)
+def test_sgd_by_hand(tmp_path: Path, options: dict[str, Any], second: list[float]) -> None:
+    first, found = of_one(tmp_path, [[2.0, 2.0], [1.0, -2.0]], name="sgd", options=options)
+    assert first == pytest.approx([-0.2 * (1 + 0.5 * ("nesterov" in options))] * 2)
+    assert found == pytest.approx(second)
+
+
+def adafactor(gradients: Sequence[np.ndarray], decay_rate: float, clip: float) -> list[np.ndarray]:
+    """Algorithm 4 of arXiv 1804.04235 without relative steps, float64: sums of rows and columns of a matrix."""
+    rows, columns, found = 0.0, 0.0, []
+    for t, gradient in enumerate(gradients, start=1):
+        b2 = 1 - t**-decay_rate
+        square = gradient.astype(np.float64) ** 2 + 1e-30
+        rows = b2 * rows + (1 - b2) * square.sum(axis=1)
+        columns = b2 * columns + (1 - b2) * square.sum(axis=0)
+        step = gradient / np.sqrt(np.outer(rows, columns) / np.sum(rows))
+        found.append(step / max(1.0, np.sqrt(np.mean(step**2)) / clip))
+    return found
+
+
+@pytest.mark.parametrize("shape", [(130, 160), (160, 130)])
+def test_adafactor_is_the_papers(tmp_path: Path, shape: tuple[int, int]) -> None:
+    gradients = [RNG.normal(size=shape) * 10.0 ** RNG.uniform(-3, 0, shape) for _ in range(3)]
+    found = steps(
+        tmp_path,
+        {"w": np.zeros(shape)},
+        [{"w": gradient} for gradient in gradients],
+        name="adafactor",
+        options={"decay_rate": 0.7, "clip_rms": 0.6},
+    )
+    for step, expected in zip(found, adafactor(gradients, 0.7, 0.6), strict=True):
+        np.testing.assert_allclose(step["w"], -0.1 * expected, rtol=2e-4, atol=1e-7)
+    rms = np.sqrt(np.mean(found[0]["w"] ** 2))
+    assert rms == pytest.approx(0.1 * 0.6, rel=1e-5)  # it was clipped
+
+
+def test_adafactor_keeps_the_whole_second_moment_of_what_is_small(tmp_path: Path) -> None:
+    found = of_one(tmp_path, [[2.0, -1.0], [1.0, 1.0]], name="adafactor", options={"clip_rms": 10.0})
+    kept = 1 - 2**-0.8
+    second = [-0.1 / np.sqrt(kept * 4 + 1 - kept), -0.1 / np.sqrt(kept + 1 - kept)]
+    np.testing.assert_allclose(found, [[-0.1, 0.1], second], rtol=1e-5)
+
+
+# --- Muon ------------------------------------------------------------------------------------------------------------
+
+MATRICES = {
+    "layers.0.attn.q_proj.w": ((32, 4, 16), lambda x: x.reshape(32, 64)),
+    "layers.0.attn.o_proj.w": ((4, 16, 24), lambda x: x.reshape(64, 24)),
+    "layers.0.mlp.up_proj.kernel": ((32, 48), lambda x: x),
+    "layers.0.attn.q_proj.w_lora_a": ((32, 2), lambda x: x),
+    "layers.0.attn.q_proj.w_lora_b": ((2, 4, 16), lambda x: x.reshape(2, 64)),
+}
+NO_MATRICES = {
+    "embedder.input_embedding": (40, 32),
+    "lm_head.w": (32, 40),
+    "layers.0.input_layernorm.w": (32,),
+    "layers.0.attn.q_bias": (64,),
+}
+
+
+def newton_schulz(gradient: np.ndarray) -> np.ndarray:
+    """Jordan's quintic iteration, five times, float64."""
+    x = gradient / np.linalg.norm(gradient)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x
+
+
+def test_muon_makes_a_matrix_orthogonal_and_leaves_the_rest_to_adam(tmp_path: Path) -> None:
+    shapes = {name: shape for name, (shape, _) in MATRICES.items()} | NO_MATRICES
+    gradients = {name: RNG.normal(size=shape) for name, shape in shapes.items()}
+    (found,) = steps(tmp_path, {n: np.zeros(s) for n, s in shapes.items()}, [gradients], name="muon")
+    for name, (_, flat) in MATRICES.items():
+        step, gradient = flat(-found[name] / 0.1), flat(gradients[name])
+        longer = max(step.shape)
+        np.testing.assert_allclose(step, 0.2 * np.sqrt(longer) * newton_schulz(gradient), atol=2e-4)
+        singular = np.linalg.svd(step / (0.2 * np.sqrt(longer)), compute_uv=False)
+        assert 0.6 < singular.min() <= singular.max() < 1.3, name  # Jordan: between 0.7 and 1.2, nearly
+        # A matrix of m x n, m <= n, with singular values s has the RMS sqrt(sum s^2 / mn) = sqrt(mean s^2 / n).
+        assert np.sqrt(np.mean(step**2)) == pytest.approx(0.2 * np.sqrt(np.mean(singular**2)), rel=1e-5)
+    for name in NO_MATRICES:
+        np.testing.assert_allclose(found[name], -0.1 * np.sign(gradients[name]), rtol=1e-4)
+
+
+def test_every_expert_has_a_matrix_of_its_own(tmp_path: Path) -> None:
+    name, gradient = "layers.0.mlp.gate_proj", RNG.normal(size=(3, 16, 24))
+    (found,) = steps(tmp_path, {name: np.zeros((3, 16, 24))}, [{name: gradient}], name="muon", options={"rms": 0.5})
+    for expert in range(3):
+        expected = -0.1 * 0.5 * np.sqrt(24) * newton_schulz(gradient[expert])
+        np.testing.assert_allclose(found[name][expert], expected, atol=1e-4)
+
+
+def test_muons_momentum_is_nesterovs(tmp_path: Path) -> None:
+    """m = b m + (1 - b) g without bias matters not: the norm is divided out; step along b m + (1 - b) g."""
+    name, gradients = "layers.0.mlp.up_proj.kernel", RNG.normal(size=(2, 16, 24))
+    found = steps(
+        tmp_path, {name: np.zeros((16, 24))}, [{name: g} for g in gradients], name="muon", options={"beta": 0.5}
+    )
+    momentum = 0.25 * gradients[0] + 0.5 * gradients[1]
+    along = 0.5 * momentum / (1 - 0.5**3) + 0.5 * gradients[1] / (1 - 0.5**2)  # corrected as Nesterov-Adam is
+    np.testing.assert_allclose(found[1][name], -0.1 * 0.2 * np.sqrt(24) * newton_schulz(along), atol=1e-4)
+
+
+def test_sides_of_matrices() -> None:
+    for name, (shape, flat) in MATRICES.items():
+        assert longer_side(shape, matrix_axes(name, shape)) == max(flat(np.zeros(shape)).shape)
+    assert [matrix_axes(name, shape) for name, shape in NO_MATRICES.items()] == [None] * 4
+    assert longer_side((40, 32), None) == 1
+
+
+# --- eight bits ------------------------------------------------------------------------------------------------------
+
+
+def test_adamw_8bit_is_adamw_with_a_compact_state(tmp_path: Path) -> None:
+    params = {"w": RNG.normal(size=(4, 32))}
+    gradients = [{"w": RNG.normal(size=(4, 32))} for _ in range(3)]
+    by_name = steps(tmp_path, params, gradients, name="adamw_8bit")
+    by_state = steps(tmp_path, params, gradients, name="adamw", state="compact")
+    full = steps(tmp_path, params, gradients, name="adamw")
+    assert [step["w"].tobytes() for step in by_name] == [step["w"].tobytes() for step in by_state]
+    np.testing.assert_allclose(by_name[0]["w"], full[0]["w"], rtol=1e-6)
+    assert 1e-4 < np.abs(by_name[2]["w"] - full[2]["w"]).max() < 0.05
+
+
+@pytest.mark.parametrize(
+    "name", ["muon", "lion", *(pytest.param(other, marks=pytest.mark.slow) for other in ("adamw", "adafactor", "sgd"))]
+)
+def test_every_optimizer_goes_in_eight_bits(tmp_path: Path, name: str) -> None:
+    params = {"layers.0.w": RNG.normal(size=(16, 24)), "norm": np.ones(16)}
+    gradients = [{k: RNG.normal(size=v.shape) for k, v in params.items()} for _ in range(2)]
+    options = {"momentum": 0.9} if name == "sgd" else {}
+    full = steps(tmp_path, params, gradients, name=name, options=options)
+    compact = steps(tmp_path, params, gradients, name=name, options=options, state="compact")
+    for key in params:
+        np.testing.assert_allclose(compact[0][key], full[0][key], rtol=1e-5, atol=1e-7)
+        left, right = full[1][key].ravel(), compact[1][key].ravel()
+        assert left @ right / np.linalg.norm(left) / np.linalg.norm(right) > 0.97, key
+
+
+# --- rules of parameters ---------------------------------------------------------------------------------------------
+
+PARAMS = {"layers.0.q_proj.w": np.ones(2), "layers.0.norm.w": np.ones(2), "embedder.w": np.ones(2)}
+
+
+def test_the_first_rule_that_matches_counts(tmp_path: Path) -> None:
+    rules = [
+        {"match": r"norm|embedder", "weight_decay": 0.0},
+        {"match": r"^layers\.0", "learning_rate": 3.0},
+    ]
+    section = make_config(tmp_path, {"optimizer": {"weight_decay": 0.5, "rules": rules}}).optimizer
+    decays, rates = rule_values(section, PARAMS)
+    assert decays == {"layers.0.q_proj.w": 0.5, "layers.0.norm.w": 0.0, "embedder.w": 0.0}
+    assert rates == {"layers.0.q_proj.w": 3.0, "layers.0.norm.w": 1.0, "embedder.w": 1.0}
+    gradients = {name: np.array([1.0, -2.0]) for name in PARAMS}
+    (found,) = steps(tmp_path, PARAMS, [gradients], name="sgd", weight_decay=0.5, rules=rules)
+    np.testing.assert_allclose(found["layers.0.q_proj.w"], [-0.3 * (1 + 0.5), -0.3 * (-2 + 0.5)], rtol=1e-6)
+    np.testing.assert_allclose(found["layers.0.norm.w"], [-0.1, 0.2], rtol=1e-6)
+    np.testing.assert_allclose(found["embedder.w"], [-0.1, 0.2], rtol=1e-6)
+
+
+def test_a_rate_of_zero_holds_a_parameter(tmp_path: Path) -> None:
+    rules = [{"match": "embedder", "learning_rate": 0.0}]
+    gradients = {name: np.ones(2) for name in PARAMS}
+    (found,) = steps(tmp_path, PARAMS, [gradients], weight_decay=0.5, rules=rules)
+    assert {name for name, step in found.items() if not step.any()} == {"embedder.w"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "index", "match"),
+    [
+        ([{"match": "nosuch"}], 0, "nosuch"),
+        ([{"match": "layers"}, {"match": "norm"}], 1, "norm"),  # the first takes it
+    ],
+)
+def test_a_rule_that_counts_for_nothing_is_refused(tmp_path: Path, rules: Any, index: int, match: str) -> None:
+    section = make_config(tmp_path, {"optimizer": {"rules": rules}}).optimizer
+    with pytest.raises(ConfigError) as caught:
+        rule_values(section, PARAMS)
+    assert str(caught.value) == (
+        f"optimizer.rules.{index}.match must be found in the name of a trained parameter that no rule before it takes, "
+        f"got {match!r}; there are embedder.w, layers.0.norm.w, layers.0.q_proj.w, ..."
+    )
+
+
+# --- names, options, functions of the user ---------------------------------------------------------------------------
+
+
+def refused(directory: Path, **optimizer: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        steps(directory, PARAMS, [], **optimizer)
+    return str(caught.value)
+
+
+def test_unknown_names_and_options_are_refused(tmp_path: Path) -> None:
+    assert refused(tmp_path, name="adam") == (
+        "optimizer.name=adam is not a shipped optimizer; did you mean adamw? (shipped: adamw, adamw_8bit, adafactor, "
+        "muon, lion, sgd; your own: path.py:function or package.module:function)"
+    )
+    assert "is not a shipped optimizer; (shipped: adamw, " in refused(tmp_path, name="zzz")
+    message = refused(tmp_path, name="lion", options={"eps": 1})
+    assert message.startswith("optimizer.options must be keyword arguments of lion, got {'eps': 1} (")
+    assert message.endswith("unexpected keyword argument 'eps'); correct them")
+
+
+OWN = """
+import optax
+
+def half(learning_rate, momentum=0.0):
+    return optax.chain(optax.scale(0.5), optax.sgd(learning_rate, momentum or None))
+
+def broken(learning_rate):
+    return 1 / 0
+
+def nothing(learning_rate):
+    return learning_rate
+"""
+
+
+def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    own = f"{tmp_path}/own.py"
+    gradients = [{name: np.ones(2) for name in PARAMS}] * 2
+    rules = [{"match": "norm", "learning_rate": 4.0}]
+    first, second = steps(tmp_path, PARAMS, gradients, name=f"{own}:half", options={"momentum": 0.5}, rules=rules)
+    np.testing.assert_allclose([first["embedder.w"], first["layers.0.norm.w"]], [[-0.05] * 2, [-0.2] * 2], rtol=1e-6)
+    np.testing.assert_allclose(second["embedder.w"], [-0.075] * 2, rtol=1e-6)
+
+    assert refused(tmp_path, name=f"{own}:broken") == (
+        f"optimizer {own}:broken: calling it with learning_rate and the options {{}} raised ZeroDivisionError: "
+        "division by zero; repair it"
+    )
+    assert "raised TypeError: half() got an unexpected keyword argument 'x'; repair it" in refused(
+        tmp_path, name=f"{own}:half", options={"x": 1}
+    )
+    assert refused(tmp_path, name=f"{own}:nothing") == (
+        f"optimizer {own}:nothing must return an optax.GradientTransformation, got a function; return e.g. "
+        "optax.adamw(learning_rate)"
+    )
+    own_affair = "optimizer.weight_decay is the function's own affair with optimizer.name="
+    assert refused(tmp_path, name=f"{own}:half", weight_decay=0.1) == (
+        f"{own_affair}{own}:half, got 0.1; pass it in optimizer.options"
+    )
+    assert "got 0.3; pass it" in refused(
+        tmp_path, name=f"{own}:half", rules=[{"match": "norm"}, {"match": "layers", "weight_decay": 0.3}]
+    )
+    assert "nosuch" in refused(tmp_path, name=f"{own}:nosuch")
+    assert "missing.py" in refused(tmp_path, name=f"{tmp_path}/missing.py:f")
+
+
+# --- the learning rate -----------------------------------------------------------------------------------------------
+
+
+def rates(directory: Path, max_steps: int, iterations: int, **optimizer: Any) -> list[float]:
+    tree = {"run": {"max_steps": max_steps}, "algorithm": {"iterations": iterations}, "optimizer": optimizer}
+    schedule = learning_rate_schedule(make_config(directory, tree))
+    return [float(np.asarray(schedule(update))) for update in range(max_steps * iterations + 1)]
+
+
+def test_schedules_by_hand(tmp_path: Path) -> None:
+    peak = {"learning_rate": 8.0}
+    assert rates(tmp_path, 3, 1, **peak) == [8, 8, 8, 8]
+    assert rates(tmp_path, 4, 1, **peak, warmup_steps=4) == [0, 2, 4, 6, 8]
+    assert rates(tmp_path, 4, 1, **peak, schedule="linear") == [8, 6, 4, 2, 0]
+    assert rates(tmp_path, 4, 1, **peak, schedule="linear", warmup_steps=2) == [0, 4, 8, 4, 0]
+    assert rates(tmp_path, 2, 2, **peak, schedule="linear", warmup_steps=2) == [0, 4, 8, 4, 0]  # counts updates
+    cosine = [8, 4 * (1 + np.sqrt(0.5)), 4, 4 * (1 - np.sqrt(0.5)), 0]
+    np.testing.assert_allclose(rates(tmp_path, 4, 1, **peak, schedule="cosine"), cosine, atol=1e-6)
+
+
+def test_warm_up_stable_decay_by_hand(tmp_path: Path) -> None:
+    wsd = {"learning_rate": 8.0, "schedule": "wsd"}
+    assert rates(tmp_path, 8, 1, **wsd, warmup_steps=2, decay_steps=4) == [0, 4, 8, 8, 8, 6, 4, 2, 0]
+    assert rates(tmp_path, 4, 2, **wsd, warmup_steps=2, decay_steps=4) == [0, 4, 8, 8, 8, 6, 4, 2, 0]
+    assert rates(tmp_path, 4, 1, **wsd, decay_steps=2) == [8, 8, 8, 4, 0]
+    assert rates(tmp_path, 3, 1, **wsd)[:3] == [8, 8, 8]
+
+
+def test_a_schedule_without_room_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"warmup_steps must be < .* = 4 with optimizer.schedule=linear, got 4"):
+        rates(tmp_path, 4, 1, schedule="linear", warmup_steps=4)
+    with pytest.raises(ConfigError, match=r"= 4 with optimizer.schedule=wsd, got 2 \+ 2; lower them, or use schedule="):
+        rates(tmp_path, 4, 1, schedule="wsd", warmup_steps=2, decay_steps=2)
