@@ -24,9 +24,11 @@ from tpu_grpo.metrics.values import rollout_metrics, sync_metrics, tokens_digest
 from tpu_grpo.models.adapters import write_adapters
 from tpu_grpo.run.directory import continue_data, prepare_run_dir
 from tpu_grpo.run.parts import Parts, build_parts, evaluate_policy
-from tpu_grpo.types import ScoredRollout
+from tpu_grpo.types import ScoredRollout, UpdateResult
 
 ALONE = Hosts()
+KEPT_AT_LEAST = 0.9
+"""The share of the optimizer's step, by its norm, below which a run warns that steps are lost."""
 
 
 def _never() -> bool:
@@ -82,6 +84,7 @@ class Run:
     log: RunLog
     evaluations: EvaluationLog
     compilations: CompilationCounter
+    warned_of_lost_steps: bool = False
 
     def train(self, start: int, stop_requested: Callable[[], bool]) -> None:
         """Do steps ``start + 1`` to ``run.max_steps``."""
@@ -113,6 +116,7 @@ class Run:
             parts.engines.release()
         with stage(f"update of step {step}"):
             update = parts.learner.update(scored)
+        self._warn_of_lost_steps(step, update)
         with stage(f"weight sync of step {step}"):
             sync = parts.engines.install(parts.learner.params())
             probed = parts.probe.after_sync(step)
@@ -129,6 +133,16 @@ class Run:
                 **self._evaluate_if_due(step),
             }
         )
+
+    def _warn_of_lost_steps(self, step: int, update: UpdateResult) -> None:
+        """Say once that parameters do not take up what the optimizer does; see ``update/step_kept``."""
+        kept = update.metrics["update/step_kept"]
+        if kept < KEPT_AT_LEAST and not self.warned_of_lost_steps:
+            self.warned_of_lost_steps = True
+            self.log.note(
+                f"step {step}: only {kept:.0%} of the optimizer's step arrived in the parameters, the rest was rounded "
+                "away; use model.param_dtype=float32, or a higher optimizer.learning_rate"
+            )
 
     def _save(self, step: int) -> None:
         """A checkpoint; and adapters also on their own, as others read them."""
