@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Integer
 from tunix.rl import common
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
@@ -88,7 +88,7 @@ class RolloutAdapter(BaseRollout):
         self,
         prompt_tokens: Int[jax.Array, "B T_prompt"],
         completion_tokens: Int[jax.Array, "B T"],
-        experts: Int[jax.Array, "B L*k T_prompt+T"] | None = None,
+        experts: Integer[jax.Array, "B LK S"] | None = None,
     ) -> Float[jax.Array, "B T"]:
         """Compute the trainer's log-probability (float32, at the temperature) of every completion token.
 
@@ -106,7 +106,7 @@ class RolloutAdapter(BaseRollout):
         return _program(experts).lower(*nnx.split(self._actor), **arguments)
 
     def _arguments(self, prompt_tokens: Any, completion_tokens: Any, experts: Any) -> dict[str, Any]:
-        replayed = {} if experts is None else {"experts_BLkS": experts}
+        replayed = {} if experts is None else {"experts_BLKS": experts}
         return replayed | {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,

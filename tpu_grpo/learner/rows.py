@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 
 from tpu_grpo.algorithms import Algorithm
 from tpu_grpo.errors import DataError, NonFiniteError, RewardError
@@ -36,8 +36,8 @@ class TrainRows:
     completion_mask: Bool[np.ndarray, "B T"]
     rollout_logps: Float[np.ndarray, "B T"]
     advantages: Float[np.ndarray, " B"]
-    experts: Int[np.ndarray, "B L*k T_prompt+T"] | None = None
-    """What is replayed of the engine's routing, if anything; see routing.py."""
+    experts: Integer[np.ndarray, "B LK S"] | None = None
+    """What is replayed of the engine's routing, if anything; see routing.py. S = T_prompt + T."""
 
     def chunks(self, size: int) -> Iterator["TrainRows"]:
         """Cut the rows into consecutive pieces of ``size``."""
