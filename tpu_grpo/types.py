@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 
 FinishReason = Literal["stop", "length"]
 
@@ -82,7 +82,7 @@ class Completion:
     finish_reason: FinishReason
     cached_tokens: int
     """Prompt tokens whose keys and values were found in the prefix cache."""
-    experts: Int[np.ndarray, "S layers k"] | None = None
+    experts: Integer[np.ndarray, "S layers k"] | None = None
     """The experts that the engine used, if the request asked for them, for the S tokens that it computed: those of the
     prompt and all sampled ones but the last. The type is `routing_dtype`."""
 

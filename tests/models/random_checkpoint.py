@@ -56,8 +56,27 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
     },
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "attention_bias": False,
+        "attn_logit_softcapping": 3.0,
+        "cache_implementation": "hybrid",
+        "final_logit_softcapping": 8.0,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 24,
+        "rms_norm_eps": 1e-2,
+        "rope_scaling": ...,
+        "rope_theta": 20000.0,
+        "sliding_window": 13,
+        "tie_word_embeddings": ...,
+    },
 }
-"""What a config.json of each family says besides the sizes; an ellipsis leaves a setting out."""
+"""What a config.json of each family says besides the sizes; an ellipsis leaves a setting out.
+
+Gemma 2 has other numbers here than published, so that its window, its soft caps, its scale, its epsilon and its base of
+positions each change what tests compare.
+"""
 
 LLAMA3_SCALING = {
     "rope_type": "llama3",
@@ -94,7 +113,8 @@ def write_random(
 ) -> Path:
     """Write config.json and safetensors of a random model; the same arguments write the same numbers.
 
-    Matrices are normal with standard deviation ``scale``, biases too, norm weights uniform in [0.7, 1.3]. With
+    Matrices are normal with standard deviation ``scale``, biases too. Norms multiply by numbers that are uniform in
+    [0.7, 1.3]: their weights, or 1 + their weights in Gemma 2, whose head is always tied. With
     ``shards`` > 1 the tensors are dealt over that many files with an index. ``settings`` are added to config.json.
     Returns ``directory``, created if need be.
     """
@@ -121,7 +141,8 @@ def write_random(
     } | PUBLISHED[model_type]
     config = {name: value for name, value in (config | settings).items() if value is not ...}
     (directory / "config.json").write_text(json.dumps(config, indent=2))
-    write_tensors(directory, _random_tensors(published_shapes(config), seed, scale, dtype), shards)
+    offset = 1.0 if model_type == "gemma2" else 0.0
+    write_tensors(directory, _random_tensors(published_shapes(config), seed, scale, dtype, offset), shards)
     return directory
 
 
@@ -173,11 +194,13 @@ def published_shapes(config: dict[str, Any]) -> Shapes:
     norm = (config["hidden_size"],)
     layer = {"input_layernorm.weight": norm} | _attention_shapes(config)
     layer |= {"post_attention_layernorm.weight": norm} | _mlp_shapes(config)
+    if config["model_type"] == "gemma2":
+        layer |= {"pre_feedforward_layernorm.weight": norm, "post_feedforward_layernorm.weight": norm}
     shapes: Shapes = {"model.embed_tokens.weight": (config["vocab_size"], config["hidden_size"])}
     for i in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
     shapes["model.norm.weight"] = (config["hidden_size"],)
-    if not config["tie_word_embeddings"]:
+    if not config.get("tie_word_embeddings", True):
         shapes["lm_head.weight"] = (config["vocab_size"], config["hidden_size"])
     return shapes
 
@@ -210,11 +233,13 @@ def _gated(name: str, width: int, hidden: int) -> Shapes:
     return shapes | {f"{name}.down_proj.weight": (hidden, width)}
 
 
-def _random_tensors(shapes: Shapes, seed: int, scale: float, dtype: DTypeLike) -> dict[str, np.ndarray]:
+def _random_tensors(
+    shapes: Shapes, seed: int, scale: float, dtype: DTypeLike, norm_offset: float
+) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
 
     def tensor(name: str, shape: tuple[int, ...]) -> np.ndarray:
         is_norm = len(shape) == 1 and name.endswith(".weight")
-        return rng.uniform(0.7, 1.3, shape) if is_norm else scale * rng.standard_normal(shape)
+        return rng.uniform(0.7, 1.3, shape) - norm_offset if is_norm else scale * rng.standard_normal(shape)
 
     return {name: tensor(name, shape).astype(dtype) for name, shape in shapes.items()}

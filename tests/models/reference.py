@@ -1,7 +1,7 @@
 """The families' forward passes in float64 NumPy, written from their published definitions, to check models against.
 
 What a checkpoint lacks is left out: biases (Qwen2 has them), norms of queries and keys (Qwen3), experts (Qwen3-MoE),
-scaled positions (Llama 3.1).
+scaled positions (Llama 3.1). Gemma 2 is written by itself, further down.
 
 Arrays: B rows, T tokens, D hidden size, N query heads, K key and value heads, H head size, V vocabulary, E experts.
 """
@@ -16,17 +16,44 @@ from safetensors.numpy import load_file
 Weights = dict[str, np.ndarray]
 
 
-def reference_logprobs(directory: Path, tokens_BT: np.ndarray) -> np.ndarray:
-    """Log-probabilities [B, T, V] of the next token, computed from the checkpoint's files alone."""
+def reference_experts(directory: Path, tokens_BT: np.ndarray) -> np.ndarray:
+    """The experts [B, T, layers, k] of every token, the likeliest first."""
+    seen: list[np.ndarray] = []
+    reference_logprobs(directory, tokens_BT, seen=seen)
+    return np.stack(seen, axis=2)
+
+
+def reference_logprobs(
+    directory: Path,
+    tokens_BT: np.ndarray,
+    experts_BTLk: np.ndarray | None = None,
+    *,
+    changed: Weights | None = None,
+    seen: list[np.ndarray] | None = None,
+) -> np.ndarray:
+    """Log-probabilities [B, T, V] of the next token, computed from the checkpoint's files alone.
+
+    Tokens pass the given experts, or else those of their own routers, which are appended to ``seen`` layer by layer.
+    Weights in ``changed`` stand in for those of the files.
+    """
     config = json.loads((directory / "config.json").read_text())
     weights = {n: w.astype(np.float64) for f in directory.glob("*.safetensors") for n, w in load_file(f).items()}
+    weights |= changed or {}
+    if config["model_type"] == "gemma2":
+        return _gemma2(config, weights, tokens_BT)
     eps = config["rms_norm_eps"]
     x = weights["model.embed_tokens.weight"][tokens_BT]
     for i in range(config["num_hidden_layers"]):
         w = {n.removeprefix(f"model.layers.{i}."): v for n, v in weights.items() if n.startswith(f"model.layers.{i}.")}
         x = x + _attention(_rms_norm(x, w["input_layernorm.weight"], eps), w, config)
         mlp_input = _rms_norm(x, w["post_attention_layernorm.weight"], eps)
-        x = x + (_experts(mlp_input, w, config) if "mlp.gate.weight" in w else _mlp(mlp_input, w, "mlp"))
+        if "mlp.gate.weight" not in w:
+            x = x + _mlp(mlp_input, w, "mlp")
+            continue
+        chosen_BTk = _routed(mlp_input, w, config) if experts_BTLk is None else experts_BTLk[:, :, i]
+        if seen is not None:
+            seen.append(chosen_BTk)
+        x = x + _experts(mlp_input, w, config, chosen_BTk)
     head = weights["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
     return _log_softmax(_rms_norm(x, weights["model.norm.weight"], eps) @ head.T)
 
@@ -99,13 +126,70 @@ def _mlp(x: np.ndarray, w: Weights, name: str) -> np.ndarray:
     return (gate / (1 + np.exp(-gate)) * (x @ w[f"{name}.up_proj.weight"].T)) @ w[f"{name}.down_proj.weight"].T
 
 
-def _experts(x_BTD: np.ndarray, w: Weights, config: dict) -> np.ndarray:
-    """Every token by itself: its best experts, weighted by their share of the router's softmax."""
+def _routed(x_BTD: np.ndarray, w: Weights, config: dict) -> np.ndarray:
+    return np.argsort(-(x_BTD @ w["mlp.gate.weight"].T), axis=-1)[..., : config["num_experts_per_tok"]]
+
+
+def _experts(x_BTD: np.ndarray, w: Weights, config: dict, chosen_BTk: np.ndarray) -> np.ndarray:
+    """Every token by itself: the chosen experts, weighted by their share of the router's softmax."""
     probs_BTE = np.exp(_log_softmax(x_BTD @ w["mlp.gate.weight"].T))
     out_BTD = np.zeros_like(x_BTD)
     for b, t in np.ndindex(x_BTD.shape[:2]):
-        chosen = np.argsort(-probs_BTE[b, t])[: config["num_experts_per_tok"]]
+        chosen = chosen_BTk[b, t]
         total = probs_BTE[b, t, chosen].sum() if config["norm_topk_prob"] else 1.0
         for e in chosen:
             out_BTD[b, t] += probs_BTE[b, t, e] / total * _mlp(x_BTD[b, t], w, f"mlp.experts.{e}")
     return out_BTD
+
+
+# --- Gemma 2 ---------------------------------------------------------------------------------------------------------
+# Gemma Team 2024, arXiv 2408.00118, section 2, and the published implementation
+
+
+def _gemma2(config: dict, weights: Weights, tokens_BT: np.ndarray) -> np.ndarray:
+    """Norms before and after both blocks, and a soft cap of the logits, whose head is the embedding."""
+    embedding_VD = weights["model.embed_tokens.weight"]
+    x = embedding_VD[tokens_BT] * math.sqrt(config["hidden_size"])
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        return _rms_norm(x, 1 + weights[f"model.{name}.weight"], config["rms_norm_eps"])
+
+    for i in range(config["num_hidden_layers"]):
+        layer = f"layers.{i}"
+        w = {n.removeprefix(f"model.{layer}."): v for n, v in weights.items() if n.startswith(f"model.{layer}.")}
+        types = config.get("layer_types") or ["sliding_attention", "full_attention"] * config["num_hidden_layers"]
+        window = config["sliding_window"] if types[i] == "sliding_attention" else None
+        attended = _gemma2_attention(norm(x, f"{layer}.input_layernorm"), w, config, window)
+        x = x + norm(attended, f"{layer}.post_attention_layernorm")
+        mixed = _gemma2_mlp(norm(x, f"{layer}.pre_feedforward_layernorm"), w)
+        x = x + norm(mixed, f"{layer}.post_feedforward_layernorm")
+    return _log_softmax(_soft_cap(norm(x, "norm") @ embedding_VD.T, config["final_logit_softcapping"]))
+
+
+def _soft_cap(x: np.ndarray, cap: float | None) -> np.ndarray:
+    return x if cap is None else cap * np.tanh(x / cap)
+
+
+def _gemma2_attention(x_BTD: np.ndarray, w: Weights, config: dict, window: int | None) -> np.ndarray:
+    rows, length, _ = x_BTD.shape
+    query_count, key_count, size = (config[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    turns = _frequencies(size, config["rope_theta"], None)
+    q_BTNH, k_BTKH, v_BTKH = (
+        (x_BTD @ w[f"self_attn.{part}_proj.weight"].T).reshape(rows, length, count, size)
+        for part, count in (("q", query_count), ("k", key_count), ("v", key_count))
+    )
+    q_BTNH, k_BTKH = _rotate(q_BTNH, turns), _rotate(k_BTKH, turns)
+    mixed_BTNH = np.zeros_like(q_BTNH)
+    for b, t, n in np.ndindex(rows, length, query_count):
+        k, first = n * key_count // query_count, 0 if window is None else max(0, t - window + 1)
+        scores = k_BTKH[b, first : t + 1, k] @ q_BTNH[b, t, n] / math.sqrt(config["query_pre_attn_scalar"])
+        probs = np.exp(_log_softmax(_soft_cap(scores, config["attn_logit_softcapping"])))
+        mixed_BTNH[b, t, n] = probs @ v_BTKH[b, first : t + 1, k]
+    return mixed_BTNH.reshape(rows, length, -1) @ w["self_attn.o_proj.weight"].T
+
+
+def _gemma2_mlp(x: np.ndarray, w: Weights) -> np.ndarray:
+    """GELU by its tanh approximation (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+    gate = x @ w["mlp.gate_proj.weight"].T
+    gelu = 0.5 * gate * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+    return (gelu * (x @ w["mlp.up_proj.weight"].T)) @ w["mlp.down_proj.weight"].T

@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from transformers import Gemma2Config
 
 from tests.models.forward import compiled_logprobs, logprobs, trainer_mesh
 from tests.models.random_checkpoint import LLAMA3_SCALING, edit_config, write_random, write_sparse
 from tests.models.reference import reference_logprobs
 from tpu_grpo.errors import CheckpointError, ConfigError
 from tpu_grpo.families import FAMILIES
+from tpu_grpo.families import gemma2 as families_gemma2
 from tpu_grpo.models import check_mesh, check_sampler_mesh, load_model, read_checkpoint
 
 QWEN25_0P5B = {
@@ -93,7 +95,45 @@ QWEN3_30B_A3B = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-PUBLISHED = [(QWEN25_0P5B, 494_032_768), (LLAMA32_1B, 1_235_814_400), (QWEN3_30B_A3B, 30_532_122_624)]
+GEMMA2_2B = {
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "model_type": "gemma2",
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+GEMMA2_27B = GEMMA2_2B | {
+    "head_dim": 128,
+    "hidden_size": 4608,
+    "intermediate_size": 36864,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 46,
+    "num_key_value_heads": 16,
+    "query_pre_attn_scalar": 144,
+}
+PUBLISHED = [
+    (QWEN25_0P5B, 494_032_768),
+    (LLAMA32_1B, 1_235_814_400),
+    (QWEN3_30B_A3B, 30_532_122_624),
+    (GEMMA2_2B, 2_614_341_888),
+    (GEMMA2_27B, 27_227_128_320),
+]
 """config.json, and the number of parameters that was published with it."""
 FAMILY_CASES = [
     pytest.param(family, marks=pytest.mark.slow if family == "qwen3" else ()) for family in FAMILIES
@@ -103,19 +143,46 @@ FAMILY_CASES = [
 # --- accepted --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("config", "parameters"), PUBLISHED, ids=[c["model_type"] for c, _ in PUBLISHED])
+@pytest.mark.parametrize(
+    ("config", "parameters"), PUBLISHED, ids=[f"{c['model_type']} {count}" for c, count in PUBLISHED]
+)
 def test_published_checkpoints_are_accepted(tmp_path: Path, config: dict[str, Any], parameters: int) -> None:
     checkpoint = read_checkpoint(write_sparse(tmp_path, config))
     assert checkpoint.parameter_count == parameters
     assert checkpoint.config.head_dim == config.get("head_dim", 64)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma2"}))
 def test_settings_left_out_take_hugging_faces_values(tmp_path: Path, family: str) -> None:
     directory = write_random(family, tmp_path, tied=False, hidden=512, head_dim=128)
     edit_config(directory, head_dim=..., tie_word_embeddings=..., rope_scaling=..., hidden_act=...)
     config = read_checkpoint(directory).config
     assert (config.head_dim, config.tie_word_embeddings) == (128, False)
+
+
+def test_gemma2s_settings_left_out_take_hugging_faces_values(tmp_path: Path) -> None:
+    directory = write_random("gemma2", tmp_path, head_dim=256)
+    names = ("head_dim", "tie_word_embeddings", "query_pre_attn_scalar", "sliding_window", "rms_norm_eps", "rope_theta")
+    edit_config(directory, **dict.fromkeys((*names, "attn_logit_softcapping", "final_logit_softcapping"), ...))
+    edit_config(directory, hidden_activation=..., hidden_act="silu")  # the older setting, which no one reads
+    config, theirs = read_checkpoint(directory).config, Gemma2Config()
+    assert isinstance(config, families_gemma2.Gemma2Config)
+    for name in (*names, "attn_logit_softcapping", "final_logit_softcapping"):
+        assert getattr(config, name) == getattr(theirs, name), name
+    types = theirs.layer_types
+    assert types is not None
+    assert config.has_window == tuple(kind == "sliding_attention" for kind in types[:2])
+
+
+def test_gemma2s_layers_may_be_of_any_kind_and_without_caps(tmp_path: Path, tokens_BT: np.ndarray) -> None:
+    types = ["full_attention", "full_attention", "sliding_attention"]
+    settings: dict[str, Any] = {"layer_types": types, "attn_logit_softcapping": None, "final_logit_softcapping": None}
+    directory = write_random("gemma2", tmp_path, layers=3, scale=0.3, **settings)
+    model = load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=jnp.float32, remat="none")
+    expected = reference_logprobs(directory, tokens_BT)
+    assert np.abs(compiled_logprobs(model, tokens_BT) - expected).max() <= 5e-5
+    edit_config(directory, layer_types=None)
+    assert np.abs(reference_logprobs(directory, tokens_BT) - expected).max() > 0.1
 
 
 def test_a_head_width_of_null_is_derived(tmp_path: Path) -> None:
@@ -141,7 +208,7 @@ def test_bfloat16_is_stored_and_computed(tmp_path: Path, tokens_BT: np.ndarray, 
     assert 1e-4 < error.mean() < 0.02  # 8 bits of mantissa
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gemma2"])
 def test_every_parameter_learns(tmp_path: Path, tokens_BT: np.ndarray, family: str) -> None:
     """Biases, the router, and every expert."""
     directory = write_random(family, tmp_path, layers=1, scale=0.2)
@@ -175,12 +242,42 @@ def test_every_parameter_learns(tmp_path: Path, tokens_BT: np.ndarray, family: s
         ("llama", {"mlp_bias": True}, "mlp_bias must be false, 0 or null, got True; "),
         ("llama", {"head_dim": 15}, "head_dim must be even, got 15; "),
         ("llama", {"hidden_size": "64"}, "must give head_dim, which it lacks; "),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation must be gelu_pytorch_tanh, got 'gelu'; "),
+        ("gemma2", {"tie_word_embeddings": False}, "tie_word_embeddings must be true, got False; "),
+        ("gemma2", {"attention_bias": True}, "attention_bias must be false, 0 or null, got True; "),
+        ("gemma2", {"rope_scaling": {"type": "linear"}}, "rope_scaling must be null, got {'type': 'linear'}; "),
+        ("gemma2", {"sliding_window": None}, "sliding_window must be a whole number >= 1, got None; "),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be a number > 0, got 0; "),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping must be null or a number > 0, got 0; "),
+        ("gemma2", {"layer_types": ["full_attention"]}, "layer_types must be of num_hidden_layers=2, got 1; "),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 2}, "layer_types must be null, or sliding_attention or "),
+        (
+            "gemma2",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention must be false, 0 or null, got True; ",
+        ),
     ],
 )
 def test_refused_settings(tmp_path: Path, family: str, settings: dict[str, Any], expected: str) -> None:
     directory = write_random(family, tmp_path)
     edit_config(directory, **settings)
     with pytest.raises(CheckpointError, match=f"{directory}/config.json:? {re.escape(expected)}\\S"):
+        read_checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("gemma", "sglang-jax has no model of Gemma 1"),
+        ("gemma3", "sglang-jax has no model of Gemma 3"),
+        ("gemma3_text", "sglang-jax has no model of Gemma 3"),
+        ("gemma4", "the sampler's cache has layers of one shape"),
+    ],
+)
+def test_other_gemmas_are_refused_with_a_reason(tmp_path: Path, model_type: str, reason: str) -> None:
+    directory = write_random("gemma2", tmp_path)
+    edit_config(directory, model_type=model_type)
+    with pytest.raises(CheckpointError, match=rf"\(qwen2, .*gemma2\), got '{model_type}' \({reason}.*\); choose a"):
         read_checkpoint(directory)
 
 

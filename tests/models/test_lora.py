@@ -23,6 +23,7 @@ from tpu_grpo.models.adapters import CONFIG_FILE, TENSORS_FILE, load_adapters, w
 from tpu_grpo.models.lora import adaptable_modules, adapted_modules, apply_lora, existing_layers
 
 DENSE = [f"attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
+GEMMA = ["attn.q_einsum", "attn.kv_einsum", "attn.attn_vec_einsum", *DENSE[4:]]
 TOKENS_BT = np.random.default_rng(0).integers(2, 300, (2, 12))
 
 
@@ -52,7 +53,8 @@ def randomize(model: nnx.Module, scale: float = 0.2) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "kinds"), [("qwen2", DENSE), ("qwen3", DENSE), ("llama", DENSE), ("qwen3_moe", DENSE[:4])]
+    ("family", "kinds"),
+    [("qwen2", DENSE), ("qwen3", DENSE), ("llama", DENSE), ("qwen3_moe", DENSE[:4]), ("gemma2", GEMMA)],
 )
 def test_all_projections_of_every_family_by_default(tmp_path: Path, family: str, kinds: list[str]) -> None:
     checkpoint = read_checkpoint(write_random(family, tmp_path / "model"))
@@ -81,11 +83,28 @@ def test_what_the_model_lacks_is_refused_with_what_it_has(tmp_path: Path) -> Non
         adapted_modules(checkpoint, LoraSection(rank=2, targets=r"layers\.1\.", layers="0"))
 
 
+def test_projections_that_are_one_module_are_named_together(tmp_path: Path) -> None:
+    checkpoint = read_checkpoint(write_random("gemma2", tmp_path / "model", layers=1))
+    assert adapted_modules(checkpoint, LoraSection(rank=2, targets="attn.q_proj")) == ("layers.0.attn.q_einsum",)
+    keys_and_values = ("layers.0.attn.kv_einsum",)
+    assert adapted_modules(checkpoint, LoraSection(rank=2, targets="(k|v)_proj")) == keys_and_values
+    assert adapted_modules(checkpoint, LoraSection(rank=2, targets="kv_einsum")) == keys_and_values
+    with pytest.raises(
+        ConfigError, match=r"found in all of layers.0.attn.k_proj, layers.0.attn.v_proj or in none.*got '.q.v"
+    ):
+        adapted_modules(checkpoint, LoraSection(rank=2, targets="(q|v)_proj"))
+    with pytest.raises(
+        ConfigError, match=r"layers.N. and attn.o_proj, mlp.gate_proj, .*attn.q_proj, attn.k_proj, attn.v"
+    ):
+        adapted_modules(checkpoint, LoraSection(rank=2, targets="query"))
+
+
 # --- what they are ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "llama"))]
+    "family",
+    ["qwen3", "qwen3_moe", "gemma2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "llama"))],
 )
 def test_the_model_is_the_base_at_first_and_shares_its_arrays(tmp_path: Path, family: str) -> None:
     base, model = with_lora(write_random(family, tmp_path / "model", scale=0.3), LoraSection(rank=3))
@@ -126,10 +145,12 @@ def test_adapters_depend_on_the_seed_and_not_on_the_mesh(tmp_path: Path) -> None
 # --- their files -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_files_say_what_the_model_computes(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "kv_heads"), [("qwen2", 2), ("qwen3", 2), ("gemma2", 2), ("gemma2", 4)]
+)  # with four, Tunix's queries, keys and values are one module
+def test_files_say_what_the_model_computes(tmp_path: Path, family: str, kv_heads: int) -> None:
     """W + B A alpha / rank with the published names, put into the base's own checkpoint, is the adapted model."""
-    directory = write_random(family, tmp_path / "model", scale=0.3)
+    directory = write_random(family, tmp_path / "model", scale=0.3, kv_heads=kv_heads)
     section = LoraSection(rank=3, alpha=6.0, layers="1")
     _, model = with_lora(directory, section)
     randomize(model)
@@ -149,8 +170,9 @@ def test_files_say_what_the_model_computes(tmp_path: Path, family: str) -> None:
     assert np.abs(before - expected).max() > 0.1
 
 
-def test_written_adapters_are_read_back_exactly_on_another_mesh(tmp_path: Path) -> None:
-    directory, section = write_random("qwen3", tmp_path / "model"), LoraSection(rank=2)
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_written_adapters_are_read_back_exactly_on_another_mesh(tmp_path: Path, family: str) -> None:
+    directory, section = write_random(family, tmp_path / "model"), LoraSection(rank=2)
     _, model = with_lora(directory, section, fsdp=2, tp=2)
     randomize(model)
     write_adapters(tmp_path / "8", adapters(model), section, "base")
@@ -161,6 +183,17 @@ def test_written_adapters_are_read_back_exactly_on_another_mesh(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("8")] == ["8"]
     for name, value in adapters(model).items():
         np.testing.assert_array_equal(adapters(other)[name], value)
+
+
+def test_projections_of_one_module_must_have_a_in_common(tmp_path: Path) -> None:
+    directory, section = write_random("gemma2", tmp_path / "model", layers=1), LoraSection(rank=2)
+    _, model = with_lora(directory, section)
+    write_adapters(tmp_path / "0", adapters(model), section, "base")
+    name = "base_model.model.model.layers.0.self_attn.v_proj.lora_A.weight"
+    tensors = load_file(tmp_path / "0" / TENSORS_FILE)
+    save_file(tensors | {name: tensors[name] + 1}, tmp_path / "0" / TENSORS_FILE)
+    with pytest.raises(CheckpointError, match=r"must hold the same A for \S+k_proj.lora_A.weight, \S+v_proj.lora_A"):
+        load_adapters(model, LoraSection(rank=2, path=tmp_path / "0"))
 
 
 @pytest.fixture(scope="module")

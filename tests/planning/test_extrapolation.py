@@ -1,9 +1,14 @@
 """Fast plans: a line through two models of few layers; and what the compiler's refusals mean."""
 
+from pathlib import Path
+
 import pytest
 
+from tests.models.random_checkpoint import write_random
 from tests.planning.figures import program
-from tpu_grpo.planning.plan import FEW_LAYERS, extrapolated
+from tpu_grpo.families.gemma2 import Gemma2Config
+from tpu_grpo.models.abstract import abstract_checkpoint
+from tpu_grpo.planning.plan import FEW_LAYERS, _with_layers, extrapolated
 from tpu_grpo.planning.programs import refused_bytes
 
 
@@ -18,6 +23,14 @@ def test_a_line_through_two_and_four_layers() -> None:
     assert whole.kernels == 36
     assert extrapolated(few, more, 4) == extrapolated(few, more, 4)
     assert extrapolated(few, more, 2).argument_bytes == 10
+
+
+def test_few_layers_are_the_first_ones_where_they_differ(tmp_path: Path) -> None:
+    types = ["full_attention", "sliding_attention", "sliding_attention"]
+    directory = write_random("gemma2", tmp_path, layers=3, layer_types=types)
+    with _with_layers(abstract_checkpoint(directory), 2) as fewer:
+        assert isinstance(fewer.config, Gemma2Config)
+        assert fewer.config.has_window == (False, True)
 
 
 @pytest.mark.parametrize(

@@ -21,17 +21,21 @@ CASES: list[tuple[str, dict[str, Any], int]] = [
     ("qwen3", {"tied": False}, 2),
     ("qwen3_moe", {"tied": False}, 4),
     ("llama", {"tied": True, "rope_scaling": LLAMA3_SCALING}, 2),
+    ("gemma2", {"tied": True}, 4),
 ]
 MORE_CASES: list[tuple[str, dict[str, Any], int]] = [
     ("qwen2", {"tied": True}, 1),
     ("qwen3_moe", {"tied": False}, 1),
     ("llama", {"tied": False}, 1),
+    ("gemma2", {"tied": True}, 1),
+    ("gemma2", {"tied": True, "kv_heads": 4}, 2),  # queries, keys and values are one weight in Tunix
 ]
 """Of families that are in CASES already."""
 
 
 def name_of(family: str, options: dict[str, Any], tensor: int) -> str:
-    return f"{family} {'tied' if options['tied'] else 'untied'} tensor {tensor}"
+    heads = f" kv_heads {options['kv_heads']}" if "kv_heads" in options else ""
+    return f"{family} {'tied' if options['tied'] else 'untied'} tensor {tensor}{heads}"
 
 
 def test_every_family_is_here() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import ragged_paged_attention
 
-from tests.models.random_checkpoint import write_random_qwen3
+from tests.models.random_checkpoint import write_random, write_random_qwen3
 from tests.rollout.building import build_engine, disagreement, policy, requests, tokens
 from tests.rollout.interpreter import interpreted_kernels
 from tpu_grpo.errors import ConfigError
@@ -44,6 +44,41 @@ def test_flash_samples_what_native_does(
     assert [completion.cached_tokens for completion in completions] == cached
     assert tokens(completions) == native
     assert disagreement(model, asked, completions) <= 1e-4  # measured 1e-6
+
+
+@pytest.mark.parametrize(
+    ("window", "page", "tensor", "kv_heads"),
+    [
+        (13, 16, 1, 2),  # shorter than a block
+        pytest.param(20, 1, 1, 2, marks=pytest.mark.slow),
+        pytest.param(1, 16, 1, 2, marks=pytest.mark.slow),
+        pytest.param(13, 16, 2, 1, marks=pytest.mark.slow),  # the key-value head is repeated
+    ],
+)
+def test_flash_honours_windows_and_soft_caps(
+    tmp_path: Path, window: int, page: int, tensor: int, kv_heads: int
+) -> None:
+    """The second of each group continues after a cached prefix, and the prompt is prefilled in two chunks."""
+    checkpoint = write_random("gemma2", tmp_path / "model", head_dim=64, kv_heads=kv_heads, sliding_window=window)
+    model, sizes = policy(checkpoint), {"max_running_requests": 2, "prefill_tokens": 32}
+    asked = requests([tuple(range(100, 142))], SamplingParams(3, ignore_stop=True), group=2)
+    gather = tokens(build_engine(checkpoint, model, **sizes).generate(asked))
+    with interpreted_kernels():
+        engine = build_engine(checkpoint, model, tensor=tensor, attention="flash", page_size=page, **sizes)
+        completions = engine.generate(asked)
+    assert any(completion.cached_tokens for completion in completions)
+    assert tokens(completions) == gather
+    assert disagreement(model, asked, completions) <= 1e-4
+
+
+def test_native_attention_refuses_soft_caps(tmp_path: Path) -> None:
+    checkpoint = write_random("gemma2", tmp_path / "model")
+    with pytest.raises(ConfigError, match="native needs a model without attn_logit_softcapping, got 3; use gather"):
+        build_engine(checkpoint, attention="native")
+    checkpoint = write_random("gemma2", tmp_path / "other", attn_logit_softcapping=None)
+    model, asked = policy(checkpoint), requests(PROMPTS)
+    completions = build_engine(checkpoint, model, attention="native").generate(asked)
+    assert disagreement(model, asked, completions) <= 1e-4  # windows it has
 
 
 @pytest.mark.parametrize(

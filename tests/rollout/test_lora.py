@@ -28,6 +28,7 @@ MERGED_AGAINST_ADAPTED = 1e-4
         pytest.param("qwen2", 2, marks=pytest.mark.slow),
         pytest.param("llama", 1, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 2, marks=pytest.mark.slow),
+        pytest.param("gemma2", 4, marks=pytest.mark.slow),  # keys and values have one adapter, and are repeated
     ],
 )
 def test_merged_sampler_and_adapted_model_agree(tmp_path: Path, family: str, tensor: int) -> None:

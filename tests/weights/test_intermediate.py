@@ -7,7 +7,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.weights.test_meshes import RULES, sampler_specs, trainer_leaves
-from tpu_grpo.families.layouts import Transform, flatten, flatten_kv, same, transpose
+from tpu_grpo.families.layouts import InputsFirst, Transform, flatten, flatten_kv, same, transpose
 from tpu_grpo.rollout.engine import engine_mesh
 from tpu_grpo.weights.intermediate import intermediate_sharding, result_dimension
 from tpu_grpo.weights.sync import WeightSync
@@ -26,6 +26,8 @@ def sharding(names: tuple[str, ...], sizes: tuple[int, ...], spec: P) -> NamedSh
         (transpose, (8, 6), P("fsdp", None), (6, 8), P("tensor", None), P("tensor", "data")),
         (flatten, (8, 2, 6), P("fsdp", None, None), (8, 12), P(None, "tensor"), P("data", "tensor")),
         (flatten, (2, 6, 8), P(None, None, "fsdp"), (12, 8), P("tensor", None), P("tensor", "data")),
+        (InputsFirst(), (2, 8, 6), P(None, "fsdp", None), (8, 12), P(None, "tensor"), P("data", "tensor")),
+        (InputsFirst(1), (2, 1, 8, 6), P(None, None, "fsdp"), (8, 12), P(None, "tensor"), P("data", "tensor")),
         (flatten_kv, (8, 1, 6), P("fsdp", None, None), (8, 12), P(None, "tensor"), P("data", "tensor")),
         (same, (3, 8), P(None, None), (3, 8), P(None, "tensor"), P(None, ("tensor", "data"))),  # 3 rows: no halves
         (same, (8,), P(None), (8,), P(), P("data")),
@@ -57,6 +59,8 @@ def test_a_layout_without_copies_needs_none() -> None:
         (flatten, (8, 2, 6), (8, 12), [0, 1, 1]),
         (flatten, (2, 6, 8), (12, 8), [0, 0, 1]),
         (transpose, (8, 6), (6, 8), [1, 0]),
+        (InputsFirst(), (2, 8, 6), (8, 12), [1, 0, 1]),
+        (InputsFirst(0), (3, 2, 8, 6), (8, 12), [1, 1, 0, 1]),
         (same, (8, 6), (8, 6), [0, 1]),
         (same, (5,), (5,), [0]),
     ],

@@ -10,7 +10,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpu_grpo.errors import WeightsError
-from tpu_grpo.families import FAMILIES
+from tpu_grpo.families import FAMILIES, WeightRule
+from tpu_grpo.families.layouts import InputsFirst
 from tpu_grpo.metrics.compilations import CompilationCounter
 from tpu_grpo.rollout.engine import engine_mesh
 from tpu_grpo.weights.plan import Spec, plan_sync
@@ -172,3 +173,43 @@ def test_shapes_that_do_not_correspond_are_named() -> None:
     source["layers.1.attn.q_proj.w"] = jnp.zeros((HIDDEN, HEADS, WIDTH + 1))
     with pytest.raises(WeightsError, match=r"layers.1.attn.q_proj.w \[8, 4, 4\] cannot become \[8, 12\]"):
         plan_sync(RULES, source, sampler())
+
+
+@pytest.mark.parametrize(("fsdp", "tensor"), [(1, 1), (4, 2), (2, 2)])
+def test_a_leaf_may_become_several(fsdp: int, tensor: int) -> None:
+    """Keys and values that are one leaf, on the same devices and on others, with and without an adapter."""
+    rules = [
+        WeightRule("layers.*.kv", f"layers.*.{name}", InputsFirst(part), input_axis=-2)
+        for part, name in enumerate("kv")
+    ]
+    rng, layers, rank = np.random.default_rng(0), 2, 3
+    mesh = Mesh(np.asarray(jax.devices()[:fsdp]).reshape(fsdp, 1), ("fsdp", "tp"))
+    shapes = {"": (2, KV_HEADS, HIDDEN, WIDTH), "_lora_a": (HIDDEN, rank), "_lora_b": (rank, 2, KV_HEADS, WIDTH)}
+    specs = {"": P(None, None, "fsdp"), "_lora_a": P("fsdp"), "_lora_b": P()}
+    values = {
+        f"layers.{i}.kv{part}": rng.normal(size=shape).astype(np.float32)
+        for i in range(layers)
+        for part, shape in shapes.items()
+        if i == 1 or not part  # the second layer has an adapter
+    }
+    source = {
+        name: jax.device_put(value, NamedSharding(mesh, specs[name.partition("kv")[2]]))
+        for name, value in values.items()
+    }
+    devices = jax.devices()[:fsdp] if fsdp != 2 else jax.devices()[2:]
+    split = NamedSharding(engine_mesh(devices, len(devices) // tensor), P(None, "tensor"))
+    names = [f"layers.{i}.{name}" for i in range(layers) for name in "kv"]
+    target = {name: Spec((HIDDEN, KV_HEADS * WIDTH), jnp.dtype("float32"), sharding=split) for name in names}
+    sync = WeightSync(rules, source, target, lora_alpha=6.0)
+    weights, result = sync(source)
+    assert result.bytes_moved == 4 * 2 * layers * HIDDEN * KV_HEADS * WIDTH
+    for name in names:
+        part, layer = "kv".index(name[-1]), name[:-1]
+        expected = values[f"{layer}kv"][part].astype(np.float64)
+        if layer == "layers.1.":
+            a, b = (values[f"{layer}kv_lora_{x}"] for x in "ab")
+            expected = expected + 6.0 / rank * np.einsum("dr,rkh->kdh", a, b[:, part])
+        found = np.asarray(weights[name]).reshape(HIDDEN, KV_HEADS, WIDTH).transpose(1, 0, 2)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    for move, leaf in sync.expected(source):
+        np.testing.assert_array_equal(np.asarray(leaf), np.asarray(weights[move.target]))

@@ -30,14 +30,21 @@ NO_ROPE_SCALING = null(
 )
 NO_ATTENTION_BIAS = off("attention_bias")
 
-COMMON = (
-    SettingRule("hidden_act", "silu", lambda value: value == "silu", "the libraries always compute silu"),
+PLAIN = (
     null(
         "rope_parameters",
         "it is newer than the pinned libraries: move its rope_theta to the top level, what scales to rope_scaling, and "
         "remove it",
     ),
     SettingRule("partial_rotary_factor", "1", lambda value: value in (1, None), "Tunix's model rotates whole heads"),
+    off("attention_dropout", "Tunix's model has no dropout: set it to 0"),
+    off("quantization_config", "train the unquantized checkpoint"),
+)
+"""The rules of every family."""
+
+COMMON = (
+    *PLAIN,
+    SettingRule("hidden_act", "silu", lambda value: value == "silu", "the libraries always compute silu"),
     off("use_sliding_window", "the libraries attend to everything: set it to false if no sequence exceeds the window"),
     SettingRule(
         "layer_types",
@@ -45,7 +52,5 @@ COMMON = (
         lambda value: value is None or (isinstance(value, list) and all(kind == "full_attention" for kind in value)),
         "the libraries attend to everything in every layer",
     ),
-    off("attention_dropout", "Tunix's model has no dropout: set it to 0"),
-    off("quantization_config", "train the unquantized checkpoint"),
 )
-"""The rules of every family."""
+"""The rules of every family that computes silu and attends to everything."""

@@ -42,7 +42,7 @@ class TrainBatch:
     reference_logps: Any
     """The initial policy's, for the KL penalty, float32 [B, T]; None without one."""
     experts: Any = None
-    """What is replayed of the engine's routing, integers [B, L*k, T_prompt + T], if anything; see routing.py."""
+    """What is replayed of the engine's routing, integers [B, LK, T_prompt + T], if anything; see routing.py."""
 
     @property
     def ids(self) -> RowIds:

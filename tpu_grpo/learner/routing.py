@@ -11,7 +11,8 @@ which is the softmax over all experts at the chosen ones, divided by its sum the
 reach the router through the weights. The same comes of logits that are minus infinity outside of I, so the router is
 all that changes: Tunix's layer takes the largest k of them.
 
-Arrays: B rows, S tokens of a row (prompt and completion), L layers, k experts per token, E experts.
+Arrays: B rows, S tokens of a row (prompt and completion), L layers, k experts per token, LK = L * k (layer by layer),
+E experts.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from tpu_grpo.errors import DataError
 from tpu_grpo.types import Completion, routing_dtype
@@ -33,7 +34,7 @@ class Replayed(nnx.Variable[Any]):
 class ReplayingRouter(nnx.Module):
     """A router whose choice was made before; tokens without one are routed as ever."""
 
-    def __init__(self, router: Any, experts_BkS: Int[Array, "B k S"]):
+    def __init__(self, router: Any, experts_BkS: Integer[Array, "B k S"]):
         self.router = router
         self.experts = Replayed(experts_BkS)
 
@@ -45,16 +46,16 @@ class ReplayingRouter(nnx.Module):
         return jnp.where(chosen_BSE | ~chosen_BSE.any(axis=-1, keepdims=True), scores_BSE, -jnp.inf)
 
 
-def split_replaying(model: Any, experts_BLkS: Int[Array, "B L*k S"] | None) -> tuple[Any, Any]:
+def split_replaying(model: Any, experts_BLKS: Integer[Array, "B LK S"] | None) -> tuple[Any, Any]:
     """Split a model into definition and state as ``nnx.split`` does, with the routers of all layers replaying.
 
     The model itself stays as it is, and shares its arrays. Without experts nothing is replayed.
     """
-    if experts_BLkS is None:
+    if experts_BLKS is None:
         return nnx.split(model)
     copy: Any = nnx.merge(*nnx.split(model))
     layers = list(copy.layers)
-    for layer, experts_BkS in zip(layers, jnp.split(experts_BLkS, len(layers), axis=1), strict=True):
+    for layer, experts_BkS in zip(layers, jnp.split(experts_BLKS, len(layers), axis=1), strict=True):
         layer.mlp.router = ReplayingRouter(layer.mlp.router, experts_BkS)
     return nnx.split(copy)
 
@@ -67,13 +68,13 @@ class ReplayShape:
         self.layers, self.per_token = settings.num_layers, settings.num_experts_per_tok
         self.dtype = routing_dtype(settings.num_experts)
 
-    def empty(self, rows: int, tokens: int) -> Int[np.ndarray, "{rows} L*k {tokens}"]:
+    def empty(self, rows: int, tokens: int) -> Integer[np.ndarray, "{rows} LK {tokens}"]:
         """Make rows in which no token has experts; tokens come last, because a TPU pads the last two dimensions."""
         return np.full((rows, self.layers * self.per_token, tokens), np.iinfo(self.dtype).max, self.dtype)
 
     def rows(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], prompt_tokens: int, tokens: int
-    ) -> Int[np.ndarray, "B L*k S"]:
+    ) -> Integer[np.ndarray, "B LK S"]:
         """Lay out the experts of B rows: prompts end at ``prompt_tokens``, where completions begin.
 
         The last token of a completion has no experts: the engine sampled it and never ran it.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Integer
 
 from tpu_grpo.algorithms import Algorithm
 from tpu_grpo.config import LossAggregation
@@ -40,8 +40,8 @@ class TrainRows:
     advantages: Float[np.ndarray, " B"]
     weights: Float[np.ndarray, "B T"]
     """How much each token counts in the loss; see token_weights.py."""
-    experts: Int[np.ndarray, "B L*k T_prompt+T"] | None = None
-    """What is replayed of the engine's routing, if anything; see routing.py."""
+    experts: Integer[np.ndarray, "B LK S"] | None = None
+    """What is replayed of the engine's routing, if anything; see routing.py. S = T_prompt + T."""
 
     def chunks(self, size: int) -> Iterator["TrainRows"]:
         """Cut the rows into consecutive pieces of ``size``."""

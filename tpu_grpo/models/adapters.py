@@ -9,6 +9,9 @@ The files' names and shapes beside those of the trainer's model, for N heads of 
     layers.0.attn.q_proj.w_lora_a                                    [D, rank]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight   [N*H, rank]
     layers.0.attn.q_proj.w_lora_b                                    [rank, N, H]
+
+A module that holds several projections has one A and, for P of them, a B of [rank, P, N, H]. It is written as P modules
+that have A in common.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from safetensors.numpy import load_file, save_file
 
 from tpu_grpo.config import LoraSection
 from tpu_grpo.errors import CheckpointError
+from tpu_grpo.families import projections
 from tpu_grpo.models.json_files import read_json
 from tpu_grpo.models.messages import listed
 
@@ -41,7 +45,7 @@ def write_adapters(directory: Path, adapters: Mapping[str, np.ndarray], section:
     unfinished = directory.with_name(directory.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    tensors = {_published_name(name): _published(name, value) for name, value in adapters.items()}
+    tensors = {part: matrix for name, value in adapters.items() for part, matrix in _published(name, value).items()}
     save_file(tensors, unfinished / TENSORS_FILE, metadata={"format": "pt"})
     settings = _settings(section, {name.rpartition(".")[0] for name in adapters}, base)
     (unfinished / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
@@ -65,15 +69,8 @@ def load_adapters(model: nnx.Module, section: LoraSection) -> None:
     _check_settings(directory, section, {name.rpartition(".")[0] for name in leaves})
     tensors = _read_tensors(directory)
     for name, leaf in leaves.items():
-        value, old = tensors.get(_published_name(name)), leaf[...]
-        wanted = _published(name, np.empty(old.shape, np.float32)).shape
-        if value is None or value.shape != wanted:
-            found = "none" if value is None else list(value.shape)
-            raise CheckpointError(
-                f"{directory / TENSORS_FILE} must hold {_published_name(name)} {list(wanted)}, got {found}; give the "
-                "adapters of this model"
-            )
-        own = value.T.reshape(old.shape).astype(old.dtype)
+        old = leaf[...]
+        own = _own(name, old.shape, tensors, directory / TENSORS_FILE).astype(old.dtype)
         leaf[...] = jax.make_array_from_callback(old.shape, old.sharding, lambda index, own=own: own[index])
     nnx.update(model, state)
 
@@ -115,7 +112,7 @@ def _settings(section: LoraSection, modules: Collection[str], base: str) -> dict
         "base_model_name_or_path": base,
         "r": section.rank,
         "lora_alpha": section.alpha,
-        "target_modules": sorted(_published_module(module) for module in modules),
+        "target_modules": sorted(part for module in modules for part in _published_modules(module)),
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": False,
@@ -124,16 +121,43 @@ def _settings(section: LoraSection, modules: Collection[str], base: str) -> dict
     }
 
 
-def _published_module(module: str) -> str:
-    return f"model.{module.replace('.attn.', '.self_attn.')}"
+def _published_modules(module: str) -> list[str]:
+    return [f"model.{part.replace('.attn.', '.self_attn.')}" for part in projections(module)]
 
 
-def _published_name(name: str) -> str:
+def _published_names(name: str) -> list[str]:
     module, _, leaf = name.rpartition(".")
-    return f"base_model.model.{_published_module(module)}.lora_{leaf[-1].upper()}.weight"
+    return [f"base_model.model.{part}.lora_{leaf[-1].upper()}.weight" for part in _published_modules(module)]
 
 
-def _published(name: str, value: np.ndarray) -> np.ndarray:
-    """Reshape A from [*inputs, rank] to [rank, inputs], or B from [rank, *outputs] to [outputs, rank]."""
-    matrix = value.reshape(-1, value.shape[-1]) if name.endswith("_a") else value.reshape(value.shape[0], -1)
-    return np.ascontiguousarray(matrix.T)
+def _published(name: str, value: np.ndarray) -> dict[str, np.ndarray]:
+    """Name the matrices of every projection: A [*inputs, rank] as [rank, inputs], B [rank, *outputs] as its transpose.
+
+    All projections of a module have its A, and B is cut into theirs.
+    """
+    names = _published_names(name)
+    is_a = name.endswith("_a")
+    parts = [value] * len(names) if is_a or len(names) == 1 else np.moveaxis(value, 1, 0)
+    matrices = [part.reshape(-1, part.shape[-1]) if is_a else part.reshape(part.shape[0], -1) for part in parts]
+    return {name: np.ascontiguousarray(matrix.T) for name, matrix in zip(names, matrices, strict=True)}
+
+
+def _own(name: str, shape: tuple[int, ...], tensors: Mapping[str, np.ndarray], file: Path) -> np.ndarray:
+    """Undo `_published`: put a leaf of this shape together from the file's tensors."""
+    found = []
+    for part, matrix in _published(name, np.empty(shape, np.float32)).items():
+        value = tensors.get(part)
+        if value is None or value.shape != matrix.shape:
+            has = "none" if value is None else list(value.shape)
+            raise CheckpointError(
+                f"{file} must hold {part} {list(matrix.shape)}, got {has}; give the adapters of this model"
+            )
+        found.append(value.T)
+    if not name.endswith("_a"):
+        return np.stack(found, axis=1).reshape(shape)
+    if any((other != found[0]).any() for other in found):
+        raise CheckpointError(
+            f"{file} must hold the same A for {', '.join(_published_names(name))}, which are one module here, got "
+            "different ones; give adapters that this program wrote"
+        )
+    return found[0].reshape(shape)

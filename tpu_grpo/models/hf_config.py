@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_grpo.errors import CheckpointError
-from tpu_grpo.families import FAMILIES, DecoderConfig, Family
+from tpu_grpo.families import FAMILIES, REFUSED, DecoderConfig, Family
 from tpu_grpo.models.json_files import read_json
 
 CONFIG_FILE = "config.json"
@@ -35,9 +35,10 @@ def _family_of(hf_config: Mapping[str, Any], directory: Path) -> Family:
     path, model_type = directory / CONFIG_FILE, hf_config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
+        reason = REFUSED.get(model_type) if isinstance(model_type, str) else None
         raise CheckpointError(
-            f"{path}: model_type must be one of the supported families ({', '.join(FAMILIES)}), got {model_type!r}; "
-            "choose a checkpoint of one of them"
+            f"{path}: model_type must be one of the supported families ({', '.join(FAMILIES)}), got {model_type!r}"
+            f"{f' ({reason})' if reason else ''}; choose a checkpoint of one of them"
         )
     architectures = hf_config.get("architectures")
     if architectures != [family.architecture]:

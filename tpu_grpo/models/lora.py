@@ -8,6 +8,8 @@ returned model shares the base's arrays. A and B are ``nnx.LoRAParam`` beside W,
 
     layers.3.attn.q_proj.w [D, N, H]   w_lora_a [D, rank]      w_lora_b [rank, N, H]
     layers.3.attn.o_proj.w [N, H, D]   w_lora_a [N, H, rank]   w_lora_b [rank, D]
+
+Keys and values that are one module, as Gemma's ``kv_einsum``, get one adapter: they have A in common.
 """
 
 from __future__ import annotations
@@ -18,32 +20,34 @@ from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.config import LoraSection, parse_layers
 from tpu_grpo.errors import ConfigError
+from tpu_grpo.families import projections
 from tpu_grpo.models.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from flax import nnx
 
-_ADAPTABLE = re.compile(r"layers\.\*\.((?:attn|mlp)\.\w+_proj)\.\w+")
+_ADAPTABLE = re.compile(r"layers\.\*\.((?:attn|mlp)\.\w+_(?:proj|einsum))\.\w+")
 """Matches the weights of modules that are one matrix product; experts are parameters of a larger module."""
 
 
 def adaptable_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return all modules that can have an adapter, layer by layer."""
     found = [_ADAPTABLE.fullmatch(rule.source) for rule in checkpoint.weight_rules]
-    names = [match[1] for match in found if match]
+    names = dict.fromkeys(match[1] for match in found if match)
     return tuple(f"layers.{layer}.{name}" for layer in range(checkpoint.config.num_hidden_layers) for name in names)
 
 
 def adapted_modules(checkpoint: Checkpoint, section: LoraSection) -> tuple[str, ...]:
-    """Return the modules that get an adapter.
+    """Return the modules that get an adapter: those in which, or in all of whose projections, the targets are found.
 
     Raises:
-        ConfigError: for layers the model lacks, or an expression that is found in no module.
+        ConfigError: for layers the model lacks, or an expression that is found in no module or in a part of one.
     """
     possible = adaptable_modules(checkpoint)
-    named = [name for name in possible if re.search(section.targets, name)]
+    named = [name for name in possible if _is_named(name, section.targets)]
     if not named:
-        kinds = ", ".join(name.removeprefix("layers.0.") for name in possible if name.startswith("layers.0."))
+        first = (projection for name in possible if name.startswith("layers.0.") for projection in projections(name))
+        kinds = ", ".join(projection.removeprefix("layers.0.") for projection in first)
         raise ConfigError(
             f"model.lora.targets must be found in the path of a module, got {section.targets!r}; every layer N has "
             f"layers.N. and {kinds}"
@@ -58,6 +62,17 @@ def adapted_modules(checkpoint: Checkpoint, section: LoraSection) -> tuple[str, 
             f"found only in {named[0]} to {named[-1]}; change one of them"
         )
     return chosen
+
+
+def _is_named(module: str, targets: str) -> bool:
+    parts = projections(module)
+    found = [re.search(targets, part) is not None for part in parts]
+    if any(found) and not all(found):
+        raise ConfigError(
+            f"model.lora.targets must be found in all of {', '.join(parts)} or in none, because they are one module "
+            f"with one adapter, got {targets!r}; name all of them"
+        )
+    return all(found) or re.search(targets, module) is not None
 
 
 def existing_layers(checkpoint: Checkpoint, setting: str, text: str) -> frozenset[int]:

@@ -18,6 +18,20 @@ the log-probabilities need. The repair casts them.
 **Experts without tensor parallelism.** ``MoELayer`` gathers and reduce-scatters over the axis ``tp`` even when it has
 one device, and libtpu 0.0.42.1 aborts when it compiles that. Nothing is wrapped for this: ``fitted_config`` leaves the
 axis out of the model's config.
+
+**Gemma's windows.** ``_create_sliding_mask`` compares the places of keys in the row with the positions of queries. Rows
+of prompts are padded on the left, and positions do not count padding: with P tokens of padding, a query's window begins
+P tokens too early, and where the window is no longer than P, it ends before the query itself.
+
+**Gemma's settings.** Rotary positions have a base of 10,000, norms an epsilon of 1e-6, and scores are multiplied by
+``head_dim ** -0.5``, whatever a checkpoint says (the 27B divides them by the root of 144 with heads of 128).
+
+**Gemma in bfloat16.** Norms, scores, soft caps and softmax are computed in the dtype of the parameters, where the
+published model computes norms and softmax in float32, and logits are returned in it. Scores up to 50 are then rounded
+to steps of 0.25. The sampler computes all of them in float32.
+
+One repair covers these three: attention, norms and the output head are our own. A call with a cache, which only Tunix's
+own sampler makes, keeps Tunix's attention.
 """
 
 import dataclasses
@@ -25,8 +39,10 @@ import functools
 from contextvars import ContextVar
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
 
 from tpu_grpo.families.rope import inverse_timescales
 from tpu_grpo.families.tunix_version import require_reviewed_tunix
@@ -34,7 +50,9 @@ from tpu_grpo.families.tunix_version import require_reviewed_tunix
 _MARK = "repaired_by_tpu_grpo"
 
 _config: ContextVar[Any] = ContextVar("config", default=None)
-"""The config of Tunix's attention module that is running in this context, None outside of one."""
+"""The config of Tunix's attention module, or of Gemma, that is running in this context, None outside of one."""
+
+_MASKED = -1e30
 
 
 def apply() -> None:
@@ -44,6 +62,7 @@ def apply() -> None:
         ConfigError: when another version of google-tunix is installed than the one the repairs were reviewed for.
     """
     require_reviewed_tunix()
+    from tunix.models.gemma import model as gemma
     from tunix.models.llama3 import model as llama3
     from tunix.models.qwen3 import model as qwen3
 
@@ -54,6 +73,10 @@ def apply() -> None:
         module.apply_rope = _with_current_positions(module.apply_rope)
         module.Attention.block = _with_config_in_context(module.Attention.block)
     llama3.Llama3.__call__ = _with_float32_logits(llama3.Llama3.__call__)
+    gemma.Gemma.__call__ = _with_config_in_context(gemma.Gemma.__call__)
+    gemma.Attention.block = _with_published_attention(gemma.Attention.block, gemma)
+    gemma.RMSNorm.__call__ = _with_published_norm(gemma.RMSNorm.__call__)
+    gemma.Embedder.decode = _with_float32_head(gemma.Embedder.decode)
 
 
 def fitted_config(model_config: Any, mesh: Mesh) -> Any:
@@ -109,3 +132,67 @@ def _with_float32_logits(original: Any) -> Any:
         return logits.astype(jnp.float32), cache
 
     return __call__
+
+
+# --- Gemma -----------------------------------------------------------------------------------------------------------
+# B rows, T tokens, S the same tokens as keys, N query heads, K key-value heads, G query heads for each of them, H width
+
+
+def _with_published_attention(original: Any, gemma: Any) -> Any:
+    @functools.wraps(original)
+    def block(self: Any, x: Any, segment_pos: Any, cache: Any, attn_mask: Any) -> Any:
+        config = _config.get()
+        if cache is not None or not hasattr(config, "query_pre_attn_scalar"):
+            return original(self, x, segment_pos, cache, attn_mask)
+        projected = self.qkv_einsum(x) if self.use_qkv_einsum else (self.q_einsum(x), *self.kv_einsum(x))
+        q, k, v = (gemma.shard(heads, self.shd_config.act_btnh) for heads in projected)
+        timescales = inverse_timescales(self.head_dim, config.rope_theta)
+        q, k = _rotate(q, segment_pos, timescales), _rotate(k, segment_pos, timescales)
+        if self.attn_type == gemma.AttentionType.LOCAL_SLIDING:
+            attn_mask = attn_mask & in_window(segment_pos, self.sliding_window_size)
+        mixed = _attend(q, k, v, attn_mask, config.query_pre_attn_scalar**-0.5, self.attn_logits_soft_cap)
+        return None, gemma.shard(self.attn_vec_einsum(mixed), self.shd_config.act_btd)
+
+    return block
+
+
+def in_window(positions_BT: Int[Array, "B T"], window: int) -> Bool[Array, "B T T"]:
+    """Whether key S lies above query T's position less the window; the causal mask cuts the keys after it."""
+    return positions_BT[:, None, :] > positions_BT[:, :, None] - window
+
+
+def _attend(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    seen_BTS: Bool[Array, "B T S"],
+    scale: float,
+    soft_cap: float | None,
+) -> Float[Array, "B T N H"]:
+    """Mix the values with scores and their softmax in float32."""
+    rows, length, _, width = q_BTNH.shape
+    q_BTKGH = q_BTNH.reshape(rows, length, k_BSKH.shape[2], -1, width)
+    scores = jnp.einsum("BTKGH,BSKH->BTKGS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * scale
+    if soft_cap is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    probs = jax.nn.softmax(jnp.where(seen_BTS[:, :, None, None], scores, _MASKED), axis=-1).astype(v_BSKH.dtype)
+    return jnp.einsum("BTKGS,BSKH->BTKGH", probs, v_BSKH).reshape(q_BTNH.shape)
+
+
+def _with_published_norm(original: Any) -> Any:
+    @functools.wraps(original)
+    def __call__(self: Any, x: Any) -> Any:
+        epsilon = getattr(_config.get(), "norm_eps", 1e-6)
+        wide, weight = x.astype(jnp.float32), 1.0 + self.scale.value.astype(jnp.float32)
+        normed = wide * jax.lax.rsqrt(jnp.square(wide).mean(axis=-1, keepdims=True) + epsilon)
+        return (normed * weight.reshape(*(1,) * (x.ndim - 1), -1)).astype(x.dtype)
+
+    return __call__
+
+
+def _with_float32_head(original: Any) -> Any:
+    @functools.wraps(original)
+    def decode(self: Any, x: Any) -> Any:
+        return original(self, x).astype(jnp.float32)  # before the soft cap
+
+    return decode

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tpu_grpo.config import BUILTIN, RunConfig
 from tpu_grpo.errors import ConfigError
@@ -136,9 +137,12 @@ def _all_layers_trained(config: RunConfig) -> RunConfig:
 
 @contextmanager
 def _with_layers(checkpoint: Checkpoint, count: int) -> Iterator[Checkpoint]:
-    """Make the same model with another number of layers, for as long as the context lasts."""
+    """Make the same model with its first ``count`` layers, for as long as the context lasts."""
+    changed: dict[str, Any] = {"num_hidden_layers": count}
+    if types := checkpoint.hf_config.get("layer_types"):
+        changed["layer_types"] = types[:count]
     with tempfile.TemporaryDirectory() as directory:
-        text = json.dumps({**checkpoint.hf_config, "num_hidden_layers": count})
+        text = json.dumps({**checkpoint.hf_config, **changed})
         (Path(directory) / "config.json").write_text(text)
         yield abstract_checkpoint(Path(directory))
 

@@ -20,7 +20,7 @@ from sgl_jax.srt.model_executor.model_runner import ModelRunner
 from tpu_grpo.rollout import gather_attention
 from tpu_grpo.rollout.flash_attention import BlockedFlashAttention
 from tpu_grpo.rollout.gather_attention import GatherAttention, block_metadata, decode_metadata
-from tpu_grpo.rollout.native_attention import CutNativeAttention
+from tpu_grpo.rollout.native_attention import CutNativeAttention, check_soft_cap
 
 AttentionName = Literal["flash", "gather", "native"]
 Columns = Mapping[str, np.ndarray]
@@ -96,7 +96,12 @@ class NativeMode:
         self._runner = runner
 
     def library_backend(self) -> Any:
-        """Return the library's NativeAttention."""
+        """Return the library's NativeAttention.
+
+        Raises:
+            ConfigError: for a model that caps its scores.
+        """
+        check_soft_cap(self._runner.model_config.hf_config)
         return CutNativeAttention(self._runner.num_attn_heads, self._runner.num_kv_heads, self._runner.mesh)
 
     def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:

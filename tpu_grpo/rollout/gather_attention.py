@@ -84,6 +84,17 @@ def decode_metadata(pages_BN: Int[np.ndarray, "B N"]) -> GatherMetadata:
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """How a layer scores a query's keys: q k scale, then the soft cap, then the softmax over those it sees."""
+
+    scale: float
+    window: int | None = None
+    """A query sees itself and the ``window - 1`` tokens before it, or all of them without a window."""
+    soft_cap: float | None = None
+    """Scores x become soft_cap * tanh(x / soft_cap)."""
+
+
+@dataclass(frozen=True)
 class GatherAttention:
     """Replaces sglang-jax's ``AttentionBackend`` in a forward batch; it is built inside the traced step."""
 
@@ -108,10 +119,12 @@ class GatherAttention:
         else:
             lengths, attend = forward_batch.extend_prefix_lens, prefill_attention
 
+        scoring = Scoring(layer.scaling, layer.sliding_window_size, layer.logit_cap)
+
         def attend_own_heads(q, k, v, paged, slots, lengths, metadata):
             paged = write_cache(paged, slots, k, v)
             grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
-            out = attend(grouped, paged, metadata, lengths, layer.scaling)
+            out = attend(grouped, paged, metadata, lengths, scoring)
             return out.reshape(len(q), -1), paged
 
         heads, replicated = P("data", "tensor", None), P()
@@ -149,9 +162,9 @@ def _decode(
     paged: Float[Array, "pages page K 2 D"],
     metadata: GatherMetadata,
     seq_lens_B: Int[Array, " B"],
-    scale: float,
+    scoring: Scoring,
 ) -> Float[Array, "B K G D"]:
-    return decode_attention(q, paged, metadata.pages_BN, seq_lens_B, scale)
+    return decode_attention(q, paged, metadata.pages_BN, seq_lens_B, scoring)
 
 
 def decode_attention(
@@ -159,12 +172,12 @@ def decode_attention(
     paged: Float[Array, "pages page K 2 D"],
     pages_BN: Int[Array, "B N"],
     seq_lens_B: Int[Array, " B"],
-    scale: float,
+    scoring: Scoring,
 ) -> Float[Array, "B K G D"]:
     """Attend with one query per row to the row's first ``seq_lens`` cached tokens."""
     groups = DECODE_GROUPS if q.shape[0] % DECODE_GROUPS == 0 else 1
     queries, pages, lens = (jnp.split(array, groups) for array in (q[:, None], pages_BN, seq_lens_B[:, None]))
-    out = [paged_attention(*part, paged, scale) for part in zip(queries, pages, lens, strict=True)]
+    out = [paged_attention(*part, paged, scoring) for part in zip(queries, pages, lens, strict=True)]
     return jnp.concatenate(out)[:, 0]
 
 
@@ -173,7 +186,7 @@ def prefill_attention(
     paged: Float[Array, "pages page K 2 D"],
     metadata: GatherMetadata,
     prefix_lens_B: Int[Array, " B"],
-    scale: float,
+    scoring: Scoring,
 ) -> Float[Array, "T K G D"]:
     """Attend causally with new tokens to their row's cached prefix and to each other."""
 
@@ -181,7 +194,7 @@ def prefill_attention(
         row, start, token, length = blocks
         offset_RQ = jnp.arange(QUERY_BLOCK) + start[:, None]
         visible_RQ = jnp.where(offset_RQ < length[:, None], prefix_lens_B[row][:, None] + offset_RQ + 1, 0)
-        return paged_attention(q[token], metadata.pages_BN[row], visible_RQ, paged, scale)
+        return paged_attention(q[token], metadata.pages_BN[row], visible_RQ, paged, scoring)
 
     blocks = (metadata.block_row, metadata.block_start, metadata.block_token, metadata.block_length)
     grouped = jax.tree.map(lambda a: a.reshape(-1, BLOCKS_AT_ONCE, *a.shape[1:]), blocks)
@@ -194,11 +207,12 @@ def paged_attention(
     pages_RN: Int[Array, "R N"],
     visible_RQ: Int[Array, "R Q"],
     paged: Float[Array, "pages page K 2 D"],
-    scale: float,
+    scoring: Scoring,
 ) -> Float[Array, "R Q K G D"]:
-    """Attend with each query to the first ``visible`` tokens of its row's pages, with the softmax in float32.
+    """Attend with each query to the first ``visible`` tokens of its row's pages, with scores and softmax in float32.
 
-    The result of queries that see nothing (padding) is zero.
+    Of these, a query with a window sees the last ``window``, and chunks before the first window are not read. The
+    result of queries that see nothing (padding) is zero.
     """
     page_size = paged.shape[1]
     pages_per_chunk = max(1, CHUNK_TOKENS // page_size)
@@ -209,8 +223,7 @@ def paged_attention(
         peak, mass, out = carry
         pages = jax.lax.dynamic_slice_in_dim(pages_RN, index * pages_per_chunk, pages_per_chunk, axis=1)
         cached = paged[pages].reshape(len(pages), chunk, *paged.shape[2:])  # R C K 2 D
-        seen = index * chunk + jnp.arange(chunk) < visible_RQ[..., None]
-        scores = jnp.where(seen[:, :, None, None], _scores(q, cached[..., 0, :]) * scale, MASKED)
+        scores = _seen_scores(q, cached[..., 0, :], index * chunk + jnp.arange(chunk), visible_RQ, scoring)
         new_peak = jnp.maximum(peak, scores.max(-1))
         shrink, weights = jnp.exp(peak - new_peak), jnp.exp(scores - new_peak[..., None])
         out = out * shrink[..., None] + _mix(weights, cached[..., 1, :])
@@ -221,10 +234,36 @@ def paged_attention(
         jnp.zeros(q.shape[:-1], jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )
-    chunks = -(-jnp.max(visible_RQ) // chunk)
-    _, mass, out = jax.lax.fori_loop(0, chunks, attend_chunk, start)
+    first, last = _chunks(visible_RQ, scoring.window, chunk)
+    _, mass, out = jax.lax.fori_loop(first, last, attend_chunk, start)
     sees_any = (visible_RQ > 0)[..., None, None, None]
     return (sees_any * out / jnp.maximum(mass, jnp.finfo(jnp.float32).tiny)[..., None]).astype(q.dtype)
+
+
+def _chunks(visible_RQ: Int[Array, "R Q"], window: int | None, chunk: int) -> tuple[Any, Any]:
+    """Return the first chunk that any query sees, and the one after the last."""
+    end = -(-jnp.max(visible_RQ) // chunk)
+    if window is None:
+        return 0, end
+    least = jnp.min(jnp.where(visible_RQ > 0, visible_RQ, jnp.iinfo(visible_RQ.dtype).max))
+    return jnp.minimum(jnp.maximum(least - window, 0) // chunk, end), end
+
+
+def _seen_scores(
+    q: Float[Array, "R Q K G D"],
+    keys: Float[Array, "R C K D"],
+    position_C: Int[Array, " C"],
+    visible_RQ: Int[Array, "R Q"],
+    scoring: Scoring,
+) -> Float[Array, "R Q K G C"]:
+    """Score the keys at these positions; MASKED where a query does not see one."""
+    seen = position_C < visible_RQ[..., None]
+    if scoring.window is not None:
+        seen &= position_C >= visible_RQ[..., None] - scoring.window
+    scores = _scores(q, keys) * scoring.scale
+    if scoring.soft_cap is not None:
+        scores = scoring.soft_cap * jnp.tanh(scores / scoring.soft_cap)
+    return jnp.where(seen[:, :, None, None], scores, MASKED)
 
 
 def _scores(q: Float[Array, "R Q K G D"], keys: Float[Array, "R C K D"]) -> Float[Array, "R Q K G C"]:

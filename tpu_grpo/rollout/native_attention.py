@@ -11,6 +11,8 @@ from jaxtyping import Array, Float
 from sgl_jax.srt.layers.attention.native_backend import NativeAttention
 from sgl_jax.srt.layers.radix_attention import RadixAttention
 
+from tpu_grpo.errors import ConfigError
+
 
 class CutNativeAttention(NativeAttention):
     """NativeAttention, which pads heads as the cache does, with outputs as wide as the model's heads."""
@@ -22,6 +24,18 @@ class CutNativeAttention(NativeAttention):
         attend: Any = super().__call__  # which the library leaves without types
         output, cache = attend(q, k, v, layer, *args, **kwargs)
         return cut_heads(output, cache.shape[-1], layer.head_dim), cache
+
+
+def check_soft_cap(hf_config: Any) -> None:
+    """Refuse a model that caps its scores, because the library's native attention does not.
+
+    Raises:
+        ConfigError: if ``attn_logit_softcapping`` is set.
+    """
+    if (cap := getattr(hf_config, "attn_logit_softcapping", None)) is not None:
+        raise ConfigError(
+            f"rollout.attention=native needs a model without attn_logit_softcapping, got {cap:g}; use gather or auto"
+        )
 
 
 def cut_heads(heads: Float[Array, "T padded_heads"], padded: int, width: int) -> Float[Array, "T heads"]:

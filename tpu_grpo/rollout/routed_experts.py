@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Array, Integer
 
 from tpu_grpo.types import routing_dtype
 
@@ -41,7 +41,7 @@ class ExpertLayout:
         """The bytes that one token's experts take."""
         return self.layers * self.per_token * self.dtype.itemsize
 
-    def stack(self, layers: list[Int[Array, "T K"]]) -> Int[Array, "T L K"]:
+    def stack(self, layers: list[Integer[Array, "T K"]]) -> Integer[Array, "T L K"]:
         """Put what the model's layers return into one array of the small type, on every device."""
         assert len(layers) == self.layers, f"{len(layers)} layers chose experts, expected {self.layers}"
         experts_TLK = jnp.stack(layers, axis=1).astype(self.dtype)
@@ -62,12 +62,12 @@ class ExpertTable:
         self._experts = np.zeros(shape, self._layout.dtype)
         self._known = np.zeros(self._slots, np.bool_)
 
-    def store(self, slots_T: Int[np.ndarray, " T"], experts_TLK: Int[np.ndarray, "T L K"]) -> None:
+    def store(self, slots_T: Integer[np.ndarray, " T"], experts_TLK: Integer[np.ndarray, "T L K"]) -> None:
         """Keep the experts of the tokens in these cache slots."""
         self._experts[slots_T] = experts_TLK
         self._known[slots_T] = True
 
-    def read(self, slots_T: Int[np.ndarray, " T"]) -> Int[np.ndarray, "T L K"]:
+    def read(self, slots_T: Integer[np.ndarray, " T"]) -> Integer[np.ndarray, "T L K"]:
         """Return a copy of what was stored for these slots."""
         assert self._known[slots_T].all(), "a token of this request was never computed since the cache was emptied"
         return self._experts[slots_T]

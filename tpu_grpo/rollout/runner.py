@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 from sgl_jax.srt.layers.logits_processor import LogitsMetadata
 from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
 from sgl_jax.srt.mem_cache.memory_pool import MemoryPools, MHATokenToKVPool
@@ -51,7 +51,7 @@ class StepOutput(NamedTuple):
 
     tokens: Int[Array, " B"]
     logprobs: Float[Array, " B"]
-    experts: Int[Array, "T L K"] | None
+    experts: Integer[Array, "T L K"] | None
     """The experts of every token that the step computed, if the runner returns them."""
 
 

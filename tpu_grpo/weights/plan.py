@@ -60,7 +60,9 @@ class LeafMove:
 
     def result(self, leaves: Sequence[Array]) -> Array:
         """Compute the sampler's leaf from the values of ``sources``."""
-        leaf = merged(*leaves, self.scale, self.input_axis) if self.merges else leaves[0]
+        leaf, *adapter = leaves
+        if self.merges:
+            leaf = merged(leaf, adapter[0], adapter[1], self.scale, self.input_axis)
         return self.transform(leaf, self.spec.shape).astype(self.spec.dtype)
 
     @property
