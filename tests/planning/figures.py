@@ -6,7 +6,9 @@ from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.planning.programs import CompiledProgram, Stage
 from tpu_grpo.planning.resident import ResidentBytes
 
-RESIDENT = ResidentBytes(parameters=100, optimizer=200, reference=30, sampler=40, shared=5, cache=50, batch=7)
+RESIDENT = ResidentBytes(
+    parameters=100, optimizer=200, trained=80, reference=30, sampler=40, shared=5, cache=50, batch=7
+)
 
 
 def program(stage: Stage, **figures: Any) -> CompiledProgram:

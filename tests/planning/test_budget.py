@@ -2,12 +2,14 @@
 
 from tests.planning.figures import RESIDENT, program, run_of
 from tpu_grpo.planning.budget import stage_memory
+from tpu_grpo.planning.programs import GRADIENTS, OPTIMIZER_STEP
 
 PROGRAMS = [
     program("rollout", name="decode", argument_bytes=96, temporary_bytes=9, code_bytes=1),  # 95 known, 1 of inputs
     program("rollout", name="prefill", argument_bytes=95, temporary_bytes=8, code_bytes=1),
     program("logprobs", argument_bytes=100, output_bytes=2, temporary_bytes=11, code_bytes=1),
-    program("update", argument_bytes=303, output_bytes=100, temporary_bytes=17, code_bytes=1),
+    program("update", name=GRADIENTS, argument_bytes=143, temporary_bytes=17, code_bytes=1),  # gradients are 40
+    program("update", name=OPTIMIZER_STEP, argument_bytes=320, output_bytes=5, temporary_bytes=1, code_bytes=1),
 ]
 TRAINER, SAMPLER = 100 + 200 + 30, 40 + 50
 
@@ -18,12 +20,12 @@ def totals(**sections: object) -> dict[str, float]:
 
 def test_everything_is_there_in_every_stage() -> None:
     found = stage_memory(run_of(), RESIDENT, PROGRAMS, sync_bytes=13)
-    assert [stage.program for stage in found] == ["decode", "logprobs", "update", "largest group"]
-    both = TRAINER + SAMPLER + 4  # four programs
+    assert [stage.program for stage in found] == ["decode", "logprobs", GRADIENTS, "largest group"]
+    both = TRAINER + SAMPLER + 5  # five programs
     assert totals() == {
         "rollout": both + 1 + 9,
         "logprobs": both + 2 + 11 + 7,
-        "update": both + 3 + 100 + 17 + 7,
+        "update": both + 3 + 40 + 17 + 7,
         "sync": both + 13,
     }
 
@@ -37,18 +39,28 @@ def test_what_is_released_is_not_there_during_the_update() -> None:
 
 
 def test_shared_leaves_stay_old_while_updates_follow_each_other() -> None:
-    assert totals(algorithm={"group_size": 2, "micro_batch_prompts": 4})["update"] == totals()["update"] + 5
+    assert totals(algorithm={"group_size": 2, "micro_batch_prompts": 4})["update"] == totals()["update"]
     assert totals(algorithm={"group_size": 2, "iterations": 2})["update"] == totals()["update"] + 5
 
 
 def test_split_meshes_have_a_side_each() -> None:
     found = totals(meshes={"layout": "split"})
-    assert found["rollout"] == SAMPLER + 1 + 9 + 4
-    assert found["update"] == TRAINER + 3 + 100 + 17 + 7 + 4
-    assert found["sync"] == TRAINER + 13 + 4  # the fuller side
+    assert found["rollout"] == SAMPLER + 1 + 9 + 5
+    assert found["update"] == TRAINER + 3 + 40 + 17 + 7 + 5
+    assert found["sync"] == TRAINER + 13 + 5  # the fuller side
+
+
+def test_the_optimizers_step_counts_where_it_needs_more() -> None:
+    """Its arguments are the trained parameters, what the optimizer keeps, and the gradients."""
+    large = program("update", name=OPTIMIZER_STEP, argument_bytes=80 + 200 + 40, output_bytes=5, temporary_bytes=90)
+    update = stage_memory(run_of(), RESIDENT, [*PROGRAMS[:4], large], sync_bytes=13)[2]
+    assert update.program == OPTIMIZER_STEP
+    assert update.total == TRAINER + SAMPLER + 40 + 5 + 90 + 7 + 4
 
 
 def test_a_refused_program_counts_as_the_compiler_says() -> None:
-    refused = [*PROGRAMS[:3], program("update", temporary_bytes=1000, fits=False)]
+    refused = [*PROGRAMS[:3], program("update", name=GRADIENTS, temporary_bytes=1000, fits=False)]
     update = stage_memory(run_of(), RESIDENT, refused, sync_bytes=13)[2]
-    assert update.total == 1000 + 30 + SAMPLER + 7 + 3  # with what its arguments are not, and three programs' code
+    assert (
+        update.total == 1000 + 200 + 30 + SAMPLER + 7 + 3
+    )  # with what its arguments are not, and three programs' code

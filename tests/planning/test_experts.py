@@ -43,7 +43,7 @@ def compiled_kernels(directory: Path) -> int:
     target, config, checkpoint = open_slice("v5e-16"), load_config(SHIPPED, []), abstract_checkpoint(directory)
     with target.as_jax_devices():
         run = AbstractRun(config, checkpoint, build_meshes(config, checkpoint, target.devices), (0,))
-        return compiled_figures(run.learner.lower_update(), FAST_COMPILE_OPTIONS)["kernels"]
+        return compiled_figures(run.learner.lower_gradients(), FAST_COMPILE_OPTIONS)["kernels"]
 
 
 def test_the_update_of_experts_compiles(tmp_path: Path) -> None:
