@@ -1,5 +1,6 @@
 """Checkpoints of a small linear model: saving, keeping, resuming, and every kind of damage."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -7,61 +8,59 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from tpu_grpo.learner.repairs import WholeArrayCheckpointManager
 
+from tests.learner.linear import Run, linear_config, linear_run
+from tests.learner.toy import counted_compilations, make_mesh
 from tpu_grpo.errors import CheckpointError
-from tpu_grpo.learner.checkpoints import Checkpoints, read_policy
-from tpu_grpo.learner.digest import checksums, params_digest
+from tpu_grpo.learner import checkpoints as checkpoints_module
+from tpu_grpo.learner.checkpoints import Checkpoints, _checksums, read_policy
+from tpu_grpo.learner.digest import params_digest
 
 # When one of its reads fails, Orbax closes an event loop that others still report to.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
-Pair = tuple[nnx.Linear, nnx.Optimizer]
+
+def make_run(seed: int = 0, width: int = 64) -> Run:
+    return linear_run(linear_config(Path("nowhere")), seed=seed, width=width)
 
 
-def make_pair(seed: int = 0, width: int = 64) -> Pair:
-    model = nnx.Linear(4, width, rngs=nnx.Rngs(seed))
-    return model, nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
-
-
-def take_step(model: nnx.Linear, optimizer: nnx.Optimizer) -> None:
-    optimizer.update(model, nnx.grad(lambda m: (m(jnp.arange(4.0)) ** 2).sum())(model))
-
-
-def saved_run(directory: Path, *steps: int, keep: int = 2, width: int = 64) -> Pair:
-    model, optimizer = make_pair(width=width)
+def saved_run(directory: Path, *steps: int, keep: int = 2, width: int = 64) -> Run:
+    run = make_run(width=width)
     checkpoints = Checkpoints(directory, keep=keep)
-    assert checkpoints.restore(model, optimizer, resume="auto") == 0
+    assert checkpoints.restore(run.updater, resume="auto") == 0
     for step in steps:
-        take_step(model, optimizer)
-        checkpoints.save(step, model, optimizer)
+        run.step()
+        checkpoints.save(step, run.updater)
     checkpoints.close()
-    return model, optimizer
+    return run
 
 
-def restored(directory: Path, pair: Pair, resume: str = "auto") -> int:
+def restored(directory: Path, run: Run, resume: Any = "auto") -> int:
     checkpoints = Checkpoints(directory, keep=2)
     try:
-        return checkpoints.restore(*pair, resume=resume)  # type: ignore[arg-type]
+        return checkpoints.restore(run.updater, resume=resume)
     finally:
         checkpoints.close()
 
 
-def assert_same(left: Pair, right: Pair) -> None:
-    for a, b in zip(left, right, strict=True):
-        assert checksums(nnx.state(a)) == checksums(nnx.state(b))
+def sums(run: Run) -> dict[str, Any]:
+    return _checksums(run.updater.model, run.updater)
+
+
+def assert_same(left: Run, right: Run) -> None:
+    assert sums(left) == sums(right)
 
 
 def test_model_and_optimizer_come_back_exactly(tmp_path: Path) -> None:
     before = saved_run(tmp_path, 5)
-    after = make_pair(seed=1)
+    after = make_run(seed=1)
     assert restored(tmp_path, after, "require") == 5
     assert_same(before, after)
-    take_step(*before)
-    take_step(*after)
+    before.step()
+    after.step()
     assert_same(before, after)
 
 
@@ -72,9 +71,9 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 
 def test_a_saved_step_is_left_alone(tmp_path: Path) -> None:
     saved_run(tmp_path, 3, 3)
-    first_step = make_pair()
-    take_step(*first_step)
-    after = make_pair(seed=1)
+    first_step = make_run()
+    first_step.step()
+    after = make_run(seed=1)
     assert restored(tmp_path, after) == 3
     assert_same(first_step, after)
 
@@ -83,7 +82,7 @@ def test_what_a_killed_save_left_is_ignored(tmp_path: Path) -> None:
     before = saved_run(tmp_path, 1)
     unfinished = tmp_path / "2.orbax-checkpoint-tmp-1"
     shutil.copytree(tmp_path / "1" / "model_params", unfinished / "model_params")
-    after = make_pair(seed=1)
+    after = make_run(seed=1)
     assert restored(tmp_path, after) == 1
     assert_same(before, after)
     assert not unfinished.exists()
@@ -91,11 +90,11 @@ def test_what_a_killed_save_left_is_ignored(tmp_path: Path) -> None:
 
 def test_resume_never_and_require(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="resume=require needs a checkpoint in .*, found none"):
-        restored(tmp_path, make_pair(), "require")
-    assert restored(tmp_path, make_pair(), "never") == 0
+        restored(tmp_path, make_run(), "require")
+    assert restored(tmp_path, make_run(), "never") == 0
     saved_run(tmp_path, 4)
     with pytest.raises(CheckpointError, match="resume=never needs an empty .*, found step 4; move it away"):
-        restored(tmp_path, make_pair(), "never")
+        restored(tmp_path, make_run(), "never")
 
 
 def truncate(pattern: str) -> Callable[[Path], None]:
@@ -147,9 +146,9 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None]) -> None
     saved_run(tmp_path, 1, 2)
     damage(tmp_path / "2")
     with pytest.raises(CheckpointError, match=r"checkpoint .*/2 must hold .*remove that directory to continue from"):
-        restored(tmp_path, make_pair())
+        restored(tmp_path, make_run())
     shutil.rmtree(tmp_path / "2")  # the remedy
-    assert restored(tmp_path, make_pair()) == 1
+    assert restored(tmp_path, make_run()) == 1
 
 
 def test_damage_that_orbax_does_not_see_is_found(tmp_path: Path) -> None:
@@ -157,32 +156,92 @@ def test_damage_that_orbax_does_not_see_is_found(tmp_path: Path) -> None:
     saved_run(tmp_path, 1, width=4096)
     flip_bits("model_params/**/d/*")(tmp_path / "1")
     with pytest.raises(CheckpointError, match=r"1 arrays are not what was saved, the first model\.kernel"):
-        restored(tmp_path, make_pair(width=4096))
+        restored(tmp_path, make_run(width=4096))
 
 
 def test_values_that_are_not_those_saved_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved_run(tmp_path, 1)
-    honest = WholeArrayCheckpointManager.maybe_restore
+    honest = checkpoints_module.nnx.update
 
-    def one_bit_off(manager: WholeArrayCheckpointManager, model: nnx.Linear, *args: Any) -> object:
-        result = honest(manager, model, *args)
+    def one_bit_off(model: Any, *states: Any) -> None:
+        honest(model, *states)
         model.kernel[...] = model.kernel[...].at[0, 0].multiply(1 + 2**-23)
-        return result
 
-    monkeypatch.setattr(WholeArrayCheckpointManager, "maybe_restore", one_bit_off)
+    monkeypatch.setattr(checkpoints_module.nnx, "update", one_bit_off)
     with pytest.raises(CheckpointError, match=r"1 arrays are not what was saved, the first model\.kernel"):
-        restored(tmp_path, make_pair())
+        restored(tmp_path, make_run())
+
+
+@pytest.mark.parametrize("optimizer", [{"name": "lion"}, {"state": "compact"}], ids=str)
+def test_another_optimizer_is_refused(tmp_path: Path, optimizer: dict[str, Any]) -> None:
+    saved_run(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="undo a change of model or optimizer"):
+        restored(tmp_path, linear_run(linear_config(tmp_path, optimizer=optimizer)))
+
+
+def edit_metadata(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = checkpoint / "_CHECKPOINT_METADATA"
+    content = json.loads(path.read_text())
+    change(content["custom_metadata"])
+    path.write_text(json.dumps(content))
+
+
+def test_a_checkpoint_of_the_layout_before_says_what_changed(tmp_path: Path) -> None:
+    """It had the same items, sums and step, and no format."""
+    saved_run(tmp_path, 1)
+    edit_metadata(tmp_path / "1", lambda metadata: metadata.pop("format"))
+    with pytest.raises(CheckpointError) as caught:
+        restored(tmp_path, make_run())
+    assert str(caught.value) == (
+        f"checkpoint {tmp_path}/1 must have format 2, got 1: since then parameters are stepped in float32, moments are "
+        "float32, and gradients are not kept between steps; finish that run with the version that wrote it, or start "
+        "over with checkpoint.resume=never"
+    )
+    edit_metadata(tmp_path / "1", lambda metadata: metadata.update(format=3))
+    with pytest.raises(CheckpointError, match="must have format 2, got 3"):
+        restored(tmp_path, make_run())
+
+
+def test_what_is_saved_beside_the_arrays(tmp_path: Path) -> None:
+    run = saved_run(tmp_path, 7)
+    metadata = json.loads((tmp_path / "7" / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]
+    assert metadata == {"global_step": 7, "format": 2, "checksums": sums(run)}
+    assert {name.split("[")[0].split(".")[0] for name in metadata["checksums"]} == {"model", "optimizer"}
+
+
+def test_sums_that_are_missing_are_named(tmp_path: Path) -> None:
+    saved_run(tmp_path, 1)
+    edit_metadata(tmp_path / "1", lambda metadata: metadata.pop("checksums"))
+    with pytest.raises(CheckpointError, match="its checksums are missing"):
+        restored(tmp_path, make_run())
+
+
+def test_orbax_compiles_programs_to_save_and_we_do_not(tmp_path: Path) -> None:
+    """For arrays that several devices hold, such as the bias."""
+    run = linear_run(linear_config(tmp_path), mesh=make_mesh(2, 2))
+    run.step()
+    checkpoints = Checkpoints(tmp_path / "ours", keep=2)
+    checkpoints.restore(run.updater, resume="auto")
+    with counted_compilations() as compiled:
+        checkpoints.save(1, run.updater)
+        checkpoints.close()
+    assert compiled == []
+    plain = ocp.CheckpointManager(tmp_path / "plain")
+    with counted_compilations() as compiled:
+        plain.save(1, args=ocp.args.PyTreeSave(nnx.state(run.updater.model)))
+        plain.close()
+    assert compiled
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     saved_run(tmp_path, 1)
     with pytest.raises(CheckpointError, match="undo a change of model"):
-        restored(tmp_path, make_pair(width=5))
+        restored(tmp_path, make_run(width=5))
 
 
 def test_digest_sees_values_names_and_shapes() -> None:
     def digest(**leaves: np.ndarray) -> str:
-        return params_digest(nnx.State({name: nnx.Param(jnp.asarray(value)) for name, value in leaves.items()}))
+        return params_digest({name: jnp.asarray(value) for name, value in leaves.items()})
 
     one = digest(a=np.zeros(4, np.float32), b=np.ones(2, np.float32))
     assert one == digest(b=np.ones(2, np.float32), a=np.zeros(4, np.float32))
@@ -200,38 +259,42 @@ def test_digest_sees_values_names_and_shapes() -> None:
 
 
 def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
-    model, optimizer = make_pair()
+    run = make_run()
     checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.restore(model, optimizer, resume="auto")
+    checkpoints.restore(run.updater, resume="auto")
     left = []
     for step, best in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 5), (6, 5), (7, None)):
-        checkpoints.save(step, model, optimizer, best=best)
-        checkpoints._manager._checkpoint_manager.wait_until_finished()  # type: ignore[union-attr]
+        checkpoints.save(step, run.updater, best=best)
+        checkpoints._manager.wait_until_finished()
         left.append(sorted(int(path.name) for path in tmp_path.iterdir()))
     checkpoints.close()
     assert left == [[1], [1, 2], [1, 2, 3], [1, 3, 4], [4, 5], [5, 6], [6, 7]]
 
 
+def model_sums(run: Run) -> dict[str, Any]:
+    return _checksums(run.updater.model)
+
+
 def test_a_policy_is_read_without_its_optimizer_and_nothing_is_touched(tmp_path: Path) -> None:
     saved_run(tmp_path, 1, 2)
-    at_one, _ = make_pair()
-    take_step(at_one, _)
+    at_one = make_run()
+    at_one.step()
     unfinished = tmp_path / "3.orbax-checkpoint-tmp-1"
     unfinished.mkdir()
-    model, _ = make_pair(seed=1)
-    read_policy(tmp_path, 1, model)
-    assert checksums(nnx.state(model)) == checksums(nnx.state(at_one))
+    run = make_run(seed=1)
+    read_policy(tmp_path, 1, run.updater.model)
+    assert model_sums(run) == model_sums(at_one)
     assert unfinished.exists()
 
 
 def test_a_policy_that_is_not_there_or_not_whole(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="found none; there are steps none"):
-        read_policy(tmp_path / "nosuch", 1, make_pair()[0])
+        read_policy(tmp_path / "nosuch", 1, make_run().updater.model)
     saved_run(tmp_path, 1, 2)
     with pytest.raises(CheckpointError, match=r"a checkpoint must be in .*/9, found none; there are steps \[1, 2\]"):
-        read_policy(tmp_path, 9, make_pair()[0])
+        read_policy(tmp_path, 9, make_run().updater.model)
     with pytest.raises(CheckpointError, match="must hold this model, whole"):
-        read_policy(tmp_path, 1, make_pair(width=32)[0])
+        read_policy(tmp_path, 1, make_run(width=32).updater.model)
     flip_bits("model_params/**/d/*")(tmp_path / "2")
     with pytest.raises(CheckpointError, match="must hold"):
-        read_policy(tmp_path, 2, make_pair()[0])
+        read_policy(tmp_path, 2, make_run().updater.model)

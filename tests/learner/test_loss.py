@@ -1,66 +1,98 @@
-"""The objective against an implementation in NumPy and float64."""
+"""The loss against NumPy and float64 and against Tunix's own, and what order and cutting of rows leave alone."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tpu_grpo.learner.tunix_learner import GrpoAlgorithmConfig, TrainExample, truncated_weights
 from tunix.rl import algo_core, function_registry
 
 from tests.learner.toy import EOS, PAD, VOCAB, make_config, make_mesh, make_model, model_logps
-from tpu_grpo.learner.loss import policy_loss
+from tpu_grpo.algorithms import open_algorithm
+from tpu_grpo.config import LossAggregation
+from tpu_grpo.learner.batches import truncated_weights
+from tpu_grpo.learner.loss import LossSettings, LossSums, TrainBatch, policy_loss
 from tpu_grpo.learner.rows import RowShape, TrainRows, group_advantages, train_rows
+from tpu_grpo.learner.update import by_name
+from tpu_grpo.tunix_loop.learner import GrpoAlgorithmConfig, TrainExample
 from tpu_grpo.types import Completion
 
 LENGTHS = (1, 5, 3, 2)
 ADVANTAGES = np.array([1.5, -0.5, 2.0, -1.0])
 TEMPERATURE = 0.7
-MODEL = make_model(make_mesh(1))
+AGGREGATIONS = get_args(LossAggregation)
 
 
 @pytest.fixture(scope="module")
-def case() -> dict[str, Any]:
+def model() -> Any:
+    return make_model(make_mesh(1))
+
+
+@pytest.fixture(scope="module")
+def case(model: Any) -> dict[str, Any]:
     """Uneven rows; the old policy is off by up to 0.6 in both directions, so every branch of the clip is taken."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, VOCAB, n).tolist() for n in (6, 1, 3, 4)]
     completions = [rng.integers(3, VOCAB, n).tolist() for n in LENGTHS]
-    now = [*model_logps(MODEL, prompts, completions, TEMPERATURE)]
+    now = model_logps(model, prompts, completions, TEMPERATURE)
     old = [line + rng.uniform(-0.6, 0.6, len(line)) for line in now]
     reference = [line + rng.uniform(-0.3, 0.3, len(line)) for line in now]
     made = [
         Completion(np.array(c, np.int32), o.astype(np.float32), "length", 0)
         for c, o in zip(completions, old, strict=True)
     ]
-    rows = train_rows(prompts, made, ADVANTAGES, RowShape(6, 5, PAD))
-    return {"rows": rows, "now": now, "old": old, "reference": reference}
+    return {"prompts": prompts, "completions": made, "now": now, "old": old, "reference": reference}
+
+
+def rows_of(case: dict[str, Any], aggregation: LossAggregation, advantages: np.ndarray = ADVANTAGES) -> TrainRows:
+    return train_rows(case["prompts"], case["completions"], advantages, RowShape(6, 5, PAD), aggregation)
 
 
 def padded(lines: list[np.ndarray]) -> jax.Array:
     return jnp.asarray([np.pad(line, (0, 5 - len(line))) for line in lines], jnp.float32)
 
 
-def example(rows: TrainRows, **fields: Any) -> TrainExample:
-    base: dict[str, Any] = {
-        "prompt_ids": jnp.asarray(rows.prompt_ids),
-        "prompt_mask": jnp.asarray(rows.prompt_mask),
-        "completion_ids": jnp.asarray(rows.completion_ids),
-        "completion_mask": jnp.asarray(rows.completion_mask),
-        "advantages": jnp.asarray(rows.advantages),
-        "ref_per_token_logps": None,
-        "old_per_token_logps": jnp.asarray(rows.rollout_logps),
-        "rollout_per_token_logps": jnp.asarray(rows.rollout_logps),
-    }
-    return TrainExample(**{**base, **fields})
+def batch_of(rows: TrainRows, **fields: Any) -> TrainBatch:
+    names = ("prompt_ids", "completion_ids", "completion_mask", "weights", "advantages", "rollout_logps")
+    arrays = {name: jnp.asarray(getattr(rows, name)) for name in names}
+    rest = {"old_logps": arrays["rollout_logps"], "importance": None, "reference_logps": None}
+    return TrainBatch(**{**arrays, **rest, **fields})
 
 
-def settings(directory: Path, **algorithm: Any) -> GrpoAlgorithmConfig:
-    config = GrpoAlgorithmConfig.from_section(make_config(directory, {"algorithm": algorithm}).algorithm)
-    config.temperature = TEMPERATURE  # type: ignore[attr-defined]  # Tunix's learner sets it from the rollout's
-    return config
+def make_settings(directory: Path, **algorithm: Any) -> LossSettings:
+    section = make_config(directory, {"algorithm": algorithm}).algorithm
+    return LossSettings(open_algorithm(section), section.beta, section.kl_estimator, TEMPERATURE, PAD, EOS)
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def _gradient(definition: Any, state: Any, batch: TrainBatch, settings: LossSettings) -> Any:
+    def loss(state: Any) -> Any:
+        return policy_loss(nnx.merge(definition, state), batch, settings)
+
+    return jax.value_and_grad(loss, has_aux=True)(state)
+
+
+def gradient_of(
+    model: nnx.Module, batch: TrainBatch, settings: LossSettings
+) -> tuple[float, LossSums, dict[str, np.ndarray]]:
+    """(loss, what is measured, the gradient by parameter)."""
+    (loss, sums), gradient = _gradient(*nnx.split(model), batch, settings)
+    return float(loss), sums, by_name(gradient)
+
+
+def distance(left: dict[str, Any], right: dict[str, Any]) -> float:
+    """The norm of the difference over the norm, in float64."""
+    assert left.keys() == right.keys()
+    a, b = (np.concatenate([np.float64(side[name]).ravel() for name in sorted(side)]) for side in (left, right))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+
+
+# --- against NumPy ---------------------------------------------------------------------------------------------------
 
 
 def objective(case: dict[str, Any], aggregation: str, low: float, high: float, beta: float, kl_kind: str) -> float:
@@ -79,93 +111,245 @@ def objective(case: dict[str, Any], aggregation: str, low: float, high: float, b
     return float(np.mean([line.sum() / 5 for line in losses]))  # token-scale: by rollout.max_new_tokens
 
 
-@pytest.mark.parametrize("aggregation", ["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale"])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
 @pytest.mark.parametrize(
     ("low", "high", "beta", "kl_kind"),
     [(0.2, None, 0.0, "kl"), (0.1, 0.4, 0.0, "kl"), (0.2, 0.28, 0.5, "low_var_kl"), (0.2, None, 0.5, "mse_kl")],
 )
 def test_loss_is_the_clipped_objective(
-    case: dict[str, Any], tmp_path: Path, aggregation: str, low: float, high: float | None, beta: float, kl_kind: str
+    model: Any, case: dict[str, Any], tmp_path: Path, aggregation: Any, low: float, high: Any, beta: float, kl_kind: str
 ) -> None:
-    config = settings(
-        tmp_path, clip_low=low, clip_high=high, beta=beta, kl_estimator=kl_kind, loss_aggregation=aggregation
+    settings = make_settings(tmp_path, clip_low=low, clip_high=high, beta=beta, kl_estimator=kl_kind)
+    fields = {"reference_logps": padded(case["reference"])} if beta else {}
+    loss, sums = policy_loss(model, batch_of(rows_of(case, aggregation), **fields), settings)
+    upper = low if high is None else high
+    assert (
+        float(loss)
+        == float(sums.loss)
+        == pytest.approx(objective(case, aggregation, low, upper, beta, kl_kind), abs=2e-6)
     )
-    fields = {"ref_per_token_logps": padded(case["reference"])} if beta else {}
-    loss, aux = policy_loss(MODEL, example(case["rows"], **fields), config, PAD, EOS)
-    expected = objective(case, aggregation, low, low if high is None else high, beta, kl_kind)
-    assert float(loss) == pytest.approx(expected, abs=2e-6)
     clipped = [
-        (a > 0) & (np.exp(n - o) > 1 + (low if high is None else high)) | (a < 0) & (np.exp(n - o) < 1 - low)
+        (a > 0) & (np.exp(n - o) > 1 + upper) | (a < 0) & (np.exp(n - o) < 1 - low)
         for n, o, a in zip(case["now"], case["old"], ADVANTAGES, strict=True)
     ]
-    assert 0 < float(aux["pg_clipfrac"]) == pytest.approx(np.concatenate(clipped).mean())
+    assert 0 < float(sums.clipped) == np.concatenate(clipped).sum()
 
 
-def test_kl_is_k3_over_the_tokens(case: dict[str, Any], tmp_path: Path) -> None:
-    config = settings(tmp_path, beta=0.1)
-    fields = {"ref_per_token_logps": padded(case["reference"])}
-    _, aux = policy_loss(MODEL, example(case["rows"], **fields), config, PAD, EOS)
+@pytest.mark.parametrize("estimator", ["low_var_kl", "kl", "mse_kl"])
+def test_kl_is_added_up_over_the_tokens(model: Any, case: dict[str, Any], tmp_path: Path, estimator: str) -> None:
+    batch = batch_of(rows_of(case, "token-mean"), reference_logps=padded(case["reference"]))
+    _, sums = policy_loss(model, batch, make_settings(tmp_path, beta=0.1, kl_estimator=estimator))
     gap = np.concatenate(case["reference"]) - np.concatenate(case["now"])
-    assert float(aux["kl"]) == pytest.approx(np.mean(np.exp(gap) - gap - 1), abs=1e-6)
+    kl = {"low_var_kl": np.exp(gap) - gap - 1, "kl": -gap, "mse_kl": gap**2 / 2}[estimator]
+    assert float(sums.kl) == pytest.approx(kl.sum(), abs=1e-5)
 
 
-def gradient_of(loss: Any, batch: TrainExample, config: GrpoAlgorithmConfig) -> tuple[Any, dict[str, Any], Any]:
-    """Loss, what is measured, and the gradient by every parameter, operation by operation."""
-
-    def of_model(model: Any) -> Any:
-        return loss(model, batch, algo_config=config, pad_id=PAD, eos_id=EOS)
-
-    (value, aux), gradient = nnx.value_and_grad(of_model, has_aux=True)(MODEL)
-    return value, aux, {path: np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(gradient)}
-
-
-@pytest.mark.parametrize("aggregation", ["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale"])
-@pytest.mark.parametrize(("name", "tunix_name"), [("grpo", "grpo"), ("dr_grpo", "drgrpo"), ("rloo", "rloo")])
-@pytest.mark.parametrize(("beta", "weighted"), [(0.0, False), (0.5, False), (0.0, True), (0.5, True)])
-def test_loss_and_gradient_are_those_of_tunix_to_the_bit(
-    case: dict[str, Any], tmp_path: Path, name: str, tunix_name: str, aggregation: str, beta: float, weighted: bool
-) -> None:
-    config = settings(tmp_path, name=name, loss_aggregation=aggregation, beta=beta, clip_low=0.1, clip_high=0.4)
-    rewards = np.array([0.3, 1.0, 2.0, -1.5])
-    ours = group_advantages(rewards, group_size=2, algorithm=config.algorithm)
-    theirs = np.asarray(function_registry.get_advantage_estimator(tunix_name)(rewards=rewards, num_generations=2))
-    assert ours.tobytes() == theirs.tobytes()
-    weights = jnp.asarray(np.linspace(0.2, 2.0, 20, dtype=np.float32).reshape(4, 5))
-    batch = example(
-        case["rows"],
-        advantages=jnp.asarray(ours, jnp.float32),
-        ref_per_token_logps=padded(case["reference"]) if beta else None,
-        sampler_is_weights=weights if weighted else None,
-    )
-    loss, aux, gradient = gradient_of(policy_loss, batch, config)
-    their_loss, their_aux, their_gradient = gradient_of(algo_core.grpo_loss_fn, batch, config)
-    assert float(loss) == float(their_loss)
-    assert {path: line.tobytes() for path, line in gradient.items()} == {
-        path: line.tobytes() for path, line in their_gradient.items()
-    }
-    measured = set(aux) & set(their_aux)
-    assert measured == {"kl", "entropy", "pg_clipfrac"}
-    assert {part: float(aux[part]) for part in measured} == {part: float(their_aux[part]) for part in measured}
-    assert any(line.any() for line in gradient.values())
-
-
-def test_agreement_is_measured_on_the_way(case: dict[str, Any], tmp_path: Path) -> None:
-    _, aux = policy_loss(MODEL, example(case["rows"]), settings(tmp_path), PAD, EOS)
+def test_agreement_is_measured_on_the_way(model: Any, case: dict[str, Any], tmp_path: Path) -> None:
+    _, sums = policy_loss(model, batch_of(rows_of(case, "token-mean")), make_settings(tmp_path))
     gap = np.concatenate(case["now"]) - np.concatenate(case["old"])
-    assert float(aux["agreement"].tokens) == sum(LENGTHS)
-    assert float(aux["agreement"].abs_sum) == pytest.approx(np.abs(gap).sum(), abs=2e-5)
+    assert float(sums.agreement.tokens) == sum(LENGTHS)
+    assert float(sums.agreement.abs_sum) == pytest.approx(np.abs(gap).sum(), abs=2e-5)
 
 
-def test_importance_weights_multiply_the_token_losses(case: dict[str, Any], tmp_path: Path) -> None:
+def test_importance_weights_multiply_the_token_losses(model: Any, case: dict[str, Any], tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     engine = [line + rng.uniform(-1.0, 1.0, len(line)) for line in case["old"]]
     weights = truncated_weights(padded(case["old"]), padded(engine), cap=1.5)
     by_hand = [np.minimum(np.exp(o - e), 1.5) for o, e in zip(case["old"], engine, strict=True)]
     assert any((line == 1.5).any() for line in by_hand)  # the cap is reached
     np.testing.assert_allclose(np.asarray(weights)[1], by_hand[1], rtol=1e-5)
-    loss, _ = policy_loss(MODEL, example(case["rows"], sampler_is_weights=weights), settings(tmp_path), PAD, EOS)
+    batch = batch_of(
+        rows_of(case, "sequence-mean-token-mean"), importance=weights, reference_logps=padded(case["reference"])
+    )
+    loss, _ = policy_loss(model, batch, make_settings(tmp_path, beta=0.3, kl_estimator="mse_kl"))
     means = []
-    for now, old, weight, advantage in zip(case["now"], case["old"], by_hand, ADVANTAGES, strict=True):
+    for now, old, reference, weight, advantage in zip(
+        case["now"], case["old"], case["reference"], by_hand, ADVANTAGES, strict=True
+    ):
         ratio = np.exp(now - old)
-        means.append((-np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage) * weight).mean())
+        surrogate = -np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage)
+        means.append((surrogate * weight + 0.3 * (reference - now) ** 2 / 2).mean())  # the penalty is not weighed
     assert float(loss) == pytest.approx(np.mean(means), abs=2e-6)
+
+
+# --- cutting, order, and rows that do not count ----------------------------------------------------------------------
+
+
+class Bigram(nnx.Module):
+    """Scores of the next token from the token before it alone, so that NumPy follows loss and gradient with ease."""
+
+    def __init__(self, table: np.ndarray):
+        self.table = nnx.Param(jnp.asarray(table, jnp.float32))
+
+    def __call__(self, tokens: jax.Array, positions: Any, cache: Any, attention_mask: Any) -> tuple[jax.Array, None]:
+        return self.table[...][tokens], None
+
+
+TABLE = np.random.default_rng(4).normal(size=(VOCAB, VOCAB)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def bigram() -> tuple[Bigram, TrainBatch, tuple[float, np.ndarray]]:
+    """A model, twelve rows of it, and their loss and its gradient by the table in float64."""
+    rng = np.random.default_rng(8)
+    prompts = [rng.integers(3, VOCAB, n).tolist() for n in rng.integers(1, 7, 12)]
+    ids = [rng.integers(3, VOCAB, n) for n in rng.integers(1, 6, 12)]
+    advantages = rng.normal(size=12).astype(np.float32)
+    logs = np.float64(TABLE) / TEMPERATURE
+    logs -= np.log(np.exp(logs).sum(axis=1, keepdims=True))
+    loss, gradient, completions, tokens = 0.0, np.zeros_like(logs), [], sum(map(len, ids))
+    for prompt, line, advantage in zip(prompts, ids, advantages.astype(np.float64).tolist(), strict=True):
+        before = np.array([prompt[-1], *line[:-1]])
+        now = logs[before, line]
+        old = (now + rng.uniform(-0.5, 0.5, len(line))).astype(np.float32)
+        ratio = np.exp(now - np.float64(old))
+        plain, clipped = -advantage * ratio, -advantage * np.clip(ratio, 0.8, 1.2)
+        loss += np.maximum(plain, clipped).sum() / tokens
+        for row, token, slope in zip(before, line, np.where(clipped > plain, 0.0, plain) / tokens, strict=True):
+            gradient[row] -= slope * np.exp(logs[row]) / TEMPERATURE
+            gradient[row, token] += slope / TEMPERATURE
+        completions.append(Completion(line.astype(np.int32), old, "length", 0))
+    rows = train_rows(prompts, completions, advantages, RowShape(6, 5, PAD), "token-mean")
+    return Bigram(TABLE), batch_of(rows), (loss, gradient)
+
+
+def pick(batch: TrainBatch, chosen: Any) -> TrainBatch:
+    return jax.tree.map(lambda column: column[chosen], batch)
+
+
+@pytest.mark.parametrize("sizes", [(12,), (4, 4, 4), (1,) * 12, (1, 5, 4, 2)], ids=str)
+def test_any_cut_into_micro_batches_adds_up_to_the_whole(bigram: Any, tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    model, batch, (loss, gradient) = bigram
+    settings, ends = make_settings(tmp_path), np.cumsum(sizes)
+    parts = [
+        gradient_of(model, pick(batch, slice(end - size, end)), settings) for end, size in zip(ends, sizes, strict=True)
+    ]
+    assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-6)
+    found = np.sum([part[2]["table"] for part in parts], axis=0)  # float32, as the learner adds up
+    assert distance({"": found}, {"": gradient}) < 1e-6
+    assert sum(float(part[1].agreement.tokens) for part in parts) == np.asarray(batch.completion_mask).sum()
+
+
+def test_the_order_of_rows_does_not_matter(bigram: Any, tmp_path: Path) -> None:
+    model, batch, (loss, gradient) = bigram
+    for seed in range(2):
+        order = np.random.default_rng(seed).permutation(12)
+        found, _, slopes = gradient_of(model, pick(batch, order), make_settings(tmp_path))
+        assert found == pytest.approx(loss, rel=1e-6)
+        assert distance(slopes, {"table": gradient}) < 1e-6
+
+
+@pytest.mark.slow  # test_learner.py compares a whole step
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1, 1)], ids=str)
+def test_micro_batches_of_a_transformer_add_up(
+    model: Any, case: dict[str, Any], tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
+    settings, batch = make_settings(tmp_path), batch_of(rows_of(case, "sequence-mean-token-mean"))
+    loss, _, gradient = gradient_of(model, batch, settings)
+    ends = np.cumsum(sizes)
+    parts = [
+        gradient_of(model, pick(batch, slice(end - size, end)), settings) for end, size in zip(ends, sizes, strict=True)
+    ]
+    assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-6)
+    added = {name: np.sum([part[2][name] for part in parts], axis=0) for name in gradient}
+    assert distance(added, gradient) < 1e-6
+
+
+def test_rows_that_do_not_count_change_nothing_whatever_their_loss_is(bigram: Any, tmp_path: Path) -> None:
+    """A gradient of 0 times infinity would be none: nothing of such a row may come into the sums."""
+    model, batch, _ = bigram
+    settings = make_settings(tmp_path, beta=0.2)
+    batch = replace(batch, reference_logps=batch.old_logps - 0.1, importance=jnp.ones_like(batch.old_logps))
+    idle = replace(pick(batch, slice(0, 3)), weights=jnp.zeros((3, 5)), completion_mask=jnp.zeros((3, 5), bool))
+    loss, sums, gradient = gradient_of(model, batch, settings)
+    for field in ("old_logps", "rollout_logps", "reference_logps", "advantages", "importance"):
+        for value in (np.inf, -np.inf, 1e30, np.nan):
+            wild = replace(idle, **{field: jnp.full_like(getattr(idle, field), value)})
+            both = jax.tree.map(lambda left, right: jnp.concatenate([left, right]), batch, wild)
+            found, with_wild, slopes = gradient_of(model, both, settings)
+            assert found == pytest.approx(loss, rel=1e-6), (field, value)
+            assert distance(slopes, gradient) < 1e-6, (field, value)
+            for left, right in zip(jax.tree.leaves(with_wild), jax.tree.leaves(sums), strict=True):
+                assert float(left) == pytest.approx(float(right), rel=1e-5)
+
+
+# --- against Tunix's own ---------------------------------------------------------------------------------------------
+
+
+def tunix_gradient(model: nnx.Module, rows: TrainRows, fields: dict[str, Any], config: Any) -> Any:
+    """(loss, what is measured, the gradient by parameter) of Tunix's ``grpo_loss_fn``."""
+    names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+    example = TrainExample(**{name: jnp.asarray(getattr(rows, name)) for name in names}, **fields)
+    definition, state = nnx.split(model)
+
+    @jax.jit
+    def gradient(state: Any) -> Any:
+        def loss(state: Any) -> Any:
+            model = nnx.merge(definition, state)
+            return algo_core.grpo_loss_fn(model, example, algo_config=config, pad_id=PAD, eos_id=EOS)
+
+        return jax.value_and_grad(loss, has_aux=True)(state)
+
+    (loss, aux), slopes = gradient(state)
+    return float(loss), aux, by_name(slopes)
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize(("name", "tunix_name"), [("grpo", "grpo"), ("dr_grpo", "drgrpo"), ("rloo", "rloo")])
+@pytest.mark.parametrize(
+    ("beta", "weighted"),
+    [(0.5, True), *(pytest.param(*some, marks=pytest.mark.slow) for some in ((0.0, False), (0.5, False), (0.0, True)))],
+)
+def test_loss_and_gradient_are_those_of_tunix(
+    case: dict[str, Any], tmp_path: Path, name: str, tunix_name: str, aggregation: Any, beta: float, weighted: bool
+) -> None:
+    """Tunix divides sums by counts where ours adds up weights, so that the last bits may differ."""
+    compare_with_tunix(Bigram(TABLE), case, tmp_path, name, tunix_name, aggregation, beta, weighted)
+
+
+@pytest.mark.slow  # the loss does not see what the model is
+def test_loss_and_gradient_of_a_transformer_are_those_of_tunix(
+    model: Any, case: dict[str, Any], tmp_path: Path
+) -> None:
+    compare_with_tunix(model, case, tmp_path, "grpo", "grpo", "sequence-mean-token-mean", 0.5, True)
+
+
+def compare_with_tunix(
+    model: nnx.Module,
+    case: Any,
+    directory: Path,
+    name: str,
+    tunix_name: str,
+    aggregation: Any,
+    beta: float,
+    weighted: bool,
+) -> None:
+    options = {"name": name, "loss_aggregation": aggregation, "beta": beta, "clip_low": 0.1, "clip_high": 0.4}
+    settings, rewards = make_settings(directory, **options), np.array([0.3, 1.0, 2.0, -1.5])
+    algorithm: Any = settings.algorithm
+    advantages = group_advantages(rewards, group_size=2, algorithm=algorithm)
+    theirs = np.asarray(function_registry.get_advantage_estimator(tunix_name)(rewards=rewards, num_generations=2))
+    assert advantages.tobytes() == theirs.tobytes()
+    rows = rows_of(case, aggregation, advantages)
+    importance = jnp.asarray(np.linspace(0.2, 2.0, 20, dtype=np.float32).reshape(4, 5)) if weighted else None
+    reference = padded(case["reference"]) if beta else None
+    found, sums, gradient = gradient_of(
+        model, batch_of(rows, importance=importance, reference_logps=reference), settings
+    )
+    config = GrpoAlgorithmConfig.from_section(make_config(directory, {"algorithm": options}).algorithm)
+    config.temperature = TEMPERATURE  # type: ignore[attr-defined]  # Tunix's learner sets it from the rollout's
+    fields = {
+        "ref_per_token_logps": reference,
+        "old_per_token_logps": jnp.asarray(rows.rollout_logps),
+        "sampler_is_weights": importance,
+    }
+    loss, aux, slopes = tunix_gradient(model, rows, fields, config)
+    assert found == pytest.approx(loss, rel=1e-6)
+    assert distance(gradient, slopes) < 1e-6
+    tokens = sum(LENGTHS)
+    measured = {"kl": sums.kl / tokens, "pg_clipfrac": sums.clipped / tokens}
+    if aggregation == "token-mean":  # Tunix aggregates the entropy as the loss
+        measured["entropy"] = sums.entropy / tokens
+    assert {part: float(value) for part, value in measured.items()} == pytest.approx(
+        {part: float(aux[part]) for part in measured}, rel=1e-6, abs=1e-7
+    )

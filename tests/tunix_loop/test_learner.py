@@ -1,14 +1,22 @@
-import functools
+"""Tunix's own loop, with this package's engine interface and loss."""
+
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
+from tunix.rl import function_registry
 
-from tests.learner.toy import EOS, PAD, RecordingEngine, Tokenizer, make_config, make_mesh, make_model
-from tpu_grpo.learner.adapter import RolloutAdapter
-from tpu_grpo.learner.building import _cluster_config, row_shape
-from tpu_grpo.learner.repairs import Cluster
-from tpu_grpo.learner.tunix_learner import EngineGrpoLearner, GrpoAlgorithmConfig
+from tests.learner.toy import EOS, PAD, RecordingEngine, make_config, make_mesh, make_model
+from tests.tunix_loop.parts import make_cluster
+from tpu_grpo.learner.agreement import AgreementSums
+from tpu_grpo.learner.loss import LossSettings, TrainBatch, policy_loss
+from tpu_grpo.learner.rows import RowShape, train_rows
+from tpu_grpo.tunix_loop.cluster import Cluster
+from tpu_grpo.tunix_loop.learner import LOSS_NAME, EngineGrpoLearner, GrpoAlgorithmConfig, TrainExample, registered_loss
+from tpu_grpo.types import Completion
 
 
 def test_names_are_translated(tmp_path: Path) -> None:
@@ -33,13 +41,55 @@ def test_names_are_translated(tmp_path: Path) -> None:
     assert one_sided.epsilon_high == 0.1
 
 
+def test_the_registered_loss_is_the_learners(tmp_path: Path) -> None:
+    """Of the same rows, and what is measured as means over tokens."""
+    section = make_config(tmp_path, {"algorithm": {"beta": 0.2, "loss_aggregation": "token-mean"}}).algorithm
+    config, model = GrpoAlgorithmConfig.from_section(section), make_model(make_mesh(1))
+    config.temperature = 0.9  # type: ignore[attr-defined]  # Tunix's learner sets it from the rollout's
+    completions = [
+        Completion(np.array(ids, np.int32), np.full(len(ids), -3.0, np.float32), "length", 0)
+        for ids in ([4, 5, 6], [7], [8, 9], [10, 11, 12, 13])
+    ]
+    rows = train_rows(
+        [[3], [4, 5], [6], [7]], completions, np.array([1.0, -1.0, 0.5, -0.5]), RowShape(6, 5, PAD), "token-mean"
+    )
+    names = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
+    columns: dict[str, Any] = {name: jnp.asarray(getattr(rows, name)) for name in names}
+    logps, reference = jnp.asarray(rows.rollout_logps), jnp.asarray(rows.rollout_logps) - 0.5
+    importance = jnp.linspace(0.5, 1.5, 20).reshape(4, 5)
+    fields: dict[str, Any] = {  # a type checker does not see what Tunix's class inherits
+        "prompt_mask": jnp.asarray(rows.prompt_mask),
+        "ref_per_token_logps": reference,
+        "old_per_token_logps": logps - 0.1,
+        "sampler_is_weights": importance,
+        "rollout_per_token_logps": logps,
+        "token_weights": jnp.asarray(rows.weights),
+    }
+    example = TrainExample(**columns, **fields)
+    assert function_registry.get_policy_loss_fn(LOSS_NAME) is registered_loss
+    loss, aux = registered_loss(model, example, config, PAD, EOS)
+    batch = TrainBatch(
+        **columns,
+        weights=jnp.asarray(rows.weights),
+        rollout_logps=logps,
+        old_logps=logps - 0.1,
+        importance=importance,
+        reference_logps=reference,
+    )
+    expected, sums = policy_loss(model, batch, LossSettings(config.algorithm, 0.2, section.kl_estimator, 0.9, PAD, EOS))
+    assert float(loss) == float(expected) != 0.0
+    assert float(aux["kl"]) == pytest.approx(float(sums.kl) / 10)
+    assert float(aux["pg_clipfrac"]) == pytest.approx(float(sums.clipped) / 10)
+    assert float(aux["entropy"]) == pytest.approx(float(sums.entropy) / 10)
+    assert isinstance(aux["agreement"], AgreementSums)
+    assert list(map(float, aux["agreement"])) == list(map(float, sums.agreement))
+
+
 def test_tunix_own_loop_learns_from_what_the_engine_sampled(tmp_path: Path) -> None:
     """Two steps of ``GRPOLearner.train``: sample, score, update, push the new weights, and again."""
-    mesh, engine, config = make_mesh(), RecordingEngine(), make_config(tmp_path)
-    model, adapter = make_model(mesh), functools.partial(RolloutAdapter, engine=engine, pad_id=PAD, eos_id=EOS)
-    settings = _cluster_config(config, mesh, adapter, row_shape(config, model, PAD))
-    settings.training_config.max_steps = 2
-    cluster = Cluster(actor=model, tokenizer=Tokenizer(), cluster_config=settings)
+    engine, config = RecordingEngine(), make_config(tmp_path)
+    cluster = make_cluster(Cluster, engine)
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves(cluster.actor_trainer.model)]
 
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
         engine.calls.append("reward")
@@ -53,9 +103,16 @@ def test_tunix_own_loop_learns_from_what_the_engine_sampled(tmp_path: Path) -> N
     assert engine.calls == ["generate", "reward", "install"] * 2
     first, sampled = examples[0], engine.answers[0]
     lengths = [len(c.token_ids) for c in sampled.completions]
-    assert np.asarray(first.completion_mask).sum(axis=1).tolist() == lengths
+    mask = np.asarray(first.completion_mask)
+    assert mask.sum(axis=1).tolist() == lengths
     assert np.asarray(first.old_per_token_logps)[0, : lengths[0]].tolist() == [-2.5] * lengths[0]
     assert first.old_per_token_logps is first.rollout_per_token_logps
+    np.testing.assert_allclose(np.asarray(first.token_weights).sum(axis=1), 1 / len(lengths), rtol=1e-6)
+    assert not np.asarray(first.token_weights)[~mask].any()
     by_hand = np.sign(np.subtract(lengths[0::2], lengths[1::2]))
     assert np.sign(np.asarray(first.advantages)[0::2]).tolist() == by_hand.tolist()
-    assert [len(step.loss.shape) for step in cluster.actor_trainer.take_micro_steps()] == [0, 0]
+    micro_steps = cluster.actor_trainer.take_micro_steps()
+    assert [len(step.loss.shape) for step in micro_steps] == [0, 0]
+    assert cluster.actor_trainer.take_micro_steps() == []
+    after = [np.asarray(leaf) for leaf in jax.tree.leaves(cluster.actor_trainer.model)]
+    assert all((old != new).any() for old, new in zip(before, after, strict=True) if old.ndim > 1)

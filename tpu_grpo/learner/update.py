@@ -61,7 +61,7 @@ class Updater:
     Args:
         model: its trained parameters are arrays, or descriptions of some if nothing is to be run.
         stepped: the trained parameters in the type in which they are stepped, by name; where they have the model's
-            type they are the model's own.
+            type they are the model's own, and else they are taken over.
         optimizer: an optax transformation of a flat dict.
         schedule: gives the learning rate that is reported.
         settings: the loss.
@@ -212,7 +212,8 @@ class Updater:
         )
         if isinstance(next(iter(stepped.values())), jax.ShapeDtypeStruct):
             return jax.tree.map(_described, shapes, shardings)
-        return jax.jit(self._first_state, out_shardings=shardings)(stepped)
+        copies = bool(shapes.kept) and not self._residual  # they are the very arrays, which nobody else holds
+        return jax.jit(self._first_state, out_shardings=shardings, donate_argnums=0 if copies else ())(stepped)
 
     def _first_state(self, stepped: Values) -> UpdateState:
         values = {name: value.astype(jnp.float32) for name, value in stepped.items()}

@@ -1,0 +1,69 @@
+"""A linear model with an updater around it: what checkpoints hold, at the smallest."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from tests.learner.toy import make_config, make_mesh
+from tpu_grpo.algorithms import open_algorithm
+from tpu_grpo.config import RunConfig
+from tpu_grpo.learner.building import cast_to_compute
+from tpu_grpo.learner.loss import LossSettings
+from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule
+from tpu_grpo.learner.update import Updater, UpdateRecord
+
+
+class Linear(nnx.Module):
+    """Scores [width] of one number, with a bias that is not split over devices."""
+
+    def __init__(self, seed: int, width: int, mesh: Mesh):
+        keys = jax.random.split(jax.random.key(seed), 2)
+
+        def placed(value: jax.Array, *spec: str | None) -> Any:
+            return nnx.Param(jax.device_put(value, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))))
+
+        self.kernel = placed(jax.random.normal(keys[0], (4, width)), "fsdp", "tp")
+        self.bias = placed(jax.random.normal(keys[1], (width,)), None)
+
+
+@dataclass
+class Run:
+    """A model and what updates it."""
+
+    updater: Updater
+    mesh: Mesh
+
+    def step(self, number: int = 0) -> UpdateRecord:
+        """Step along a gradient that depends on the parameters, without a forward pass."""
+        updater = self.updater
+        updater._gradients = {
+            name: jax.device_put(jnp.sin(value + number), value.sharding) for name, value in updater.stepped().items()
+        }
+        with self.mesh:
+            return updater.step()
+
+
+def linear_config(directory: Path, **sections: Any) -> RunConfig:
+    return make_config(directory, {**sections, "optimizer": {"learning_rate": 0.1, **sections.get("optimizer", {})}})
+
+
+def linear_run(config: RunConfig, *, seed: int = 0, width: int = 64, mesh: Mesh | None = None) -> Run:
+    mesh = mesh or make_mesh(1)
+    model = Linear(seed, width, mesh)
+    stepped = cast_to_compute(model, config)
+    updater = Updater(
+        model,
+        stepped,
+        build_optimizer(config, stepped),
+        learning_rate_schedule(config),
+        LossSettings(open_algorithm(config.algorithm), 0.0, "kl", 1.0, 0, 2),
+        mesh,
+        max_grad_norm=config.optimizer.max_grad_norm,
+        residual=config.model.param_dtype == "bfloat16",
+    )
+    return Run(updater, mesh)
