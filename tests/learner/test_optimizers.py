@@ -168,6 +168,24 @@ def test_muons_momentum_is_nesterovs(tmp_path: Path) -> None:
     np.testing.assert_allclose(found[1][name], -0.1 * 0.2 * np.sqrt(24) * newton_schulz(along), atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape", "axes"),
+    [
+        ("q_einsum.w", (4, 32, 16), ((1,), (0, 2))),
+        ("kv_einsum.w", (2, 4, 32, 16), ((2,), (1, 3))),
+        ("qkv_einsum.w", (3, 4, 32, 16), ((2,), (1, 3))),
+        ("attn_vec_einsum.w", (4, 16, 32), ((0, 1), (2,))),
+        ("attn_vec_einsum.w_lora_a", (4, 16, 2), ((0, 1), (2,))),
+        ("q_einsum.w_lora_b", (2, 4, 16), ((0,), (1, 2))),
+    ],
+)
+def test_gemmas_heads_are_columns_of_what_makes_them(name: str, shape: tuple[int, ...], axes: Any) -> None:
+    """Tunix has 'BTD,NDH->BTNH', 'BTD,[2]KDH' and 'BTNH,NHD->BTD': D are the inputs of all but the last."""
+    found = matrix_axes(f"layers.0.attn.{name}", shape)
+    assert found is not None
+    assert tuple(found) == axes
+
+
 def test_sides_of_matrices() -> None:
     for name, (shape, flat) in MATRICES.items():
         assert longer_side(shape, matrix_axes(name, shape)) == max(flat(np.zeros(shape)).shape)

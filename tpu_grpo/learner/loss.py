@@ -85,18 +85,25 @@ class LossSums(NamedTuple):
 def policy_loss(model: nnx.Module, batch: TrainBatch, settings: LossSettings) -> tuple[Float[Array, ""], LossSums]:
     """Compute the loss of a micro-batch, through which the gradient flows, and what is measured beside it."""
     logprobs_BT, logits_BTV = logprobs_and_logits(model, batch.ids, **settings.forward)
+    counts_BT = batch.weights != 0.0
+
+    def counted(values_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
+        # The loss of a token that does not count may be anything. It is cut off before and after: a gradient of
+        # 0 times infinity would not be 0.
+        return jnp.where(counts_BT, values_BT, 0.0)
+
+    now_BT = counted(logprobs_BT)
     losses = settings.algorithm.token_losses(
-        logprobs_BT=logprobs_BT, old_logprobs_BT=batch.old_logps, advantages_B1=batch.advantages[:, None]
+        logprobs_BT=now_BT, old_logprobs_BT=counted(batch.old_logps), advantages_B1=batch.advantages[:, None]
     )
     loss_BT = losses.loss_BT if batch.importance is None else losses.loss_BT * batch.importance
     mask_BT = batch.completion_mask
     kl = jnp.zeros(())
     if batch.reference_logps is not None:
-        kl_BT = kl_divergence(logprobs_BT, batch.reference_logps, settings.kl_estimator)
+        kl_BT = kl_divergence(now_BT, counted(batch.reference_logps), settings.kl_estimator)
         kl = (kl_BT * mask_BT).sum()
         loss_BT = loss_BT + settings.beta * kl_BT
-    # Where a token does not count, its loss may be anything, infinity included.
-    loss = (batch.weights * jnp.where(batch.weights == 0.0, 0.0, loss_BT)).sum()
+    loss = (batch.weights * counted(loss_BT)).sum()
     return loss, LossSums(
         loss=loss,
         kl=kl,

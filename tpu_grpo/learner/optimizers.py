@@ -179,14 +179,19 @@ def matrix_axes(name: str, shape: tuple[int, ...]) -> optax.contrib.MuonDimensio
 
     Embeddings and the output head are left to Adam, as in Muon's own code. Heads belong to the columns of what makes
     them and to the rows of what takes them up: [D, N, H] is a matrix of D x NH, and the output projection [N, H, D] of
-    NH x D. Every expert of [E, D, F] has a matrix of its own.
+    NH x D. Gemma's [N, D, H] is one of D x NH, and its [2, N, D, H] are two. Every expert of [E, D, F] has a matrix of
+    its own.
     """
-    if len(shape) < 2 or not name.startswith("layers."):
+    axes = len(shape)
+    if axes < 2 or not name.startswith("layers."):
         return None
-    if len(shape) == 3 and ".attn." in name:
-        rows, columns = ((0, 1), (2,)) if "o_proj" in name else ((0,), (1, 2))
-        return optax.contrib.MuonDimensionNumbers(rows, columns)
-    return optax.contrib.MuonDimensionNumbers(len(shape) - 2, len(shape) - 1)
+    if axes == 2 or ".attn." not in name:
+        return optax.contrib.MuonDimensionNumbers(axes - 2, axes - 1)
+    if "o_proj" in name or "attn_vec_einsum" in name:
+        return optax.contrib.MuonDimensionNumbers((axes - 3, axes - 2), (axes - 1,))
+    if "einsum" in name and "_lora_" not in name:
+        return optax.contrib.MuonDimensionNumbers((axes - 2,), (axes - 3, axes - 1))
+    return optax.contrib.MuonDimensionNumbers((axes - 3,), (axes - 2, axes - 1))
 
 
 def longer_side(shape: tuple[int, ...], axes: optax.contrib.MuonDimensionNumbers | None) -> int:
