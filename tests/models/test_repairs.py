@@ -222,3 +222,28 @@ def test_another_version_must_be_reviewed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.8" if name == "google-tunix" else "?")
     with pytest.raises(ConfigError, match=r"google-tunix must be 0\.1\.7, got 0\.1\.8; .*review the repairs"):
         repairs.apply()
+
+
+def test_experts_are_stacked_by_numpy_and_tunix_still_takes_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the first part fails, remove the repair: it takes the first device of all processes, not of this one."""
+    from tunix.models import safetensors_loader
+    from tunix.models.qwen3 import params
+
+    experts: dict[str, Any] = {
+        f"layers.0.mlp.experts.{i}.gate_proj.kernel": np.full((2, 3), i, np.float32) for i in range(2)
+    }
+    stacked = params._stack_experts(experts)["layers.0.mlp.gate_proj"]
+    assert isinstance(stacked, jax.Array)
+
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        safetensors_loader,
+        "load_and_create_model",
+        lambda *_, preprocess_fn, **__: seen.append(preprocess_fn(experts)["layers.0.mlp.gate_proj"]),
+    )
+    repairs.apply()
+    params.create_model_from_safe_tensors(str(tmp_path), params.model_lib.ModelConfig.qwen3_30b_a3b())
+    assert isinstance(seen[0], np.ndarray)
+    np.testing.assert_array_equal(seen[0], stacked)

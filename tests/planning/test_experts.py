@@ -11,7 +11,7 @@ from tpu_grpo.config import load_config
 from tpu_grpo.models.abstract import abstract_checkpoint
 from tpu_grpo.planning.plan import PUBLISHED
 from tpu_grpo.planning.programs import FAST_COMPILE_OPTIONS, compiled_figures
-from tpu_grpo.planning.slices import open_slice
+from tpu_grpo.planning.slices import open_slice, replica_devices
 from tpu_grpo.run.abstract import AbstractRun
 from tpu_grpo.run.meshes import build_meshes
 
@@ -49,6 +49,20 @@ def compiled_kernels(directory: Path) -> int:
 def test_the_update_of_experts_compiles(tmp_path: Path) -> None:
     """Attention has 4 kernels (see test_compiled); of experts three products run twice, and each has two gradients."""
     assert compiled_kernels(tmp_path) == 4 + 3 * (2 + 2)
+
+
+@pytest.mark.parametrize(("experts", "kernels"), [("fused", 2 + 1), ("ragged", 2 + 1 + 3)])
+def test_the_engines_experts_compile_and_return_their_numbers(tmp_path: Path, experts: str, kernels: int) -> None:
+    """Attention has 2 kernels, and experts 1, or 3 products and what they share. The fused kernel takes wide models."""
+    published = json.loads((PUBLISHED / "Qwen3-30B-A3B" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(published | SMALLER | {"hidden_size": 1024}))
+    settings = [f"rollout.experts={experts}", "algorithm.routing_replay=true", "meshes.sampler.tensor=4"]
+    target, config, checkpoint = open_slice("v5e-16"), load_config(SHIPPED, settings), abstract_checkpoint(tmp_path)
+    with target.as_jax_devices():
+        meshes = build_meshes(config, checkpoint, target.devices)
+        run = AbstractRun(config, checkpoint, meshes, (0,), replica_devices(target, meshes.tensor))
+        lowered = run.engine.lower("decode", run.options.shapes.batch[-1])
+        assert compiled_figures(lowered, FAST_COMPILE_OPTIONS)["kernels"] == kernels
 
 
 def test_libtpu_still_aborts_at_an_axis_of_one_device(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ MORE_CASES: list[tuple[str, dict[str, Any], int]] = [
     ("qwen2", {"tied": True}, 1),
     ("qwen3_moe", {"tied": False}, 1),
     ("llama", {"tied": False}, 1),
-    ("gemma2", {"tied": True}, 1),
+    ("gemma2", {"tied": True, "kv_heads": 1}, 1),
     ("gemma2", {"tied": True, "kv_heads": 4}, 2),  # queries, keys and values are one weight in Tunix
 ]
 """Of families that are in CASES already."""

@@ -50,7 +50,7 @@ def test_flash_samples_what_native_does(
     ("window", "page", "tensor", "kv_heads"),
     [
         (13, 16, 1, 2),  # shorter than a block
-        pytest.param(20, 1, 1, 2, marks=pytest.mark.slow),
+        pytest.param(20, 4, 1, 2, marks=pytest.mark.slow),
         pytest.param(1, 16, 1, 2, marks=pytest.mark.slow),
         pytest.param(13, 16, 2, 1, marks=pytest.mark.slow),  # the key-value head is repeated
     ],
@@ -59,7 +59,9 @@ def test_flash_honours_windows_and_soft_caps(
     tmp_path: Path, window: int, page: int, tensor: int, kv_heads: int
 ) -> None:
     """The second of each group continues after a cached prefix, and the prompt is prefilled in two chunks."""
-    checkpoint = write_random("gemma2", tmp_path / "model", head_dim=64, kv_heads=kv_heads, sliding_window=window)
+    checkpoint = write_random(
+        "gemma2", tmp_path / "model", layers=1, head_dim=64, kv_heads=kv_heads, sliding_window=window
+    )
     model, sizes = policy(checkpoint), {"max_running_requests": 2, "prefill_tokens": 32}
     asked = requests([tuple(range(100, 142))], SamplingParams(3, ignore_stop=True), group=2)
     gather = tokens(build_engine(checkpoint, model, **sizes).generate(asked))

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from tests.models.random_checkpoint import edit_config, write_random_qwen3
+from tests.models.random_checkpoint import edit_config, write_random
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
@@ -29,11 +29,11 @@ LOST_SECONDS = 12
 """How long a silent host is waited for in these runs; the default is longer."""
 
 
-def write_files(directory: Path, kv_heads: int = 4) -> Path:
+def write_files(directory: Path, kv_heads: int = 4, model_type: str = "qwen3") -> Path:
     """A model, data and a reward; every name in the config is relative, so a host can be given other files."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = build_byte_tokenizer()
-    model = write_random_qwen3(directory / "model", vocab=len(tokenizer), kv_heads=kv_heads, scale=0.3)
+    model = write_random(model_type, directory / "model", vocab=len(tokenizer), kv_heads=kv_heads, scale=0.3)
     tokenizer.save_pretrained(str(model))
     edit_config(model, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     (directory / "rewards.py").write_text(REWARD)

@@ -74,6 +74,8 @@ class RolloutSection(Section):
     attention: Literal["auto", "flash", "gather", "native"] = "auto"
     """Choose the engine's attention. flash: sglang-jax's Pallas kernel, TPU only; gather: ours, any device; native: the
     library's reference, for comparison; auto: flash on TPU, gather elsewhere."""
+    experts: Literal["ragged", "fused"] = "ragged"
+    """Choose how the engine computes experts. ragged: ours, any device; fused: sglang-jax's Pallas kernel, TPU only."""
     temperature: float = Field(default=1.0, ge=0.0, le=100.0)
     """Divide the logits by this before sampling. 0 is greedy, which gives every sample of a group the same tokens and
     is refused for training."""

@@ -19,6 +19,9 @@ the log-probabilities need. The repair casts them.
 one device, and libtpu 0.0.42.1 aborts when it compiles that. Nothing is wrapped for this: ``fitted_config`` leaves the
 axis out of the model's config.
 
+**Experts on several hosts.** The loader of Qwen3 stacks a layer's experts into an array on the first CPU device of all
+processes, which the other hosts cannot read. The repair stacks them with NumPy.
+
 **Gemma's windows.** ``_create_sliding_mask`` compares the places of keys in the row with the positions of queries. Rows
 of prompts are padded on the left, and positions do not count padding: with P tokens of padding, a query's window begins
 P tokens too early, and where the window is no longer than P, it ends before the query itself.
@@ -38,9 +41,11 @@ import dataclasses
 import functools
 from contextvars import ContextVar
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
@@ -65,6 +70,7 @@ def apply() -> None:
     from tunix.models.gemma import model as gemma
     from tunix.models.llama3 import model as llama3
     from tunix.models.qwen3 import model as qwen3
+    from tunix.models.qwen3 import params as qwen3_params
 
     if getattr(qwen3.apply_rope, _MARK, False):
         return
@@ -73,6 +79,8 @@ def apply() -> None:
         module.apply_rope = _with_current_positions(module.apply_rope)
         module.Attention.block = _with_config_in_context(module.Attention.block)
     llama3.Llama3.__call__ = _with_float32_logits(llama3.Llama3.__call__)
+    loader: Any = qwen3_params
+    loader.create_model_from_safe_tensors = _stacking_on_the_host(loader.create_model_from_safe_tensors, loader)
     gemma.Gemma.__call__ = _with_config_in_context(gemma.Gemma.__call__)
     gemma.Attention.block = _with_published_attention(gemma.Attention.block, gemma)
     gemma.RMSNorm.__call__ = _with_published_norm(gemma.RMSNorm.__call__)
@@ -123,6 +131,15 @@ def _with_config_in_context(original: Any) -> Any:
             _config.reset(token)
 
     return block
+
+
+def _stacking_on_the_host(original: Any, module: Any) -> Any:
+    @functools.wraps(original)
+    def create_model_from_safe_tensors(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(module, "jnp", np):  # used for this alone
+            return original(*args, **kwargs)
+
+    return create_model_from_safe_tensors
 
 
 def _with_float32_logits(original: Any) -> Any:

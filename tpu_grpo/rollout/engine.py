@@ -21,6 +21,7 @@ from sgl_jax.srt.server_args import ServerArgs
 
 from tpu_grpo.errors import RequestError
 from tpu_grpo.rollout import repairs
+from tpu_grpo.rollout.experts import check_tokens
 from tpu_grpo.rollout.flash_attention import check_pages
 from tpu_grpo.rollout.generation import Generation
 from tpu_grpo.rollout.options import EngineOptions
@@ -52,15 +53,19 @@ class Engine:
             options: the engine's sizes and settings.
 
         Raises:
-            ConfigError: if ``options.shard_vocab`` is set and the mesh's size does not divide the vocabulary, or if
-                flash attention cannot take the pages.
+            ConfigError: if ``options.shard_vocab`` is set and the mesh's size does not divide the vocabulary, if flash
+                attention cannot take the pages, or the fused experts a number of tokens.
         """
         if options.attention == "flash":
             context = options.context_tokens + CONTEXT_MARGIN_TOKENS
             check_pages(rows=options.max_running_requests, context_tokens=context, page_size=options.page_size)
         repairs.require_repaired_version()
         repairs.count_instead_of_clock()
-        settings = RunnerSettings(options.attention, options.shapes, options.shard_vocab, options.return_experts)
+        if options.experts == "fused":
+            check_tokens(options.shapes, mesh.size)
+        settings = RunnerSettings(
+            options.attention, options.shapes, options.shard_vocab, options.return_experts, options.experts
+        )
         build_runner = functools.partial(Runner, settings)
         return cls(SteppedScheduler(_server_args(checkpoint, mesh, options), mesh, build_runner), options)
 

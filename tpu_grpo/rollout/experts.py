@@ -1,13 +1,19 @@
 """A mixture-of-experts layer for the sampler's model. It replaces sglang-jax's ``EPMoE``, whose constructor and weight
 names it has.
 
-Experts are sharded over the mesh. Every device has all tokens: it computes what its own experts contribute, and an
-all-reduce adds up the contributions. No token is ever dropped.
+Experts are sharded over the mesh. No token is ever dropped. There are two ways:
+
+    Experts         every device has all tokens: it computes what its own experts contribute, and an all-reduce adds up
+                    the contributions
+    FusedExperts    tokens are spread over the devices, and sglang-jax's kernel for TPUs sends each to its experts while
+                    it loads their weights
+
+Both take the same weights in the same layout.
 
 Arrays: T tokens, D width, E experts (e on this device), K experts per token, F hidden width of an expert.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +21,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
+
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.rollout.shapes import Shapes
 
 AXIS = "tensor"
 """The axis of the sampler's mesh over which experts are sharded."""
@@ -60,6 +69,46 @@ class Experts(nnx.Module):
         )
         weights = (param.get_value() for param in (self.wi_0, self.wi_1, self.wo))
         return jax.sharding.reshard(mixed(inputs, weights_TK, experts_TK, *weights), out_sharding)
+
+
+class FusedExperts(Experts):
+    """The same through one Pallas kernel. The number of tokens of a step must divide over the devices."""
+
+    def __call__(
+        self,
+        inputs: Float[Array, "T D"],
+        weights_TK: Float[Array, "T K"],
+        experts_TK: Int[Array, "T K"],
+        *,
+        out_sharding: NamedSharding,
+    ) -> Float[Array, "T D"]:
+        """Add up the outputs of each token's experts, weighted by ``weights_TK``."""
+        from sgl_jax.srt.kernels.fused_moe.v1.kernel import fused_ep_moe
+
+        spread = ("data", AXIS)
+        token, expert = (NamedSharding(self.mesh, P(spread, *more)) for more in ((None,), (None, None)))
+        gate, up, down = (jax.sharding.reshard(param.get_value(), expert) for param in (self.wi_0, self.wi_1, self.wo))
+        x, weights, experts = (jax.sharding.reshard(value, token) for value in (inputs, weights_TK, experts_TK))
+        mixed = fused_ep_moe(self.mesh, x, gate, down, up, weights, experts, experts_TK.shape[1])
+        return jax.sharding.reshard(mixed, out_sharding)
+
+
+ExpertsName = Literal["ragged", "fused"]
+EXPERTS: dict[ExpertsName, type[Experts]] = {"ragged": Experts, "fused": FusedExperts}
+
+
+def check_tokens(shapes: Shapes, devices: int) -> None:
+    """Check that the kernel of `FusedExperts` can spread the tokens of every step.
+
+    Raises:
+        ConfigError: for a number of rows or of prompt tokens that does not divide over the devices.
+    """
+    for setting, sizes in (("rollout.batch_paddings", shapes.batch), ("rollout.prefill_tokens", shapes.prefill)):
+        if odd := [size for size in sizes if size % devices]:
+            raise ConfigError(
+                f"with rollout.experts=fused every step must divide over the {devices} devices of a replica, got "
+                f"{odd}; set {setting} to multiples of {devices}, or rollout.experts=ragged"
+            )
 
 
 def _mix_own_experts(

@@ -113,6 +113,7 @@ class BlockedFlashAttention(FlashAttention):
             out_specs=(by_head, cached),
             check_vma=False,
         )
+        q, k, v = (jax.sharding.reshard(x, by_head) for x in (q, k, v))  # a single head is split by width as it comes
         return attend(q, k, v, cache, *(jax.sharding.reshard(array, by_row) for array in metadata))
 
     @property

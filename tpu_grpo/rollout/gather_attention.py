@@ -133,6 +133,7 @@ class GatherAttention:
             attend_own_heads, in_specs=specs, out_specs=(P("data", "tensor"), CACHE_PARTITION), check_vma=False
         )
         paged = token_to_kv_pool.get_fused_kv_buffer(layer.layer_id)
+        q, k, v = (jax.sharding.reshard(x, heads) for x in (q, k, v))  # a single head is split by width as it comes
         return attend_sharded(q, k, v, paged, forward_batch.out_cache_loc, lengths, self.metadata)
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 from tpu_grpo.config import CACHE_MARGIN_TOKENS, RunConfig
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.rollout.attention import AttentionName
+from tpu_grpo.rollout.experts import ExpertsName
 from tpu_grpo.rollout.shapes import Shapes, choose_shapes
 
 
@@ -30,6 +31,7 @@ class EngineOptions:
     """Whether to shard embedding and output head by vocabulary; None does so where the number of devices divides it."""
     return_experts: bool = False
     """Whether requests may ask for the experts that served their tokens; only for a model with experts."""
+    experts: ExpertsName = "ragged"
 
     @classmethod
     def from_config(
@@ -51,6 +53,7 @@ class EngineOptions:
             batch_paddings=rollout.batch_paddings,
             shard_vocab=config.meshes.sampler.shard_vocab,
             return_experts=config.algorithm.routing_replay,
+            experts=check_experts(rollout.experts, platform),
         )
 
     @property
@@ -89,5 +92,18 @@ def choose_attention(name: Literal["auto", "flash", "gather", "native"], platfor
         raise ConfigError(
             f"rollout.attention=flash needs a TPU, the sampler's devices are {platform}; "
             "use gather (any device) or auto"
+        )
+    return name
+
+
+def check_experts(name: ExpertsName, platform: str) -> ExpertsName:
+    """Return ``name`` if the sampler's devices (tpu, cpu, gpu) can run it.
+
+    Raises:
+        ConfigError: if fused is asked for without a TPU.
+    """
+    if name == "fused" and platform != "tpu":
+        raise ConfigError(
+            f"rollout.experts=fused needs a TPU, the sampler's devices are {platform}; use ragged (any device)"
         )
     return name

@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.families.rope import Llama3Scaling, inverse_timescales
+from tpu_grpo.rollout.experts import Experts
 
 REPAIRED_VERSION = "0.1.0rc0"
 
@@ -76,12 +77,20 @@ def in_process(build_runner: Callable[..., Any]) -> Iterator[None]:
             np.random.set_state(states[1])
 
 
-def abstract_model(model_class: type, hf_config: Any, dtype: jnp.dtype, mesh: Mesh, *, split_vocabulary: bool) -> Any:
+def abstract_model(
+    model_class: type,
+    hf_config: Any,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    *,
+    split_vocabulary: bool,
+    experts: type[Experts] = Experts,
+) -> Any:
     """Build the model with ``jax.ShapeDtypeStruct`` parameters, so that nothing is allocated.
 
     Reason: the library builds models of random numbers.
     """
-    with jax.set_mesh(mesh), _our_experts(), _vocabulary(split_vocabulary):
+    with jax.set_mesh(mesh), _our_experts(experts), _vocabulary(split_vocabulary):
         return nnx.eval_shape(lambda: model_class(hf_config, mesh=mesh, dtype=dtype))
 
 
@@ -103,17 +112,15 @@ def _vocabulary(split: bool) -> Iterator[None]:
 
 
 @contextmanager
-def _our_experts() -> Iterator[None]:
-    """Let models build their mixture-of-experts layers from our class.
+def _our_experts(experts: type[Experts]) -> Iterator[None]:
+    """Let models build their mixture-of-experts layers from a class of ours.
 
     Reason: ``EPMoE`` keeps its weights on a mesh of its own, with an axis "expert", so that no array of the engine's
     mesh can be handed to it.
     """
     from sgl_jax.srt.models import qwen3_moe
 
-    from tpu_grpo.rollout.experts import Experts
-
-    with mock.patch.object(qwen3_moe, "EPMoE", Experts):
+    with mock.patch.object(qwen3_moe, "EPMoE", experts):
         yield
 
 

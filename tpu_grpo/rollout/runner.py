@@ -30,6 +30,7 @@ from sgl_jax.srt.model_loader.loader import get_model_architecture
 from tpu_grpo.errors import WeightsError
 from tpu_grpo.rollout import repairs
 from tpu_grpo.rollout.attention import AttentionMode, AttentionName, FlashMode, GatherMode, NativeMode
+from tpu_grpo.rollout.experts import EXPERTS, ExpertsName
 from tpu_grpo.rollout.routed_experts import ExpertLayout
 from tpu_grpo.rollout.shapes import Shapes
 from tpu_grpo.rollout.step_inputs import InputBuilder, StepInputs
@@ -44,6 +45,7 @@ class RunnerSettings:
     shapes: Shapes
     shard_vocab: bool | None
     return_experts: bool = False
+    experts: ExpertsName = "ragged"
 
 
 class StepOutput(NamedTuple):
@@ -77,7 +79,14 @@ class Runner(ModelRunner):
         config.hf_config.ep_size, config.hf_config.moe_backend = 1, "epmoe"  # what models with experts ask for
         split = splits_vocabulary(self.settings.shard_vocab, config.vocab_size, self.tp_size)
         model_class, _ = get_model_architecture(config)
-        model = repairs.abstract_model(model_class, config.hf_config, config.dtype, self.mesh, split_vocabulary=split)
+        model = repairs.abstract_model(
+            model_class,
+            config.hf_config,
+            config.dtype,
+            self.mesh,
+            split_vocabulary=split,
+            experts=EXPERTS[self.settings.experts],
+        )
         repairs.rope_as_published(model, config.dtype)
         if not split:
             soft_cap = model.logits_processor.soft_cap

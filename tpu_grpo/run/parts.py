@@ -147,11 +147,12 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
             f"data.max_prompt_tokens + rollout.max_new_tokens must be <= {longest}, the model's context, got "
             f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens}; shorten one of them"
         )
-    if config.algorithm.routing_replay and not has_experts(checkpoint):
-        raise ConfigError(
-            f"algorithm.routing_replay=true needs a model with experts, got a {checkpoint.family.model_type}; leave it "
-            "false"
-        )
+    for_experts = {
+        "algorithm.routing_replay=true": config.algorithm.routing_replay,
+        "rollout.experts=fused": config.rollout.experts == "fused",
+    }
+    if not has_experts(checkpoint) and (asked := [setting for setting, is_set in for_experts.items() if is_set]):
+        raise ConfigError(f"{asked[0]} needs a model with experts, got a {checkpoint.family.model_type}; leave it out")
     if config.model.lora.rank is not None:
         adapted_modules(checkpoint, config.model.lora)
     if config.model.train_layers is not None:
