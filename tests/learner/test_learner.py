@@ -106,7 +106,8 @@ SMALLEST_MOMENT = 1e-7
 def first_moments(learner: Learner) -> dict[str, np.ndarray]:
     """(1 - b1) times the clipped gradient of the first update, by the parameter's name."""
     (adam,) = (part for part in learner._updater.state.optimizer if isinstance(part, optax.ScaleByAdamState))
-    return {name: np.asarray(leaf) for name, leaf in dict(adam.mu).items()}
+    moments: Any = adam.mu
+    return {name: np.asarray(leaf) for name, leaf in moments.items()}
 
 
 def assert_same_step(left: Learner, right: Learner) -> None:

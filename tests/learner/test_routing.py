@@ -17,7 +17,6 @@ from tests.learner.toy import (
     NEW_TOKENS,
     PAD,
     PROMPT_TOKENS,
-    Tokenizer,
     flat_params,
     make_config,
     make_learner,
@@ -230,12 +229,11 @@ def test_a_described_learner_lowers_the_same_programs(checkpoint: Path, tmp_path
     config = make_config(tmp_path, {"algorithm": {"routing_replay": True, "group_size": 2, "old_policy": "trainer"}})
     mesh, model = make_mesh(), load(checkpoint, 2)
     learner: Learner = make_learner(config, mesh, model=model)
-    inputs = LearnerInputs(described(load(checkpoint, 2)), None, mesh, Tokenizer(), PAD, EOS)
-    programs = LearnerPrograms(config, inputs)
-    example = learner._examples(scored_with_planted_experts(checkpoint, config), np.zeros(config.batch_rows))[0]
-    assert example.experts is not None
-    assert held(programs.example) == held(example)
+    programs = LearnerPrograms(config, LearnerInputs(described(load(checkpoint, 2)), None, mesh, PAD, EOS))
+    batch = learner._micro_batches(scored_with_planted_experts(checkpoint, config), np.zeros(config.batch_rows))[0]
+    assert batch.experts is not None
+    assert held(programs.batch) == held(batch)
     with mesh:
-        update = learner._trainer.lower(example)
-    assert programs.lower_update().as_text() == update.as_text()
+        gradients = learner._updater.lower_accumulate(batch)
+    assert programs.lower_gradients().as_text() == gradients.as_text()
     assert "ui8" in programs.lower_logprobs().as_text()
