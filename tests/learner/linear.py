@@ -15,20 +15,20 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.learner.building import cast_to_compute
 from tpu_grpo.learner.loss import LossSettings
 from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule
-from tpu_grpo.learner.update import Updater, UpdateRecord
+from tpu_grpo.learner.update import Updater, UpdateRecord, Values
 
 
 class Linear(nnx.Module):
-    """Scores [width] of one number, with a bias that is not split over devices."""
+    """A matrix and a bias, split over the mesh; nothing is computed with them."""
 
-    def __init__(self, seed: int, width: int, mesh: Mesh):
+    def __init__(self, seed: int, shape: tuple[int, int], scale: float, mesh: Mesh):
         keys = jax.random.split(jax.random.key(seed), 2)
 
         def placed(value: jax.Array, *spec: str | None) -> Any:
             return nnx.Param(jax.device_put(value, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))))
 
-        self.kernel = placed(jax.random.normal(keys[0], (4, width)), "fsdp", "tp")
-        self.bias = placed(jax.random.normal(keys[1], (width,)), None)
+        self.kernel = placed(scale * jax.random.normal(keys[0], shape), "fsdp", "tp")
+        self.bias = placed(scale * jax.random.normal(keys[1], shape[1:]), "tp")
 
 
 @dataclass
@@ -38,23 +38,30 @@ class Run:
     updater: Updater
     mesh: Mesh
 
-    def step(self, number: int = 0) -> UpdateRecord:
-        """Step along a gradient that depends on the parameters, without a forward pass."""
+    def step(self, gradients: Values | None = None) -> UpdateRecord:
+        """Step along these gradients; by default along some that depend on the parameters."""
         updater = self.updater
-        updater._gradients = {
-            name: jax.device_put(jnp.sin(value + number), value.sharding) for name, value in updater.stepped().items()
-        }
+        made = _sines(updater.stepped()) if gradients is None else gradients
+        held = updater.gradients
+        updater._gradients = {name: jax.device_put(value, held[name].sharding) for name, value in made.items()}
         with self.mesh:
             return updater.step()
+
+
+@jax.jit
+def _sines(values: Values) -> Values:
+    return {name: jnp.sin(50.0 * value) for name, value in values.items()}
 
 
 def linear_config(directory: Path, **sections: Any) -> RunConfig:
     return make_config(directory, {**sections, "optimizer": {"learning_rate": 0.1, **sections.get("optimizer", {})}})
 
 
-def linear_run(config: RunConfig, *, seed: int = 0, width: int = 64, mesh: Mesh | None = None) -> Run:
+def linear_run(
+    config: RunConfig, *, seed: int = 0, shape: tuple[int, int] = (4, 64), scale: float = 1.0, mesh: Mesh | None = None
+) -> Run:
     mesh = mesh or make_mesh(1)
-    model = Linear(seed, width, mesh)
+    model = Linear(seed, shape, scale, mesh)
     stepped = cast_to_compute(model, config)
     updater = Updater(
         model,

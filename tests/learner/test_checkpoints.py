@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 def make_run(seed: int = 0, width: int = 64) -> Run:
-    return linear_run(linear_config(Path("nowhere")), seed=seed, width=width)
+    return linear_run(linear_config(Path("nowhere")), seed=seed, shape=(4, width))
 
 
 def saved_run(directory: Path, *steps: int, keep: int = 2, width: int = 64) -> Run:

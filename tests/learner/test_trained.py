@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -75,6 +76,19 @@ def test_optimizer_memory_is_that_of_what_is_trained(tmp_path: Path, kind: str, 
         assert trained == RANK * 2 * sum(ADAPTER_SIZES.values())
     assert sum(leaf.size for leaf in leaves if leaf.ndim) == trained * 2
     assert sum(leaf.size for leaf in leaves if not leaf.ndim) < 10
+    learner.close()
+
+
+def test_adapters_are_stepped_in_float32_beside_a_base_in_bfloat16(tmp_path: Path) -> None:
+    config = make_config(tmp_path, {"model": {**KINDS["lora"], "dtype": "bfloat16"}})
+    mesh = make_mesh()
+    model = apply_lora(make_model(mesh), MODULES, LORA, seed=0)
+    learner = make_learner(config, mesh, model=model)
+    assert {value.dtype for value in flat_params(learner).values()} == {jnp.dtype(jnp.bfloat16)}
+    updater, adapters = learner._updater, learner.adapters()
+    assert adapters.keys() == updater.state.kept.keys() == {name for name in flat_params(learner) if "_lora_" in name}
+    assert {value.dtype for value in adapters.values()} == {np.dtype(np.float32)}
+    assert {value.dtype.name for value in updater.state.kept.values()} == {"float32"}
     learner.close()
 
 

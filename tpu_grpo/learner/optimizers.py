@@ -221,7 +221,9 @@ def state_shardings(state: Any, params: Params) -> Any:
 
 def _spec_of_part(shape: tuple[int, ...], param: Any) -> PartitionSpec:
     spec = (*param.sharding.spec, *[None] * (len(param.shape) - len(param.sharding.spec)))
-    if len(shape) == len(param.shape) and shape[:-1] == param.shape[:-1]:  # itself, or the scales of its blocks
+    shards = param.shape[-1] // param.sharding.shard_shape(param.shape)[-1] if param.shape else 1
+    same = len(shape) == len(param.shape) and shape[:-1] == param.shape[:-1]
+    if shape == param.shape or (same and shape[-1] % shards == 0):  # itself, or the scales of its blocks
         return PartitionSpec(*spec)
     for axis in range(len(param.shape)):
         if shape == param.shape[:axis] + param.shape[axis + 1 :]:

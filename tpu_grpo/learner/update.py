@@ -40,8 +40,8 @@ class UpdateRecord(NamedTuple):
     """The global norm of the step's gradient before clipping."""
     learning_rate: Float[Array, ""]
     step_kept: Float[Array, ""]
-    """The norm of the change that arrived in the parameters over the norm of the step that was meant; 1 if nothing was
-    lost."""
+    """How far the parameters moved along the step that was meant, over its length; 1 if nothing was lost. What rounding
+    at random adds lies across the step, and does not count."""
 
 
 class UpdateState(NamedTuple):
@@ -139,7 +139,8 @@ class Updater:
 
     @property
     def _step(self) -> Any:
-        return self._compiled("step", self._stepped, donate_argnums=(2, 3, 4))
+        # Where float32 copies are stepped, the model's own are not computed with: kept, their memory is still reused.
+        return self._compiled("step", self._stepped, donate_argnums=(2, 3, 4), keep_unused=True)
 
     def _accumulated(
         self, sums: Values, trained: Values, others: nnx.State, batch: TrainBatch
@@ -163,10 +164,10 @@ class Updater:
         meant, optimizer = update(scaled, state.optimizer, values)
         trained, kept = self._split({name: values[name] + meant[name] for name in values}, state.count)
         arrived = self._joined(trained, kept)
-        lost = optax.global_norm(meant)
-        moved = optax.global_norm({name: arrived[name] - values[name] for name in values})
+        length = sum((jnp.square(step).sum() for step in meant.values()), jnp.zeros(()))
+        along = sum(((arrived[name] - values[name]) * meant[name]).sum() for name in values)
         rate = jnp.asarray(self._schedule(state.count), jnp.float32)
-        record = UpdateRecord(norm, rate, jnp.where(lost > 0.0, moved / lost, 1.0))
+        record = UpdateRecord(norm, rate, jnp.where(length > 0.0, along / length, 1.0))
         return self._laid_out(trained), UpdateState(state.count + 1, optimizer, self._laid_out(kept)), record
 
     def _joined(self, trained: Values, kept: Values) -> Values:
