@@ -69,7 +69,7 @@ def make_settings(directory: Path, **algorithm: Any) -> LossSettings:
     return LossSettings(open_algorithm(section), section.beta, section.kl_estimator, TEMPERATURE, PAD, EOS)
 
 
-@partial(jax.jit, static_argnums=(0, 3))
+@partial(jax.jit, static_argnums=3)
 def _gradient(definition: Any, state: Any, batch: TrainBatch, settings: LossSettings) -> Any:
     def loss(state: Any) -> Any:
         return policy_loss(nnx.merge(definition, state), batch, settings)
