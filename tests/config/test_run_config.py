@@ -100,6 +100,12 @@ def test_bfloat16_parameters_keep_what_a_step_would_lose() -> None:
     )
 
 
+def test_decay_steps_are_of_one_schedule() -> None:
+    assert message("optimizer.decay_steps=5") == (
+        "optimizer.decay_steps=5 needs optimizer.schedule=wsd, got constant; set it, or leave decay_steps at 0"
+    )
+
+
 @pytest.mark.parametrize("compact", ["optimizer.state=compact", "optimizer.name=adamw_8bit"])
 def test_bfloat16_parameters_and_a_compact_state_go_together(compact: str) -> None:
     config = load_config(None, ["model.dtype=bfloat16", "model.param_dtype=bfloat16", compact])

@@ -238,3 +238,23 @@ def test_a_run_goes_on_to_the_bit(tmp_path: Path, name: str, sections: dict[str,
     again.step()
     assert _checksums(again.updater.model, again.updater) == _checksums(straight.updater.model, straight.updater)
     assert int(again.updater.state.count) == 3
+
+
+def test_gradients_of_a_bfloat16_model_add_up_in_float32(tmp_path: Path) -> None:
+    """In bfloat16 a sum stops growing at 256 times what is added."""
+    config = make_config(tmp_path, {"model": {"dtype": "bfloat16"}})
+    mesh = make_mesh()
+    learner, scored = make_learner(config, mesh), make_scored(make_model(mesh), config)
+    (batch,) = learner._micro_batches(scored, np.linspace(-1.0, 1.0, config.batch_rows))
+    updater = learner._updater
+    with mesh:
+        updater.accumulate(batch)
+        assert updater._gradients is not None
+        once = {name: np.asarray(value) for name, value in updater._gradients.items()}
+        updater._gradients = jax.tree.map(lambda value: 256.0 * value, updater._gradients)
+        updater.accumulate(batch)
+    for name, value in updater._gradients.items():
+        assert value.dtype == jnp.float32
+        np.testing.assert_allclose(np.asarray(value), 257.0 * once[name], rtol=1e-6)
+    assert any(value.any() for value in once.values())
+    learner.close()

@@ -180,6 +180,15 @@ def _nothing_is_lost(config: RunConfig) -> None:
         )
 
 
+def _decay_is_used(config: RunConfig) -> None:
+    section = config.optimizer
+    if section.decay_steps and section.schedule != "wsd":
+        raise ValueError(
+            f"optimizer.decay_steps={section.decay_steps} needs optimizer.schedule=wsd, got {section.schedule}; set "
+            "it, or leave decay_steps at 0"
+        )
+
+
 def _one_kind_of_source(config: RunConfig) -> None:
     data = config.data
     if not data.sources:
@@ -230,6 +239,7 @@ _RULES = (
     _hosts_described,
     _trained_once,
     _nothing_is_lost,
+    _decay_is_used,
     _one_kind_of_source,
     _evaluation_tells_something,
 )

@@ -16,6 +16,6 @@ def require_reviewed_tunix() -> None:
     if (installed := metadata.version("google-tunix")) != TUNIX_VERSION:
         raise ConfigError(
             f"google-tunix must be {TUNIX_VERSION}, got {installed}; install google-tunix=={TUNIX_VERSION}, or review "
-            f"the repairs in models/repairs.py and learner/repairs.py for {installed} and raise TUNIX_VERSION in "
+            f"the repairs in models/repairs.py and tunix_loop/cluster.py for {installed} and raise TUNIX_VERSION in "
             f"{__name__}"
         )
