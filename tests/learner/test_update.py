@@ -240,6 +240,7 @@ def test_a_run_goes_on_to_the_bit(tmp_path: Path, name: str, sections: dict[str,
     assert int(again.updater.state.count) == 3
 
 
+@pytest.mark.slow  # the type of the sums is seen in test_programs.py, too
 def test_gradients_of_a_bfloat16_model_add_up_in_float32(tmp_path: Path) -> None:
     """In bfloat16 a sum stops growing at 256 times what is added."""
     config = make_config(tmp_path, {"model": {"dtype": "bfloat16"}})
@@ -253,6 +254,7 @@ def test_gradients_of_a_bfloat16_model_add_up_in_float32(tmp_path: Path) -> None
         once = {name: np.asarray(value) for name, value in updater._gradients.items()}
         updater._gradients = jax.tree.map(lambda value: 256.0 * value, updater._gradients)
         updater.accumulate(batch)
+    assert updater._gradients is not None
     for name, value in updater._gradients.items():
         assert value.dtype == jnp.float32
         np.testing.assert_allclose(np.asarray(value), 257.0 * once[name], rtol=1e-6)
