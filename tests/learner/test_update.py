@@ -240,7 +240,7 @@ def test_a_run_goes_on_to_the_bit(tmp_path: Path, name: str, sections: dict[str,
     assert int(again.updater.state.count) == 3
 
 
-@pytest.mark.slow  # the type of the sums is seen in test_programs.py, too
+@pytest.mark.slow  # planning/test_compiled.py counts the bytes of the sums
 def test_gradients_of_a_bfloat16_model_add_up_in_float32(tmp_path: Path) -> None:
     """In bfloat16 a sum stops growing at 256 times what is added."""
     config = make_config(tmp_path, {"model": {"dtype": "bfloat16"}})
