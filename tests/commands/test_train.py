@@ -19,7 +19,7 @@ import yaml
 from tpu_grpo import errors
 from tpu_grpo.commands import starting
 from tpu_grpo.commands.train import BUILDING, closing_lines, help_text, main
-from tpu_grpo.config import RunConfig, SourceSpec, load_config
+from tpu_grpo.config import OptimizerRule, RunConfig, SourceSpec, load_config
 from tpu_grpo.hosts import Hosts, Watch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -116,6 +116,9 @@ def test_help_lists_every_setting_with_its_default() -> None:
     source = SourceSpec(path="x").model_dump(mode="json")
     assert (source.pop("path"), shown.pop("data.sources[i].path")) == ("x", "required")
     defaults |= {f"data.sources[i].{key}": value for key, value in source.items()}
+    rule = OptimizerRule(match="x").model_dump(mode="json")
+    assert (rule.pop("match"), shown.pop("optimizer.rules[i].match")) == ("x", "required")
+    defaults |= {f"optimizer.rules[i].{key}": value for key, value in rule.items()}
     assert {name: None if text == "unset" else yaml.safe_load(text) for name, text in shown.items()} == defaults
 
 
