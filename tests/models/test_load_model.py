@@ -79,6 +79,7 @@ def test_bfloat16_files_load_exactly_as_float32(tmp_path: Path, tokens_BT: np.nd
     )
 
 
+@pytest.mark.slow  # tests/learner/test_routing.py takes gradients with every kind of remat
 def test_remat_changes_neither_loss_nor_gradients(tmp_path: Path, tokens_BT: np.ndarray) -> None:
     directory = write_random_qwen3(tmp_path, layers=1)
 
