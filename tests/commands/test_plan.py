@@ -60,9 +60,9 @@ def test_a_run_that_fits_as_text_and_as_json(directory: Path) -> None:
     assert text.returncode == 0, text.stderr
     assert "kernels    rollout flash attention, trainer flash attention in blocks of 128 tokens" in text.stdout
     assert "\nfits: the " in text.stdout
-    assert "compiling update (4 layers)" in text.stderr
+    assert "compiling gradients of a micro-batch (4 layers)" in text.stderr
     done = plan(directory, "--slice", "v5e-4", "--fast", "--json")
-    assert "compiling update" not in done.stderr  # its figures were kept
+    assert "compiling gradients" not in done.stderr  # its figures were kept
     found = json.loads(done.stdout)
     assert done.returncode == 0
     assert found["fits"]
