@@ -10,7 +10,6 @@ Per token, with old = ``algorithm.old_policy``:
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -56,20 +55,21 @@ class Batches:
         Every host passes all the rows and keeps its shards. Returns when the arrays are ready: XLA's CPU backend aborts
         when the forward passes of many micro-batches are under way at once.
         """
-        rollout_logps = self._put(rows.rollout_logps)
+        ids, rollout_logps = self._ids(rows, self._put), self._put(rows.rollout_logps)
         old_logps, importance, reference_logps = rollout_logps, None, None
         if self._reference is not None:
-            reference_logps = self._logprobs(self._reference, replace(rows, experts=None))
+            reference_logps = self._logprobs(self._reference, ids._replace(experts=None))
         if self._corrected:
-            old_logps = self.policy_logprobs(rows)
+            old_logps = self._logprobs(self._policy, ids)
             importance = truncated_weights(old_logps, rollout_logps, cap=self._cap)
-        return jax.block_until_ready(self._batch(rows, self._put, old_logps, importance, reference_logps))
+        return jax.block_until_ready(self._batch(rows, ids, self._put, old_logps, importance, reference_logps))
 
     def describe(self, rows: TrainRows) -> TrainBatch:
         """Give the shapes, types and shardings of `place` without computing or placing anything."""
         logps = self._described(rows.rollout_logps)
         return self._batch(
             rows,
+            self._ids(rows, self._described),
             self._described,
             logps,
             logps if self._corrected else None,
@@ -78,16 +78,16 @@ class Batches:
 
     def policy_logprobs(self, rows: TrainRows) -> Float[Array, "B T"]:
         """Compute the policy's log-probability of every completion token, at the temperature."""
-        return self._logprobs(self._policy, rows)
+        return self._logprobs(self._policy, self._ids(rows, self._put))
 
     def lower_logprobs(self, rows: TrainRows) -> jax.stages.Lowered:
         """Lower the program of `policy_logprobs`."""
         with self._mesh:
             return lower_logprobs(self._policy, self._ids(rows, self._described), **self._settings.forward)
 
-    def _logprobs(self, model: nnx.Module, rows: TrainRows) -> Float[Array, "B T"]:
+    def _logprobs(self, model: nnx.Module, ids: RowIds) -> Float[Array, "B T"]:
         with self._mesh:
-            found = logprobs(model, self._ids(rows, self._put), **self._settings.forward)
+            found = logprobs(model, ids, **self._settings.forward)
         return jax.device_put(found, self._sharding)
 
     @staticmethod
@@ -97,11 +97,11 @@ class Batches:
 
     @staticmethod
     def _batch(
-        rows: TrainRows, put: Callable[[np.ndarray], Any], old: Any, importance: Any, reference: Any
+        rows: TrainRows, ids: RowIds, put: Callable[[np.ndarray], Any], old: Any, importance: Any, reference: Any
     ) -> TrainBatch:
         return TrainBatch(
-            prompt_ids=put(rows.prompt_ids),
-            completion_ids=put(rows.completion_ids),
+            prompt_ids=ids.prompt_ids,
+            completion_ids=ids.completion_ids,
             completion_mask=put(rows.completion_mask),
             weights=put(rows.weights),
             advantages=put(rows.advantages),
@@ -109,7 +109,7 @@ class Batches:
             old_logps=old,
             importance=importance,
             reference_logps=reference,
-            experts=None if rows.experts is None else put(rows.experts),
+            experts=ids.experts,
         )
 
     def _put(self, value: np.ndarray) -> jax.Array:

@@ -20,7 +20,7 @@ from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule
 from tpu_grpo.learner.routing import ReplayShape
 from tpu_grpo.learner.rows import RowShape
 from tpu_grpo.learner.trained import Frozen, freeze_untrained, has_adapters, trained_type
-from tpu_grpo.learner.update import Updater, Values, by_name
+from tpu_grpo.learner.update import Updater, Values, by_name, dotted
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,7 @@ def _own_copy(reference: nnx.Module, names: Collection[str], config: RunConfig) 
     copied = nnx.clone(reference)
     cast_to_compute(copied, config)
     state = nnx.to_flat_state(nnx.state(copied, nnx.Param))
-    own = [
-        (path, leaf.replace(_copy(leaf.get_raw_value()))) for path, leaf in state if ".".join(map(str, path)) in names
-    ]
+    own = [(path, leaf.replace(_copy(leaf.get_raw_value()))) for path, leaf in state if dotted(path) in names]
     nnx.update(copied, nnx.from_flat_state(own))
     return copied
 

@@ -7,7 +7,6 @@ programs.lower_gradients().compile().memory_analysis()
 
 from collections.abc import Collection
 from functools import cached_property
-from typing import Any
 
 import jax
 import numpy as np
@@ -30,11 +29,6 @@ class LearnerPrograms:
     def state(self) -> UpdateState:
         """Describe what is kept between updates beside the model's parameters."""
         return self._parts.updater.state
-
-    @property
-    def gradients(self) -> dict[str, Any]:
-        """Describe the accumulated gradients, which exist during an update."""
-        return self._parts.updater.gradients
 
     @cached_property
     def batch(self) -> TrainBatch:

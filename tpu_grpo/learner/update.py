@@ -244,7 +244,7 @@ class Updater:
 
     def _as_state(self, values: Mapping[str, Any]) -> nnx.State:
         template = nnx.to_flat_state(nnx.state(self.model, self._kind))
-        return nnx.from_flat_state([(path, leaf.replace(values[_name(path)])) for path, leaf in template])
+        return nnx.from_flat_state([(path, leaf.replace(values[dotted(path)])) for path, leaf in template])
 
     def _install(self, values: Values) -> None:
         nnx.update(self.model, self._as_state(values))
@@ -268,10 +268,11 @@ class _Float32(NamedTuple):
 
 def by_name(state: nnx.State) -> Values:
     """Return the arrays of a state by their dotted names."""
-    return {_name(path): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(state)}
+    return {dotted(path): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(state)}
 
 
-def _name(path: tuple[Any, ...]) -> str:
+def dotted(path: tuple[Any, ...]) -> str:
+    """Write the path of a parameter in a state as its name."""
     return ".".join(map(str, path))
 
 

@@ -50,12 +50,7 @@ def programs_to_lower(run: AbstractRun) -> Iterator[tuple[str, Stage, Callable[[
     if takes_logprobs(config):
         yield "log-probabilities", "logprobs", run.learner.lower_logprobs
     yield GRADIENTS, "update", run.learner.lower_gradients
-    yield OPTIMIZER_STEP, "update", lambda: run.learner.lower_step(shared_leaves(run))
-
-
-def shared_leaves(run: AbstractRun) -> frozenset[str]:
-    """Name the trainer's parameters whose arrays the sampler holds as well."""
-    return frozenset(move.source for move in run.sync.moves if move.aliased)
+    yield OPTIMIZER_STEP, "update", lambda: run.learner.lower_step(run.sync.shared_leaves)
 
 
 def takes_logprobs(config: RunConfig) -> bool:

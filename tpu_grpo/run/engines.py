@@ -70,7 +70,7 @@ class SyncedEngines:
     def shared_leaves(self) -> frozenset[str]:
         """The trainer's parameters whose arrays the engines hold as well, after the first ``install``."""
         assert self._sync is not None, "install comes first"
-        return frozenset(move.source for move in self._sync.moves if move.aliased)
+        return self._sync.shared_leaves
 
     def install(self, params: nnx.State) -> SyncResult:
         """Move the trainer's parameters into every replica, and drop prefixes cached under the old ones.

@@ -92,6 +92,11 @@ class WeightSync:
         """The leaves that the last call wrote, by name: without aliased ones, and empty after ``release``."""
         return MappingProxyType(self._written)
 
+    @property
+    def shared_leaves(self) -> frozenset[str]:
+        """The trainer's leaves whose arrays the sampler holds as well."""
+        return frozenset(move.source for move in self.moves if move.aliased)
+
     def describe(self) -> list[str]:
         """Describe the plan, with a line per kind of leaf."""
         return describe_plan(self.moves, len(self.groups))
