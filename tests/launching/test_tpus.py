@@ -50,6 +50,29 @@ def test_the_environment_of_a_chip_can_be_replaced() -> None:
     assert chip_environment(None, "gs://b/c", None)["JAX_COMPILATION_CACHE_DIR"] == "gs://b/c"
 
 
+@pytest.mark.parametrize(
+    ("name", "chips", "links"),
+    [
+        ("v6e-4", 1, 0),
+        ("v6e-4", 2, 1),
+        ("v6e-4", 4, 2),  # 2 x 2: of four links two lead to others
+        ("v6e-8", 8, 2),
+        ("v5e-16", 16, 2),  # 4 x 4, at a corner
+        ("v5e-256", 128, 3),  # 8 x 16
+        ("v5e-256", 256, 4),  # 16 x 16
+        ("v4-8", 4, 2),
+        ("v5p-32", 16, 3),  # 2 x 2 x 4
+        ("v4-64", 32, 3),  # 2 x 4 x 4
+        ("v4-128", 64, 6),  # a cube
+    ],
+)
+def test_links_to_others_of_a_part_of_a_slice(name: str, chips: int, links: int) -> None:
+    generation = parse_slice(name).generation
+    assert generation.links(chips) == links
+    every = generation.chip.link_bytes_per_second
+    assert generation.sent_bytes_per_second(chips) == every * links / (4 if generation.torus_dimensions == 2 else 6)
+
+
 TOPOLOGY = {"v4": "v4:2x2x1", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2", "v6e": "v6e:2x2"}
 COMPILE = """
 import jax, jax.numpy as jnp

@@ -62,7 +62,8 @@ class Chip:
     """This counts bfloat16 products."""
     memory_bytes_per_second: float
     link_bytes_per_second: float
-    """All links to other chips together carry this in one direction."""
+    """All links of the chip together carry this in one direction; `Generation.sent_bytes_per_second` is what a slice
+    can use of it."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,21 @@ class Generation:
     def topologies(self) -> Mapping[int, tuple[int, ...]]:
         """Return the chips along each side of its default topologies, by the number of chips."""
         return TOPOLOGIES[self.torus_dimensions]
+
+    def links(self, chips: int) -> int:
+        """Return the links to other chips of a rectangle of ``chips`` that its worst placed chip, a corner, has.
+
+        Such a chip has a neighbour along every side, and a second one where the side is closed to a ring. That is so
+        for the 16 chips of a whole side of a v5e or v6e pod, and for slices of v4 or v5p that are made of whole cubes
+        of 4 x 4 x 4 (Cloud TPU documentation). A number of chips that is not a slice counts as a line.
+        """
+        sides = self.topologies.get(chips, (chips,))
+        ring = (lambda side: side == 16) if self.torus_dimensions == 2 else (lambda _: not any(s % 4 for s in sides))
+        return sum(1 + ring(side) for side in sides if side > 1)
+
+    def sent_bytes_per_second(self, chips: int) -> float:
+        """Return what every chip of a rectangle of ``chips`` can send to others of it; 0 for a single chip."""
+        return self.chip.link_bytes_per_second * self.links(chips) / (2 * self.torus_dimensions)
 
     @property
     def any_number_of_hosts(self) -> bool:

@@ -1,157 +1,243 @@
-"""The seconds of a step by rooflines: each stage takes the largest of its times for FLOPs, memory and links.
+"""The seconds of a step of a run, stage by stage, for completions of the longest length or of a mean length.
 
-FLOPs and bytes are the larger of what the compiler counts (loops once, kernels not at all) and the arithmetic below
-(the bytes of a decode step are the arithmetic's). They are per device; a token meets N parameters in the layers or the
-head, and has S tokens of context:
+    prefill    each prompt once, or for each of its completions without a prefix cache      engine_steps.py
+    decode     simulated, with the tail of the longest completions                          decoding.py
+    logprobs   a forward pass, for the reference or the old policy                          training.py
+    update     forward and backward passes, and the optimizer's step                        training.py
+    sync       what moves, through links and memory
 
-    forward pass    2 N + 4 heads head_dim S per layer, for each token; flash attention meets half of S
-    update          three times that, four with remat; adapters take one less
-    decode step     every weight once, and the cache of all running rows, each halfway through its completion
-    links           update: parameters gathered twice and gradients scattered once; sync: what moves
+rates.py holds the constants; sizes.py and `StepWork` what the seconds are computed from.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.families.flash_attention import whole_blocks
-from tpu_grpo.launching.tpus import Chip
+from tpu_grpo.launching.tpus import Generation
+from tpu_grpo.planning import rates
+from tpu_grpo.planning.decoding import decode, step_seconds
+from tpu_grpo.planning.engine_steps import add, host_seconds, prefill_step, round_seconds
+from tpu_grpo.planning.lengths import completion_lengths
 from tpu_grpo.planning.programs import GRADIENTS, OPTIMIZER_STEP, CompiledProgram, takes_logprobs
 from tpu_grpo.planning.resident import ResidentBytes
+from tpu_grpo.planning.sizes import EngineSizes, TokenCost
+from tpu_grpo.planning.training import TrainerSizes, link_seconds, packed_passes, pass_seconds
+from tpu_grpo.rollout.vocabulary import splits_vocabulary
 from tpu_grpo.run.abstract import AbstractRun
 
-COMPUTE, MEMORY, LINKS = 0.5, 0.8, 0.8
-"""The shares of a chip's speeds that programs are assumed to reach."""
-HOST_SECONDS = 0.002
-"""The time that the host takes for each step of an engine, to schedule it and to take its tokens in."""
 ASSUMPTIONS = (
-    f"programs reach {COMPUTE:.0%} of the chip's products, {MEMORY:.0%} of its memory's and {LINKS:.0%} of its links' "
-    "speed",
-    f"an engine's step takes {HOST_SECONDS * 1000:g} ms on the host; rewards, evaluation and checkpoints take no time",
-    "every prompt has data.max_prompt_tokens and every completion rollout.max_new_tokens tokens",
+    f"of a chip's products {rates.PRODUCTS:.0%} are reached by the learner and {rates.PREFILL:.0%} by prefills, of its "
+    f"memory's speed {rates.MEMORY:.0%}, of its usable links' {rates.LINKS:.0%}; attention gets through at most "
+    f"{rates.CACHE_BYTES_PER_SECOND / 1e9:.0f} GB/s of keys and values",
+    "an engine's step takes its host half a millisecond, and more for arrays, devices and rows; one thread drives the "
+    "engines of a host",
+    f"every prompt has data.max_prompt_tokens tokens; training rows are packed to {rates.FILL:.0%}",
+    "rewards, evaluation, checkpoints, and the filters top-k, top-p and min-p take no time",
+)
+MEAN_ASSUMPTION = (
+    "lengths with a mean are log-normal, with a standard deviation of their logarithm of "
+    f"{rates.SPREAD}, and cut at rollout.max_new_tokens"
 )
 
 
 @dataclass(frozen=True)
-class StageCost:
-    """What one stage of a step computes and moves, per device."""
+class StageTime:
+    """The seconds of one stage of a step."""
 
     stage: str
-    flops: float
-    memory_bytes: float
-    link_bytes: float
-    host_seconds: float = 0.0
+    by_cause: Mapping[str, float]
+    """Seconds by what they are spent on; they add up."""
+    beside: Mapping[str, float] = field(default_factory=dict)
+    """What goes on meanwhile, and takes no time of its own."""
 
-    def seconds(self, chip: Chip) -> float:
-        """The longest of the three times, and the host's time."""
-        return self.host_seconds + max(self.parts(chip).values())
+    @property
+    def seconds(self) -> float:
+        """The stage's duration."""
+        return sum(self.by_cause.values())
 
-    def parts(self, chip: Chip) -> dict[str, float]:
-        """Seconds that each limit alone would take."""
-        return {
-            "products": self.flops / (COMPUTE * chip.flops_per_second),
-            "memory": self.memory_bytes / (MEMORY * chip.memory_bytes_per_second),
-            "links": self.link_bytes / (LINKS * chip.link_bytes_per_second),
-        }
+    @property
+    def largest(self) -> str:
+        """What most of the time is spent on."""
+        return max(self.by_cause, key=lambda cause: self.by_cause[cause])
 
 
 @dataclass(frozen=True)
-class TokenCost:
-    """What a token costs in a forward pass of a model."""
+class StepTime:
+    """The seconds of a step."""
 
-    layers: float
-    """The parameters that a token meets in all layers."""
-    head: float
-    """The parameters of the output head."""
-    attention: float
-    """FLOPs per token of context, in all layers."""
+    completion_tokens: int
+    """The tokens of all completions."""
+    stages: tuple[StageTime, ...]
+
+    @property
+    def seconds(self) -> float:
+        """The step's duration."""
+        return sum(stage.seconds for stage in self.stages)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Completion tokens in a second of the whole step."""
+        return self.completion_tokens / self.seconds
+
+    def of(self, *stages: str) -> float:
+        """Return the seconds of some stages together."""
+        return sum(stage.seconds for stage in self.stages if stage.stage in stages)
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Everything that the seconds of a step depend on."""
+
+    config: RunConfig
+    generation: Generation
+    engine: EngineSizes
+    hosts: tuple[tuple[int, ...], ...]
+    """For each host the completions that each of its engines samples in a step."""
+    rungs: tuple[int, ...]
+    """The numbers of rows that decode steps are compiled for; the last one is that of an engine's slots."""
+    trainer: TrainerSizes
+    accessed_bytes: Mapping[str, float]
+    """The compiler's count for the learner's programs, per device, by their names."""
+    synced_bytes: float
+    """What a weight sync moves to each of the sampler's devices."""
+    devices: int
+    """The devices of trainer and sampler."""
 
     @classmethod
-    def of(cls, run: AbstractRun) -> "TokenCost":
-        """Compute it from the checkpoint's tensors; of the experts, only those that a token uses count."""
-        config, shapes = run.checkpoint.config, run.checkpoint.family.tensor_shapes(run.checkpoint.config)
-        used = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_experts", 1)
-        met = 0.0
-        for name, shape in shapes.items():
-            if ".layers." in name and len(shape) == 2:
-                met += shape[0] * shape[1] * (used if ".experts." in name else 1.0)
-        heads = config.num_attention_heads * config.head_dim
-        return cls(met, config.vocab_size * config.hidden_size, 4.0 * heads * config.num_hidden_layers)
+    def of(
+        cls, run: AbstractRun, generation: Generation, resident: ResidentBytes, programs: Sequence[CompiledProgram]
+    ) -> "StepWork":
+        """Collect it from the run's parts."""
+        moved = sum(move.bytes for move in run.sync.moves if not move.frozen)
+        return cls(
+            config=run.config,
+            generation=generation,
+            engine=_engine_sizes(run, resident),
+            hosts=_rows_by_host(run),
+            rungs=run.options.shapes.batch,
+            trainer=_trainer_sizes(run, resident),
+            accessed_bytes={program.name: program.accessed_bytes for program in programs if program.stage != "rollout"},
+            synced_bytes=moved / len(run.meshes.sampler_devices),
+            devices=len({*run.meshes.sampler_devices, *run.meshes.trainer.devices.flat}),
+        )
 
-    def forward(self, tokens: float, context: float, predicted: float) -> float:
-        """FLOPs of a forward pass over ``tokens`` tokens, of which ``predicted`` get logits."""
-        return tokens * (2 * self.layers + self.attention * context) + 2 * self.head * predicted
+    def step(self, mean_new_tokens: float | None = None) -> StepTime:
+        """Estimate a step with completions of this mean length, or that are all as long as they may be."""
+        config, longest = self.config, self.config.rollout.max_new_tokens
+        lengths = [longest] * config.batch_rows
+        if mean_new_tokens is not None:
+            lengths = completion_lengths(config.batch_rows, mean=mean_new_tokens, longest=longest)
+        tokens = sum(lengths)
+        stages = [StageTime("prefill", self._prefill()), StageTime("decode", self._decode(lengths))]
+        if takes_logprobs(config):
+            count = (config.algorithm.beta > 0.0) + (config.algorithm.old_policy == "trainer")
+            stages.append(self._passes("logprobs", "log-probabilities", tokens, count))
+        update = self._passes("update", GRADIENTS, tokens, config.algorithm.iterations)
+        stepping = self._memory_seconds(self.accessed_bytes[OPTIMIZER_STEP]) * config.algorithm.iterations
+        stages.append(StageTime("update", {**update.by_cause, "optimizer": stepping}, update.beside))
+        return StepTime(tokens, (*stages, StageTime("sync", self._sync())))
+
+    def _prefill(self) -> dict[str, float]:
+        """Each engine takes in its prompts, chunk by chunk; the engines of a host do so in turn, as in decoding."""
+        config, total = self.config, dict[str, float]()
+        length, shared = config.data.max_prompt_tokens, config.rollout.prefix_cache
+        engines = max(self.hosts, key=sum)
+        prompts = [rows // config.algorithm.group_size if shared else rows for rows in engines]
+        chunk = min(config.rollout.prefill_tokens, max(prompts) * length)
+        step = (
+            prefill_step(self.engine, self.generation, chunk, length / 2),
+            host_seconds(self.engine, math.ceil(chunk / length)),
+        )
+        add(total, round_seconds([step] * len(engines)), max(prompts) * length / chunk)
+        return total
+
+    def _decode(self, lengths: Sequence[int]) -> dict[str, float]:
+        """The slowest of the hosts; they do not wait for each other before all completions are there."""
+        step, dealt, found = step_seconds(self.engine, self.generation, self.rungs), iter(lengths), []
+        for host in self.hosts:
+            engines = [[next(dealt) for _ in range(rows)] for rows in host]
+            prompt = self.config.data.max_prompt_tokens
+            found.append(decode(engines, prompt=prompt, slots=self.rungs[-1], step=step))
+            if len(set(lengths)) == 1:
+                break  # the first host has the most rows
+        return max(found, key=lambda seconds: sum(seconds.values()))
+
+    def _passes(self, stage: str, program: str, tokens: int, repeats: int) -> StageTime:
+        """Return the seconds of the passes over a step's training rows, which hold ``tokens`` completion tokens."""
+        config = self.config
+        count = packed_passes(
+            self.trainer,
+            rows=config.batch_rows,
+            mean_tokens=config.data.max_prompt_tokens + tokens / config.batch_rows,
+        )
+        one = pass_seconds(
+            self.trainer,
+            self.generation,
+            head_tokens=tokens / count,
+            accessed_bytes=self.accessed_bytes[program],
+            updates=stage == "update",
+        )
+        by_cause, beside = dict[str, float](), dict[str, float]()
+        add(by_cause, one.parts, count * repeats)
+        add(beside, one.beside, count * repeats)
+        return StageTime(stage, by_cause, beside)
+
+    def _sync(self) -> dict[str, float]:
+        """What moves is read and written, and sent if there is more than one device."""
+        links = link_seconds(self.generation, self.devices, self.synced_bytes) if self.devices > 1 else 0.0
+        memory = self._memory_seconds(2 * self.synced_bytes)
+        return {"links": links} if links > memory else {"memory": memory}
+
+    def _memory_seconds(self, count: float) -> float:
+        return count / (rates.MEMORY * self.generation.chip.memory_bytes_per_second)
 
 
-def stage_costs(run: AbstractRun, resident: ResidentBytes, programs: Sequence[CompiledProgram]) -> list[StageCost]:
-    """Return the cost of every stage of a step, in order."""
-    by_name = {program.name: program for program in programs}
-    moved = sum(move.bytes for move in run.sync.moves if not move.frozen) / len(run.meshes.sampler_devices)
-    costs = [_prefill(run, programs), _decode(run, resident, programs)]
-    if takes_logprobs(run.config):
-        costs.append(_learner(run, resident, next(p for p in programs if p.stage == "logprobs")))
-    update = _with_steps(run, _learner(run, resident, by_name[GRADIENTS]), by_name[OPTIMIZER_STEP])
-    return [*costs, update, StageCost("sync", 0.0, 2 * moved, moved)]
-
-
-def _prefill(run: AbstractRun, programs: Sequence[CompiledProgram]) -> StageCost:
-    config, shapes, token = run.config, run.options.shapes, TokenCost.of(run)
-    prompts = -(-config.data.prompts_per_step // run.meshes.replicas)
-    tokens, length = prompts * config.data.max_prompt_tokens, config.data.max_prompt_tokens
-    program = next(p for p in programs if p.name.startswith("prefill"))
-    calls = -(-tokens // shapes.prefill[-1])
-    flops = token.forward(tokens, length / 2, prompts) / run.meshes.tensor
-    flops = max(flops, program.flops * calls)
-    return StageCost(
-        "prefill", flops, program.accessed_bytes * calls, _allreduce_bytes(run, tokens), HOST_SECONDS * calls
+def _engine_sizes(run: AbstractRun, resident: ResidentBytes) -> EngineSizes:
+    """Compute what an engine's steps cost; the bytes of its cache are those that it really has."""
+    tensor = run.meshes.tensor
+    return EngineSizes.of(
+        run.checkpoint,
+        tensor=tensor,
+        itemsize=jnp.dtype(run.config.model.dtype).itemsize,
+        split_vocabulary=splits_vocabulary(
+            run.config.meshes.sampler.shard_vocab, run.checkpoint.config.vocab_size, tensor
+        ),
+        cache_bytes=resident.cache / run.options.cache_tokens,
     )
 
 
-def _decode(run: AbstractRun, resident: ResidentBytes, programs: Sequence[CompiledProgram]) -> StageCost:
-    config, shapes, token = run.config, run.options.shapes, TokenCost.of(run)
-    rows = -(-config.data.prompts_per_step // run.meshes.replicas) * config.algorithm.group_size
-    running = min(rows, shapes.max_rows)
-    steps = -(-rows // shapes.max_rows) * config.rollout.max_new_tokens
-    context = config.data.max_prompt_tokens + config.rollout.max_new_tokens / 2
-    program = next(p for p in programs if p.name.startswith("decode"))
-    cached = resident.cache / run.options.cache_tokens * running * context
-    flops = max(program.flops, token.forward(running, context, running) / run.meshes.tensor)
-    # the compiler's count of bytes holds all of the cache, and early fetches twice
-    memory = resident.sampler + resident.shared + cached
-    links = _allreduce_bytes(run, running)
-    return StageCost("decode", flops * steps, memory * steps, links * steps, HOST_SECONDS * steps)
+def _rows_by_host(run: AbstractRun) -> tuple[tuple[int, ...], ...]:
+    """Count the rows of each engine, by the first of the hosts that drive it; prompts are dealt out in turn."""
+    config, hosts = run.config, defaultdict[int, list[int]](list)
+    for replica in run.replicas:
+        prompts = len(range(replica.number, config.data.prompts_per_step, len(run.replicas)))
+        hosts[replica.hosts[0]].append(prompts * config.algorithm.group_size)
+    return tuple(tuple(rows) for rows in hosts.values())
 
 
-def _learner(run: AbstractRun, resident: ResidentBytes, program: CompiledProgram) -> StageCost:
-    """Return the cost of a learner's program over all micro-batches and iterations of a step."""
-    config, token, mesh = run.config, TokenCost.of(run), run.meshes.trainer.shape
-    updates, calls = program.stage == "update", config.micro_batches
-    rows, length = config.batch_rows, whole_blocks(config.context_tokens, block := run.meshes.flash_block)
-    forward = token.forward(
-        rows * length, length if block is None else length / 2, rows * config.rollout.max_new_tokens
+def _trainer_sizes(run: AbstractRun, resident: ResidentBytes) -> TrainerSizes:
+    config, checkpoint, mesh = run.config, run.checkpoint, run.meshes.trainer.shape
+    token, itemsize = TokenCost.of(checkpoint), jnp.dtype(config.model.dtype).itemsize
+    row, block = whole_blocks(config.context_tokens, run.meshes.flash_block), run.meshes.flash_block
+    adapters = config.model.lora.rank is not None
+    outer = token.head * (1 if checkpoint.config.tie_word_embeddings else 2)
+    return TrainerSizes(
+        fsdp=mesh["fsdp"],
+        tp=mesh["tp"],
+        layers=checkpoint.config.num_hidden_layers,
+        token=token,
+        context=row if block is None else row / 2,
+        row_tokens=row,
+        pass_tokens=config.micro_batch_prompts * config.algorithm.group_size * row,
+        parameter_bytes=resident.parameters,
+        trained_bytes=resident.trained,
+        outer_share=outer / checkpoint.parameter_count,
+        state_bytes=checkpoint.config.hidden_size * itemsize,
+        layer_passes=3 + (config.model.remat != "none") - adapters,
+        head_passes=4 - adapters,
     )
-    passes = 3 + (config.model.remat != "none") - (config.model.lora.rank is not None) if updates else 1
-    repeats = config.algorithm.iterations if updates else _forward_passes(config)
-    gathered = resident.parameters * (mesh["fsdp"] - 1) * (3 if updates else 1)
-    links = gathered * calls + _allreduce_bytes(run, rows * length / mesh["fsdp"], mesh["tp"]) * passes
-    flops = max(program.flops * calls, passes * forward / (mesh["fsdp"] * mesh["tp"]))
-    return StageCost(program.stage, flops * repeats, program.accessed_bytes * calls * repeats, links * repeats)
-
-
-def _with_steps(run: AbstractRun, update: StageCost, step: CompiledProgram) -> StageCost:
-    """Add the optimizer's steps to the micro-batches of an update."""
-    count = run.config.algorithm.iterations
-    flops, memory = update.flops + count * step.flops, update.memory_bytes + count * step.accessed_bytes
-    return replace(update, flops=flops, memory_bytes=memory)
-
-
-def _forward_passes(config: RunConfig) -> int:
-    """Count a step's forward passes beside those of the update: the reference's and the old policy's."""
-    return (config.algorithm.beta > 0.0) + (config.algorithm.old_policy == "trainer")
-
-
-def _allreduce_bytes(run: AbstractRun, tokens: float, devices: int | None = None) -> float:
-    """Link bytes of adding up activations twice a layer over the devices that split it, a replica's by default."""
-    devices, config = devices or run.meshes.tensor, run.checkpoint.config
-    size = 2 if run.config.model.dtype == "bfloat16" else 4
-    return 4.0 * config.num_hidden_layers * tokens * config.hidden_size * size * (devices - 1) / devices

@@ -17,7 +17,7 @@ from tpu_grpo.errors import ConfigError
 from tpu_grpo.models import Checkpoint
 from tpu_grpo.models.abstract import abstract_checkpoint
 from tpu_grpo.planning.budget import StageMemory, stage_memory
-from tpu_grpo.planning.estimate import StageCost, stage_costs
+from tpu_grpo.planning.estimate import StepWork
 from tpu_grpo.planning.programs import FAST_COMPILE_OPTIONS, CompiledProgram, compile_all
 from tpu_grpo.planning.resident import ResidentBytes, resident_bytes
 from tpu_grpo.planning.slices import Target, replica_devices
@@ -49,7 +49,8 @@ class Plan:
     sync: tuple[str, ...]
     """The weight sync, in words."""
     memory: tuple[StageMemory, ...]
-    costs: tuple[StageCost, ...]
+    work: StepWork
+    """What the seconds of a step are estimated from: `work.step`."""
 
     @property
     def worst(self) -> StageMemory:
@@ -68,8 +69,8 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """The estimated duration of a step."""
-        return sum(cost.seconds(self.target.chip) for cost in self.costs)
+        """The estimated duration of a step whose completions are all as long as they may be."""
+        return self.work.step().seconds
 
 
 def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[str], None]) -> Plan:
@@ -97,7 +98,7 @@ def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[s
             programs=tuple(programs),
             sync=tuple(run.sync.describe()),
             memory=tuple(stage_memory(config, resident, programs, sync_bytes)),
-            costs=tuple(stage_costs(run, resident, programs)),
+            work=StepWork.of(run, target.slice.generation, resident, programs),
         )
 
 

@@ -5,13 +5,13 @@ from typing import Any
 
 from tpu_grpo.launching.tpus import GIB
 from tpu_grpo.planning.budget import COLUMNS
-from tpu_grpo.planning.estimate import ASSUMPTIONS
+from tpu_grpo.planning.estimate import ASSUMPTIONS, MEAN_ASSUMPTION, StageTime, StepTime
 from tpu_grpo.planning.plan import FEW_LAYERS, Plan
 from tpu_grpo.planning.suggestions import Suggestion
 
 
-def plan_lines(plan: Plan) -> list[str]:
-    """Return the plan as lines for a terminal."""
+def plan_lines(plan: Plan, mean_new_tokens: float | None = None) -> list[str]:
+    """Return the plan as lines for a terminal; with a mean length of completions, its seconds as well."""
     config, chip = plan.config, plan.target.chip
     lines = [
         f"slice      {plan.target.name}: {len(plan.target.devices)} chips, {plan.target.slice.hosts} hosts, "
@@ -28,7 +28,7 @@ def plan_lines(plan: Plan) -> list[str]:
             f"compiled   models of {FEW_LAYERS[0]} and {FEW_LAYERS[1]} layers, extrapolated by a line in the number of "
             "layers; what lies on the devices between programs is exact"
         )
-    return [*lines, "", *_memory(plan), "", *_time(plan)]
+    return [*lines, "", *_memory(plan), "", *_time(plan, mean_new_tokens)]
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -50,37 +50,52 @@ def _memory(plan: Plan) -> list[str]:
     return lines
 
 
-def _time(plan: Plan) -> list[str]:
-    chip, lines = plan.target.chip, [f"{'seconds':12}{'':>12}  limited by"]
-    for cost in plan.costs:
-        parts = cost.parts(chip)
-        lines.append(f"{cost.stage:12}{cost.seconds(chip):12.2f}  {max(parts, key=lambda name: parts[name])}")
-    figures = speed(plan)
-    lines.append(
-        f"a step of {plan.seconds:.1f} s: {figures['completion_tokens_per_second']:,.0f} completion tokens/s, "
-        f"{figures['chip_hours']:,.1f} chip-hours for {plan.config.run.max_steps} steps"
-    )
-    return [*lines, *(f"  assumed: {assumption}" for assumption in ASSUMPTIONS)]
+def _time(plan: Plan, mean_new_tokens: float | None) -> list[str]:
+    """Return a line for each stage, and what a step comes to: for the longest completions, and for those of a mean."""
+    steps = [("all longest", plan.work.step())]
+    if mean_new_tokens is not None:
+        steps.append((f"mean {mean_new_tokens:g}", plan.work.step(mean_new_tokens)))
+    lines = [f"{'seconds':12}" + "".join(f"{name:>14}  {'of it':24}" for name, _ in steps).rstrip()]
+    for stages in zip(*(step.stages for _, step in steps), strict=True):
+        cells = "".join(f"{stage.seconds:14.2f}  {_largest(stage):24}" for stage in stages)
+        lines.append(f"{stages[0].stage:12}{cells}".rstrip())
+    for name, step in steps:
+        figures = speed(plan, step)
+        lines.append(
+            f"{name}: a step of {step.seconds:.1f} s, rollout {figures['rollout_seconds']:.1f} and update "
+            f"{figures['update_seconds']:.1f}; {figures['completion_tokens_per_second']:,.0f} completion tokens/s, "
+            f"{figures['chip_hours']:,.1f} chip-hours for {plan.config.run.max_steps} steps"
+        )
+    return [*lines, *(f"  assumed: {assumption}" for assumption in _assumptions(mean_new_tokens))]
 
 
-def speed(plan: Plan) -> dict[str, float]:
-    """Return the speed of a step and the chip-hours of the whole run."""
-    tokens = plan.config.batch_rows * plan.config.rollout.max_new_tokens
+def _largest(stage: StageTime) -> str:
+    """Say what most of a stage's time is spent on."""
+    return f"{stage.by_cause[stage.largest]:.2f} {stage.largest}"
+
+
+def _assumptions(mean_new_tokens: float | None) -> list[str]:
+    return [*ASSUMPTIONS, *([] if mean_new_tokens is None else [MEAN_ASSUMPTION])]
+
+
+def speed(plan: Plan, step: StepTime) -> dict[str, float]:
+    """Return the speed of a step and the chip-hours of a run of such steps."""
     return {
-        "step_seconds": plan.seconds,
-        "completion_tokens_per_second": tokens / plan.seconds,
-        "chip_hours": plan.seconds * plan.config.run.max_steps * len(plan.target.devices) / 3600,
+        "step_seconds": step.seconds,
+        "rollout_seconds": step.of("prefill", "decode"),
+        "update_seconds": step.of("logprobs", "update"),
+        "completion_tokens_per_second": step.tokens_per_second,
+        "chip_hours": step.seconds * plan.config.run.max_steps * len(plan.target.devices) / 3600,
     }
 
 
-def plan_as_json(plan: Plan) -> dict[str, Any]:
-    """Return everything in the plan, as bytes per device and as seconds."""
-    chip = plan.target.chip
+def plan_as_json(plan: Plan, mean_new_tokens: float | None = None) -> dict[str, Any]:
+    """Return everything in the plan, in bytes per device and in seconds; those of a mean length under "at_mean"."""
     return {
         "slice": plan.target.name,
         "chips": len(plan.target.devices),
         "hosts": plan.target.slice.hosts,
-        "chip": asdict(chip),
+        "chip": asdict(plan.target.chip),
         "model": plan.model,
         "meshes": plan.meshes,
         "fast": plan.fast,
@@ -95,9 +110,27 @@ def plan_as_json(plan: Plan) -> dict[str, Any]:
         ],
         "programs": [asdict(program) for program in plan.programs],
         "sync": list(plan.sync),
-        "time": [{**asdict(cost), "seconds": cost.seconds(chip), "by_limit": cost.parts(chip)} for cost in plan.costs],
-        **speed(plan),
-        "assumptions": list(ASSUMPTIONS),
+        **_step_as_json(plan, None),
+        "at_mean": None if mean_new_tokens is None else _step_as_json(plan, mean_new_tokens),
+        "assumptions": _assumptions(mean_new_tokens),
+    }
+
+
+def _step_as_json(plan: Plan, mean_new_tokens: float | None) -> dict[str, Any]:
+    """Return the seconds of a step by stage, and its speed; without a mean, all completions are longest."""
+    step = plan.work.step(mean_new_tokens)
+    return {
+        "mean_new_tokens": step.completion_tokens / plan.config.batch_rows,
+        "time": [
+            {
+                "stage": stage.stage,
+                "seconds": stage.seconds,
+                "by_cause": dict(stage.by_cause),
+                "beside": dict(stage.beside),
+            }
+            for stage in step.stages
+        ],
+        **speed(plan, step),
     }
 
 
