@@ -5,6 +5,7 @@ rows.py            a scored rollout becomes padded rows;  token_weights.py: how 
 routing.py         routing replay: the trainer's tokens pass the experts that the engine chose
 batches.py         rows become micro-batches on the devices, with what the loss compares the policy to
 loss.py            the loss, around an algorithm's token losses;  forward.py: what it takes from ``tunix.rl``
+output_head.py     log-probabilities and entropies in chunks;  head_split.py: how that work is divided
 update.py          gradients add up in float32, and the optimizer steps once
 optimizers.py      the optimizers by name, and the learning rate;  compact.py: their state in eight bits
 agreement.py       how far engine and trainer are from each other
