@@ -4,13 +4,16 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 
 from tpu_grpo.config import load_config
 from tpu_grpo.models.abstract import abstract_checkpoint
 from tpu_grpo.planning.plan import PUBLISHED
 from tpu_grpo.planning.programs import FAST_COMPILE_OPTIONS, compiled_figures, programs_to_lower
+from tpu_grpo.planning.rates import STEP_INPUTS
 from tpu_grpo.planning.resident import resident_bytes
+from tpu_grpo.planning.sizes import EngineSizes
 from tpu_grpo.planning.slices import open_slice, replica_devices
 from tpu_grpo.run.abstract import AbstractRun
 from tpu_grpo.run.meshes import build_meshes
@@ -56,4 +59,7 @@ def test_every_program_compiles_and_holds_what_it_is_given(run: AbstractRun) -> 
     assert step["argument_bytes"] == pytest.approx(9 * resident.parameters, rel=0.05)
     assert step["output_bytes"] == pytest.approx(resident.shared, rel=0.05, abs=2**20)  # new ones beside the old
     assert all(figures["fits"] for figures in found.values())
+    sizes = EngineSizes.of(run.checkpoint, tensor=1, itemsize=2, split_vocabulary=False, cache_bytes=0.0)
+    assert sizes.weight_bytes == resident.sampler + resident.shared
+    assert sizes.arrays == len(run.engine.weight_specs) + len(jax.tree.leaves(run.engine.cache_specs)) + STEP_INPUTS
     assert run.sync.temporary_bytes <= run.config.meshes.sync_temporary_mib * 2**20
