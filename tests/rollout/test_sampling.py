@@ -1,4 +1,4 @@
-"""The sampler: filters against hand-worked cases, and drawn frequencies against the exact distribution."""
+"""The sampler: drawn frequencies and the noise behind them, against exact distributions."""
 
 from typing import Any, cast
 
@@ -8,94 +8,20 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tpu_grpo.rollout.sampling import SamplingColumns, filter_logits, sample_tokens
+from tests.rollout.sampling_columns import columns
+from tpu_grpo.rollout import sampling
+from tpu_grpo.rollout.sampling import sample_tokens
 
 PROBS = np.array([0.4, 0.3, 0.15, 0.1, 0.05])
 LOGITS = np.log(PROBS)
 DRAWS = 20_000
-
-
-def columns(rows: int = 1, **settings: float) -> SamplingColumns:
-    values = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | settings
-    key = np.zeros((rows, 4), np.uint32)
-    key[:, 0], key[:, 3] = 11, np.arange(rows)  # one seed, a sample number per row
-    return SamplingColumns(
-        temperature=jnp.full(rows, values["temperature"], jnp.float32),
-        top_k=jnp.full(rows, values["top_k"], jnp.int32),
-        top_p=jnp.full(rows, values["top_p"], jnp.float32),
-        min_p=jnp.full(rows, values["min_p"], jnp.float32),
-        key=jnp.asarray(key),
-        position=jnp.full(rows, 7, jnp.int32),
-    )
+SAMPLE = jax.jit(sample_tokens)
 
 
 def draw(rows: int = DRAWS, **settings: float) -> tuple[np.ndarray, np.ndarray]:
     logits = jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (rows, len(LOGITS)))
-    tokens, logprobs = jax.jit(sample_tokens)(logits, columns(rows, **settings))
+    tokens, logprobs = SAMPLE(logits, columns(rows, **settings))
     return np.asarray(tokens), np.asarray(logprobs)
-
-
-def kept(**settings: float) -> list[int]:
-    filtered = filter_logits(jnp.asarray(LOGITS, jnp.float32)[None], columns(1, **settings))
-    return np.flatnonzero(np.isfinite(np.asarray(filtered)[0])).tolist()
-
-
-@pytest.mark.parametrize(
-    ("settings", "tokens"),
-    [
-        ({"top_k": 1}, [0]),
-        ({"top_k": 3}, [0, 1, 2]),
-        ({"top_k": 99}, [0, 1, 2, 3, 4]),
-        ({"top_p": 0.3}, [0]),  # the likeliest alone has 0.4
-        ({"top_p": 0.69}, [0, 1]),  # 0.4 < 0.69 <= 0.7
-        ({"top_p": 0.71}, [0, 1, 2]),
-        ({"min_p": 0.3}, [0, 1, 2]),  # 0.3 * 0.4 = 0.12
-        ({"min_p": 1.0}, [0]),
-        # After top-k 3 the masses are 0.4, 0.3, 0.15 of 0.85: before token 2 lies 0.824, so top-p 0.82 drops it, though
-        # of the whole distribution only 0.7 lies before it.
-        ({"top_k": 3, "top_p": 0.82}, [0, 1]),
-        ({"top_p": 0.82}, [0, 1, 2]),
-        ({"top_p": 0.9, "min_p": 0.5}, [0, 1]),
-    ],
-    ids=str,
-)
-def test_filters_keep_what_they_say(settings: dict[str, float], tokens: list[int]) -> None:
-    assert kept(**settings) == tokens
-
-
-def kept_by_sorting(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """The definition, in float64."""
-    order = np.argsort(-logits, kind="stable")
-    by_value = logits[order].astype(np.float64)
-    weights = np.exp(by_value - by_value[0])
-    inside = np.arange(len(logits)) < (top_k or len(logits))
-    share = np.where(inside, weights, 0.0) / weights[inside].sum()
-    inside &= (np.cumsum(share) - share < top_p) | (top_p >= 1.0)
-    inside &= weights >= min_p
-    return np.sort(order[inside])
-
-
-@pytest.mark.parametrize("scale", [0.1, 3.0, 1e4])
-@pytest.mark.parametrize("vocabulary", [2, 257, 50_000])
-def test_filters_are_those_of_a_sort(vocabulary: int, scale: float) -> None:
-    """Random logits of both signs, some of them masked: no two alike, and no threshold within rounding of a mass."""
-    rng = np.random.default_rng(vocabulary)
-    logits = (scale * rng.normal(size=vocabulary)).astype(np.float32)
-    logits[rng.random(vocabulary) < 0.1] = -np.inf
-    logits[0] = scale
-    possible = np.isfinite(logits)
-    for top_k, top_p, min_p in [(1, 1.0, 0.0), (7, 1.0, 0.0), (0, 0.37, 0.0), (40, 0.613, 0.0), (100, 0.9, 0.021)]:
-        settings = columns(top_k=top_k, top_p=top_p, min_p=min_p)
-        filtered = np.asarray(filter_logits(jnp.asarray(logits)[None], settings)[0])
-        expected = np.intersect1d(kept_by_sorting(logits, top_k, top_p, min_p), np.flatnonzero(possible))
-        assert np.flatnonzero(np.isfinite(filtered)).tolist() == expected.tolist()
-        np.testing.assert_array_equal(filtered[expected], logits[expected])
-
-
-def test_ties_at_a_threshold_are_kept() -> None:
-    logits = jnp.asarray([[1.0, 2.0, 2.0, 0.0]])
-    filtered = np.asarray(filter_logits(logits, columns(top_k=1)))
-    assert np.isfinite(filtered[0]).tolist() == [False, True, True, False]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +69,7 @@ def test_rows_with_filters_leave_others_alone() -> None:
     mixed = columns(32)._replace(
         top_k=jnp.arange(32, dtype=jnp.int32) % 2, temperature=jnp.where(jnp.arange(32) % 4 == 1, 0.0, 1.0)
     )
-    tokens, _ = sample_tokens(logits, mixed)
+    tokens, _ = SAMPLE(logits, mixed)
     assert np.asarray(tokens)[::2].tolist() == alone[::2].tolist()
     assert set(np.asarray(tokens)[1::2].tolist()) == {0}
 
@@ -154,13 +80,13 @@ def test_every_part_of_the_key_decides(part: str) -> None:
     rows = 512
     logits = jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (rows, len(LOGITS)))
     same = columns(rows)._replace(key=jnp.ones((rows, 4), jnp.uint32))
-    assert len(set(np.asarray(sample_tokens(logits, same)[0]).tolist())) == 1
+    assert len(set(np.asarray(SAMPLE(logits, same)[0]).tolist())) == 1
     if part == "position":
         varied = same._replace(position=jnp.arange(rows))
     else:
         column = ["seed", "step", "prompt", "sample"].index(part)
         varied = same._replace(key=same.key.at[:, column].set(jnp.arange(rows, dtype=jnp.uint32)))
-    counts = np.bincount(np.asarray(sample_tokens(logits, varied)[0]), minlength=5)
+    counts = np.bincount(np.asarray(SAMPLE(logits, varied)[0]), minlength=5)
     assert stats.chisquare(counts, rows * PROBS).pvalue > 1e-3
 
 
@@ -170,3 +96,46 @@ def test_one_program_serves_all_settings() -> None:
     for settings in ({}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.5, "min_p": 0.1, "temperature": 2.0}):
         program(logits, columns(4, **settings))
     assert cast(Any, program)._cache_size() == 1
+
+
+# --- noise -----------------------------------------------------------------------------------------------------------
+
+
+def test_noise_is_gumbel_distributed() -> None:
+    """2 million values in cells of equal probability, and the largest 2,000 in cells of 100, against exact theory."""
+    count = 2**21
+    noise = np.asarray(sampling._gumbel(jnp.arange(4, dtype=jnp.uint32), jnp.int32(5), count), np.float64)
+    above = count * -np.expm1(-np.exp(-noise))  # how many values are expected above each
+    assert stats.chisquare(np.histogram(above, bins=np.linspace(0, count, 101))[0]).pvalue > 1e-3
+    largest = np.histogram(above, bins=np.arange(0, 2001, 100))[0]
+    assert stats.chisquare([*largest, count - largest.sum()], [100] * 20 + [count - 2000]).pvalue > 1e-3
+
+
+def test_noise_ends_at_34() -> None:
+    """Bits become -log(-log(1 - u)), with u made of the upper 24 bits of both words."""
+    rng = np.random.default_rng(0)
+    coarse = (2.0 ** rng.uniform(0, 32, 5_000)).astype(np.uint32)
+    coarse[:8] = [0, 0, 0, 0, 1, 2**32 - 1, 2**31 - 1, 2**31]
+    fine = rng.integers(0, 2**32, 5_000).astype(np.uint32)
+    fine[:4] = [0, 2**8, 2**31, 2**32 - 1]
+    noise = np.asarray(sampling._gumbel_of_bits(jnp.asarray(coarse), jnp.asarray(fine)), np.float64)
+    assert np.isfinite(noise).all()
+    assert noise[0] == pytest.approx(49 * np.log(2), rel=1e-6) == noise.max()  # the smallest u is 2^-49
+    assert noise[5] == pytest.approx(-np.log(24 * np.log(2)), rel=1e-6)  # and the largest is 1 - 2^-24
+    u = (coarse >> 8) / 2**24 + ((fine >> 8) + 0.5) / 2**48
+    near_one = coarse >= 2**31
+    np.testing.assert_allclose(noise[~near_one], -np.log(-np.log1p(-u[~near_one])), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(-np.expm1(-np.exp(-noise[near_one])), u[near_one], atol=2.0**-23)
+
+
+@pytest.mark.slow
+def test_a_far_tail_is_drawn_as_often_as_it_should() -> None:
+    """151,935 tokens, each 17 nats below the likeliest, have 0.63 % of the mass together: 25 of 4,000 draws."""
+    rows, vocabulary = 20, 151_936
+    logits = jnp.zeros((rows, vocabulary)).at[:, 0].set(17.0)
+    drawn = 0
+    for batch in range(200):
+        tokens, _ = SAMPLE(logits, columns(rows)._replace(position=jnp.full(rows, batch, jnp.int32)))
+        drawn += int((np.asarray(tokens) != 0).sum())
+    share = float((vocabulary - 1) * np.exp(-17.0))
+    assert stats.binomtest(drawn, 200 * rows, share / (1 + share)).pvalue > 1e-3
