@@ -39,7 +39,7 @@ def test_advantages_by_hand(name: str) -> None:
 def test_token_losses_by_hand(name: str) -> None:
     # Ratios 1, 1.5, 0.5 for an advantage of 2 and for one of -1; the ratio may move from 0.9 to 1.4.
     logprobs = jnp.log(jnp.array([[0.2, 0.3, 0.1], [0.2, 0.3, 0.1]]))
-    old, advantages = jnp.log(jnp.full((2, 3), 0.2)), jnp.array([[2.0], [-1.0]])
+    old, advantages = jnp.log(jnp.full((2, 3), 0.2)), jnp.array([[2.0] * 3, [-1.0] * 3])
     algorithm = opened(name, clip_low=0.1, clip_high=0.4)
     loss, clipped = algorithm.token_losses(logprobs, old, advantages)
     # Clipping holds back what would be gained: an advantage of 2 beyond 1.4, and one of -1 below 0.9.

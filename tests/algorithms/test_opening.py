@@ -26,8 +26,8 @@ class Mine:
     def advantages(self, rewards_PG):
         return rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
 
-    def token_losses(self, logprobs_BT, old_logprobs_BT, advantages_B1):
-        loss_BT = -self.strength * advantages_B1 * logprobs_BT
+    def token_losses(self, logprobs_BT, old_logprobs_BT, advantages_BT):
+        loss_BT = -self.strength * advantages_BT * logprobs_BT
         return TokenLosses(loss_BT, jnp.zeros_like(loss_BT, bool))
 """
 
@@ -56,9 +56,9 @@ def replaced(old: str, new: str) -> str:
         ("def Mine(): pass", {}, "must be a class with the methods advantages and token_losses, got a function"),
         ("class Mine: pass", {}, r"must have a method advantages\(rewards_PG\), got a class without; add one"),
         (
-            replaced("old_logprobs_BT, advantages_B1)", "old, advantages_B1)"),
+            replaced("old_logprobs_BT, advantages_BT)", "old, advantages_BT)"),
             {},
-            r"token_losses must take \(logprobs_BT, old_logprobs_BT, advantages_B1\) by these names, got .*; rename",
+            r"token_losses must take \(logprobs_BT, old_logprobs_BT, advantages_BT\) by these names, got .*; rename",
         ),
         (replaced("token-mean", "mean"), {}, "must have an attribute aggregation that is one of .*, got 'mean'"),
         (GOOD, {"options": {"strenght": 1}}, r"does not take the options \['strenght'\]; it takes: strength"),
@@ -88,7 +88,7 @@ def replaced(old: str, new: str) -> str:
         ),
         (replaced("* logprobs_BT", "* jnp.log(logprobs_BT)"), {}, "loss_BT of token_losses must be finite, got"),
         (
-            replaced("advantages_B1 * logprobs_BT", "jnp.sqrt(0 * logprobs_BT)"),
+            replaced("advantages_BT * logprobs_BT", "jnp.sqrt(0 * logprobs_BT)"),
             {},
             "the gradient of loss_BT by logprobs_BT must be finite",
         ),

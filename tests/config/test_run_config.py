@@ -22,11 +22,21 @@ def test_sizes_that_follow_from_settings() -> None:
     assert (config.batch_rows, config.context_tokens) == (30, 128)
 
 
-@pytest.mark.parametrize(("micro", "sizes"), [("null", (6, 30, 1)), ("6", (6, 30, 1)), ("2", (2, 10, 3))])
-def test_a_batch_is_one_micro_batch_unless_it_is_cut(micro: str, sizes: tuple[int, int, int]) -> None:
-    overrides = ["data.prompts_per_step=6", "algorithm.group_size=5", f"algorithm.micro_batch_prompts={micro}"]
-    config = load_config(None, overrides)
-    assert (config.micro_batch_prompts, config.micro_batch_rows, config.micro_batches) == sizes
+@pytest.mark.parametrize(
+    ("micro", "devices", "rows", "passes"),
+    [
+        ("6", 1, 30, 1),
+        ("2", 1, 10, 3),
+        ("2", 4, 12, 3),  # rounded up to fill the mesh
+        ("null", 1, 4, 8),  # an eighth of 30 rows
+        ("null", 8, 32, 1),  # 512 tokens for each of 8 devices are 32 rows of 128
+    ],
+)
+def test_micro_batches(micro: str, devices: int, rows: int, passes: int) -> None:
+    lengths = ["data.max_prompt_tokens=100", "rollout.max_new_tokens=28"]
+    sizes = ["data.prompts_per_step=6", "algorithm.group_size=5", f"algorithm.micro_batch_prompts={micro}"]
+    config = load_config(None, [*lengths, *sizes])
+    assert (config.micro_batch_rows(devices), config.micro_batches(devices)) == (rows, passes)
 
 
 def test_run_dir_follows_the_name_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,12 +46,24 @@ def test_run_dir_follows_the_name_unless_it_is_set(monkeypatch: pytest.MonkeyPat
     assert load_config(None, ["run.dir=~/y"]).run_dir == Path("/home/someone/y")
 
 
-def test_micro_batches_divide_the_prompts() -> None:
-    assert message("data.prompts_per_step=12", "algorithm.micro_batch_prompts=5") == (
-        "algorithm.micro_batch_prompts must divide data.prompts_per_step=12, got 5; use one of [1, 2, 3, 4, 6, 12]"
+def test_rows_hold_the_longest_sequence() -> None:
+    assert message("data.prompts_per_step=12", "algorithm.micro_batch_prompts=13") == (
+        "algorithm.micro_batch_prompts must be <= data.prompts_per_step=12, got 13; lower it"
     )
-    config = load_config(None, ["data.prompts_per_step=12", "algorithm.micro_batch_prompts=4"])
-    assert config.algorithm.micro_batch_prompts == 4
+    lengths = ["data.max_prompt_tokens=100", "rollout.max_new_tokens=28"]
+    assert message(*lengths, "algorithm.row_tokens=127") == (
+        "algorithm.row_tokens must be >= data.max_prompt_tokens + rollout.max_new_tokens = 128, got 127; raise it, or "
+        "leave it out"
+    )
+    assert load_config(None, lengths).row_tokens == 128
+
+
+def test_longer_rows_make_fewer_of_them() -> None:
+    """Rows of 300 tokens hold two completions of at most 128: 10 prompts of 3 completions need 15, four of them 6."""
+    sizes = ["data.prompts_per_step=10", "algorithm.group_size=3", "algorithm.micro_batch_prompts=4"]
+    lengths = ["data.max_prompt_tokens=100", "rollout.max_new_tokens=28", "algorithm.row_tokens=300"]
+    config = load_config(None, [*sizes, *lengths])
+    assert (config.step_rows, config.micro_batch_rows(1), config.micro_batches(1)) == (15, 6, 3)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def linear_run(
         stepped,
         build_optimizer(config, stepped),
         learning_rate_schedule(config),
-        LossSettings(open_algorithm(config.algorithm), 0.0, "kl", 1.0, 0, 2),
+        LossSettings(open_algorithm(config.algorithm), 0.0, "kl", 1.0, None),
         mesh,
         max_grad_norm=config.optimizer.max_grad_norm,
         residual=config.model.param_dtype == "bfloat16",

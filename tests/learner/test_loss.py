@@ -16,10 +16,13 @@ from tests.learner.toy import EOS, PAD, VOCAB, make_config, make_mesh, make_mode
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.learner.batches import truncated_weights
+from tpu_grpo.learner.forward import ModelRows
 from tpu_grpo.learner.loss import LossSettings, LossSums, TrainBatch, policy_loss
+from tpu_grpo.learner.packing import Packing
 from tpu_grpo.learner.rows import RowShape, TrainRows, group_advantages, train_rows
 from tpu_grpo.learner.update import by_name
 from tpu_grpo.tunix_loop.learner import GrpoAlgorithmConfig, TrainExample
+from tpu_grpo.tunix_loop.padded import PaddedRows, PaddedShape, padded_rows
 from tpu_grpo.types import Completion
 
 LENGTHS = (1, 5, 3, 2)
@@ -30,7 +33,7 @@ AGGREGATIONS = get_args(LossAggregation)
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return make_model(make_mesh(1))
+    return make_model(make_mesh(1), scale=0.1)  # two programs round its small logits alike
 
 
 @pytest.fixture(scope="module")
@@ -49,24 +52,35 @@ def case(model: Any) -> dict[str, Any]:
     return {"prompts": prompts, "completions": made, "now": now, "old": old, "reference": reference}
 
 
-def rows_of(case: dict[str, Any], aggregation: LossAggregation, advantages: np.ndarray = ADVANTAGES) -> TrainRows:
-    return train_rows(case["prompts"], case["completions"], advantages, RowShape(6, 5, PAD), aggregation)
+SHAPE = RowShape(6, 5, 16, 2)
+"""The four sequences of `case`, of 7, 6, 6 and 6 tokens, share two rows."""
 
 
-def padded(lines: list[np.ndarray]) -> jax.Array:
-    return jnp.asarray([np.pad(line, (0, 5 - len(line))) for line in lines], jnp.float32)
+def rows_of(
+    case: dict[str, Any], aggregation: LossAggregation, advantages: np.ndarray = ADVANTAGES
+) -> tuple[TrainRows, Packing]:
+    return train_rows(case["prompts"], case["completions"], advantages, SHAPE, aggregation)
+
+
+def packed(lines: list[np.ndarray], case: dict[str, Any]) -> jax.Array:
+    """Put one line of numbers a completion where its tokens are."""
+    _, packing = rows_of(case, "token-mean")
+    table = np.zeros((packing.count, SHAPE.tokens), np.float32)
+    for line, prompt, row, start in zip(lines, case["prompts"], packing.rows, packing.starts, strict=True):
+        table[row, start + len(prompt) : start + len(prompt) + len(line)] = line
+    return jnp.asarray(table)
 
 
 def batch_of(rows: TrainRows, **fields: Any) -> TrainBatch:
-    names = ("prompt_ids", "completion_ids", "completion_mask", "weights", "advantages", "rollout_logps")
-    arrays = {name: jnp.asarray(getattr(rows, name)) for name in names}
+    model_rows = ModelRows(*(jnp.asarray(getattr(rows, name)) for name in ModelRows._fields[:-1]))
+    arrays = {name: jnp.asarray(getattr(rows, name)) for name in ("weights", "advantages", "rollout_logps")}
     rest = {"old_logps": arrays["rollout_logps"], "importance": None, "reference_logps": None}
-    return TrainBatch(**{**arrays, **rest, **fields})
+    return TrainBatch(rows=model_rows, **{**arrays, **rest, **fields})
 
 
 def make_settings(directory: Path, **algorithm: Any) -> LossSettings:
     section = make_config(directory, {"algorithm": algorithm}).algorithm
-    return LossSettings(open_algorithm(section), section.beta, section.kl_estimator, TEMPERATURE, PAD, EOS)
+    return LossSettings(open_algorithm(section), section.beta, section.kl_estimator, TEMPERATURE, None)
 
 
 @partial(jax.jit, static_argnums=3)
@@ -120,8 +134,8 @@ def test_loss_is_the_clipped_objective(
     model: Any, case: dict[str, Any], tmp_path: Path, aggregation: Any, low: float, high: Any, beta: float, kl_kind: str
 ) -> None:
     settings = make_settings(tmp_path, clip_low=low, clip_high=high, beta=beta, kl_estimator=kl_kind)
-    fields = {"reference_logps": padded(case["reference"])} if beta else {}
-    loss, sums = policy_loss(model, batch_of(rows_of(case, aggregation), **fields), settings)
+    fields = {"reference_logps": packed(case["reference"], case)} if beta else {}
+    loss, sums = policy_loss(model, batch_of(rows_of(case, aggregation)[0], **fields), settings)
     upper = low if high is None else high
     assert (
         float(loss)
@@ -137,7 +151,7 @@ def test_loss_is_the_clipped_objective(
 
 @pytest.mark.parametrize("estimator", ["low_var_kl", "kl", "mse_kl"])
 def test_kl_is_added_up_over_the_tokens(model: Any, case: dict[str, Any], tmp_path: Path, estimator: str) -> None:
-    batch = batch_of(rows_of(case, "token-mean"), reference_logps=padded(case["reference"]))
+    batch = batch_of(rows_of(case, "token-mean")[0], reference_logps=packed(case["reference"], case))
     _, sums = policy_loss(model, batch, make_settings(tmp_path, beta=0.1, kl_estimator=estimator))
     gap = np.concatenate(case["reference"]) - np.concatenate(case["now"])
     kl = {"low_var_kl": np.exp(gap) - gap - 1, "kl": -gap, "mse_kl": gap**2 / 2}[estimator]
@@ -145,7 +159,7 @@ def test_kl_is_added_up_over_the_tokens(model: Any, case: dict[str, Any], tmp_pa
 
 
 def test_agreement_is_measured_on_the_way(model: Any, case: dict[str, Any], tmp_path: Path) -> None:
-    _, sums = policy_loss(model, batch_of(rows_of(case, "token-mean")), make_settings(tmp_path))
+    _, sums = policy_loss(model, batch_of(rows_of(case, "token-mean")[0]), make_settings(tmp_path))
     gap = np.concatenate(case["now"]) - np.concatenate(case["old"])
     assert float(sums.agreement.tokens) == sum(LENGTHS)
     assert float(sums.agreement.abs_sum) == pytest.approx(np.abs(gap).sum(), abs=2e-5)
@@ -154,12 +168,15 @@ def test_agreement_is_measured_on_the_way(model: Any, case: dict[str, Any], tmp_
 def test_importance_weights_multiply_the_token_losses(model: Any, case: dict[str, Any], tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     engine = [line + rng.uniform(-1.0, 1.0, len(line)) for line in case["old"]]
-    weights = truncated_weights(padded(case["old"]), padded(engine), cap=1.5)
+    weights = truncated_weights(packed(case["old"], case), packed(engine, case), cap=1.5)
     by_hand = [np.minimum(np.exp(o - e), 1.5) for o, e in zip(case["old"], engine, strict=True)]
     assert any((line == 1.5).any() for line in by_hand)  # the cap is reached
-    np.testing.assert_allclose(np.asarray(weights)[1], by_hand[1], rtol=1e-5)
+    mask = rows_of(case, "token-mean")[0].mask
+    np.testing.assert_allclose(np.asarray(weights)[mask], np.asarray(packed(by_hand, case))[mask], rtol=1e-5)
     batch = batch_of(
-        rows_of(case, "sequence-mean-token-mean"), importance=weights, reference_logps=padded(case["reference"])
+        rows_of(case, "sequence-mean-token-mean")[0],
+        importance=weights,
+        reference_logps=packed(case["reference"], case),
     )
     loss, _ = policy_loss(model, batch, make_settings(tmp_path, beta=0.3, kl_estimator="mse_kl"))
     means = []
@@ -175,14 +192,24 @@ def test_importance_weights_multiply_the_token_losses(model: Any, case: dict[str
 # --- cutting, order, and rows that do not count ----------------------------------------------------------------------
 
 
+class Table(nnx.Module):
+    """The output head of a `Bigram`."""
+
+    def __init__(self, table: np.ndarray):
+        self.w = nnx.Param(jnp.asarray(table, jnp.float32))
+
+    def __call__(self, chosen: jax.Array) -> jax.Array:
+        return chosen @ self.w[...]
+
+
 class Bigram(nnx.Module):
     """Scores of the next token from the token before it alone, so that NumPy follows loss and gradient with ease."""
 
     def __init__(self, table: np.ndarray):
-        self.table = nnx.Param(jnp.asarray(table, jnp.float32))
+        self.lm_head = Table(table)
 
     def __call__(self, tokens: jax.Array, positions: Any, cache: Any, attention_mask: Any) -> tuple[jax.Array, None]:
-        return self.table[...][tokens], None
+        return self.lm_head(jax.nn.one_hot(tokens, VOCAB)), None
 
 
 TABLE = np.random.default_rng(4).normal(size=(VOCAB, VOCAB)).astype(np.float32)
@@ -209,7 +236,7 @@ def bigram() -> tuple[Bigram, TrainBatch, tuple[float, np.ndarray]]:
             gradient[row] -= slope * np.exp(logs[row]) / TEMPERATURE
             gradient[row, token] += slope / TEMPERATURE
         completions.append(Completion(line.astype(np.int32), old, "length", 0))
-    rows = train_rows(prompts, completions, advantages, RowShape(6, 5, PAD), "token-mean")
+    rows, _ = train_rows(prompts, completions, advantages, RowShape(6, 5, 11, 12), "token-mean")
     return Bigram(TABLE), batch_of(rows), (loss, gradient)
 
 
@@ -225,9 +252,9 @@ def test_any_cut_into_micro_batches_adds_up_to_the_whole(bigram: Any, tmp_path: 
         gradient_of(model, pick(batch, slice(end - size, end)), settings) for end, size in zip(ends, sizes, strict=True)
     ]
     assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-6)
-    found = np.sum([part[2]["table"] for part in parts], axis=0)  # float32, as the learner adds up
+    found = np.sum([part[2]["lm_head.w"] for part in parts], axis=0)  # float32, as the learner adds up
     assert distance({"": found}, {"": gradient}) < 1e-6
-    assert sum(float(part[1].agreement.tokens) for part in parts) == np.asarray(batch.completion_mask).sum()
+    assert sum(float(part[1].agreement.tokens) for part in parts) == np.asarray(batch.rows.mask).sum()
 
 
 def test_the_order_of_rows_does_not_matter(bigram: Any, tmp_path: Path) -> None:
@@ -236,20 +263,14 @@ def test_the_order_of_rows_does_not_matter(bigram: Any, tmp_path: Path) -> None:
         order = np.random.default_rng(seed).permutation(12)
         found, _, slopes = gradient_of(model, pick(batch, order), make_settings(tmp_path))
         assert found == pytest.approx(loss, rel=1e-6)
-        assert distance(slopes, {"table": gradient}) < 1e-6
+        assert distance(slopes, {"lm_head.w": gradient}) < 1e-6
 
 
 @pytest.mark.slow  # test_learner.py compares a whole step
-@pytest.mark.parametrize("sizes", [(2, 2), (1, 1, 1, 1)], ids=str)
-def test_micro_batches_of_a_transformer_add_up(
-    model: Any, case: dict[str, Any], tmp_path: Path, sizes: tuple[int, ...]
-) -> None:
-    settings, batch = make_settings(tmp_path), batch_of(rows_of(case, "sequence-mean-token-mean"))
+def test_micro_batches_of_a_transformer_add_up(model: Any, case: dict[str, Any], tmp_path: Path) -> None:
+    settings, batch = make_settings(tmp_path), batch_of(rows_of(case, "sequence-mean-token-mean")[0])
     loss, _, gradient = gradient_of(model, batch, settings)
-    ends = np.cumsum(sizes)
-    parts = [
-        gradient_of(model, pick(batch, slice(end - size, end)), settings) for end, size in zip(ends, sizes, strict=True)
-    ]
+    parts = [gradient_of(model, pick(batch, slice(row, row + 1)), settings) for row in range(2)]
     assert sum(part[0] for part in parts) == pytest.approx(loss, rel=1e-6)
     added = {name: np.sum([part[2][name] for part in parts], axis=0) for name in gradient}
     assert distance(added, gradient) < 1e-6
@@ -260,7 +281,9 @@ def test_rows_that_do_not_count_change_nothing_whatever_their_loss_is(bigram: An
     model, batch, _ = bigram
     settings = make_settings(tmp_path, beta=0.2)
     batch = replace(batch, reference_logps=batch.old_logps - 0.1, importance=jnp.ones_like(batch.old_logps))
-    idle = replace(pick(batch, slice(0, 3)), weights=jnp.zeros((3, 5)), completion_mask=jnp.zeros((3, 5), bool))
+    idle = pick(batch, slice(0, 3))
+    nothing = jnp.zeros_like(idle.rows.mask)
+    idle = replace(idle, weights=jnp.zeros_like(idle.weights), rows=idle.rows._replace(mask=nothing))
     loss, sums, gradient = gradient_of(model, batch, settings)
     for field in ("old_logps", "rollout_logps", "reference_logps", "advantages", "importance"):
         for value in (np.inf, -np.inf, 1e30, np.nan):
@@ -276,7 +299,11 @@ def test_rows_that_do_not_count_change_nothing_whatever_their_loss_is(bigram: An
 # --- against Tunix's own ---------------------------------------------------------------------------------------------
 
 
-def tunix_gradient(model: nnx.Module, rows: TrainRows, fields: dict[str, Any], config: Any) -> Any:
+def padded(lines: list[np.ndarray]) -> jax.Array:
+    return jnp.asarray([np.pad(line, (0, 5 - len(line))) for line in lines], jnp.float32)
+
+
+def tunix_gradient(model: nnx.Module, rows: PaddedRows, fields: dict[str, Any], config: Any) -> Any:
     """(loss, what is measured, the gradient by parameter) of Tunix's ``grpo_loss_fn``."""
     names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
     example = TrainExample(**{name: jnp.asarray(getattr(rows, name)) for name in names}, **fields)
@@ -330,18 +357,19 @@ def compare_with_tunix(
     advantages = group_advantages(rewards, group_size=2, algorithm=algorithm)
     theirs = np.asarray(function_registry.get_advantage_estimator(tunix_name)(rewards=rewards, num_generations=2))
     assert advantages.tobytes() == theirs.tobytes()
-    rows = rows_of(case, aggregation, advantages)
-    importance = jnp.asarray(np.linspace(0.2, 2.0, 20, dtype=np.float32).reshape(4, 5)) if weighted else None
-    reference = padded(case["reference"]) if beta else None
-    found, sums, gradient = gradient_of(
-        model, batch_of(rows, importance=importance, reference_logps=reference), settings
-    )
+    weights = [np.linspace(0.2, 2.0, 5, dtype=np.float32)[:count] for count in LENGTHS]
+    fields = {
+        "importance": packed(weights, case) if weighted else None,
+        "reference_logps": packed(case["reference"], case) if beta else None,
+    }
+    found, sums, gradient = gradient_of(model, batch_of(rows_of(case, aggregation, advantages)[0], **fields), settings)
     config = GrpoAlgorithmConfig.from_section(make_config(directory, {"algorithm": options}).algorithm)
     config.temperature = TEMPERATURE  # type: ignore[attr-defined]  # Tunix's learner sets it from the rollout's
+    rows = padded_rows(case["prompts"], case["completions"], advantages, PaddedShape(6, 5, PAD), aggregation)
     fields = {
-        "ref_per_token_logps": reference,
+        "ref_per_token_logps": padded(case["reference"]) if beta else None,
         "old_per_token_logps": jnp.asarray(rows.rollout_logps),
-        "sampler_is_weights": importance,
+        "sampler_is_weights": padded(weights) if weighted else None,
     }
     loss, aux, slopes = tunix_gradient(model, rows, fields, config)
     assert found == pytest.approx(loss, rel=1e-6)

@@ -4,19 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 from flax import nnx
 
 from tests.learner.toy import (
-    EOS,
-    PAD,
     interpreted_flash,
     make_config,
     make_learner,
     make_mesh,
     make_model,
-    make_scored,
 )
 from tpu_grpo.learner import LearnerInputs, LearnerPrograms
 from tpu_grpo.learner.forward import lower_logprobs
@@ -57,19 +53,15 @@ def test_a_described_learners_programs_are_the_learners(
         model=described(make_model(mesh, flash_block=flash_block)),
         reference=described(make_model(mesh)) if config.algorithm.beta else None,
         mesh=mesh,
-        pad_id=PAD,
-        eos_id=EOS,
     )
     programs = LearnerPrograms(config, inputs)
-    scored = make_scored(make_model(mesh), config)
-    batch = learner._micro_batches(scored, np.zeros(config.batch_rows))[0]
-    updater = learner._updater
+    batch, updater = learner._batches.place(learner._shape.empty(learner._shape.micro_batch)), learner._updater
     assert held(programs.batch) == held(batch)
     assert held(programs.state) == held(updater.state)
     shared = {"final_norm.w"}
     with interpreted_flash(), mesh:
         gradients, step = updater.lower_accumulate(batch), updater.lower_step(shared)
-        logprobs = lower_logprobs(updater.model, batch.ids, temperature=1.0, pad_id=PAD, eos_id=EOS)
+        logprobs = lower_logprobs(updater.model, batch.rows, temperature=1.0, mesh=mesh)
     with interpreted_flash():
         assert programs.lower_gradients().as_text() == gradients.as_text()
         assert programs.lower_step(shared).as_text() == step.as_text()

@@ -9,13 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tunix.rl import common
 
 from tests.learner.test_programs import described, held
 from tests.learner.toy import (
-    EOS,
     NEW_TOKENS,
-    PAD,
     PROMPT_TOKENS,
     flat_params,
     make_config,
@@ -29,7 +26,9 @@ from tests.models.random_checkpoint import write_random
 from tests.models.reference import reference_experts, reference_logprobs
 from tpu_grpo.errors import DataError
 from tpu_grpo.learner import Learner, LearnerInputs, LearnerPrograms
-from tpu_grpo.learner.routing import ReplayShape, split_replaying
+from tpu_grpo.learner.forward import ModelRows, run_model
+from tpu_grpo.learner.routing import ReplayShape
+from tpu_grpo.learner.rows import RowShape, TrainRows, train_rows
 from tpu_grpo.models import load_model, read_checkpoint
 from tpu_grpo.types import Completion, ScoredRollout
 
@@ -71,9 +70,10 @@ def forced(checkpoint: Path, prompt: Any, completion: Completion, changed: Any =
     return full[np.arange(len(completion.token_ids)), completion.token_ids]
 
 
-def table(completions: list[Completion]) -> np.ndarray:
-    shape = ReplayShape(_Sizes)
-    return shape.rows(PROMPTS, completions, PROMPT_TOKENS, PROMPT_TOKENS + NEW_TOKENS)
+def packed(completions: list[Completion]) -> TrainRows:
+    """The first sequence in a row of its own, the others together in the second."""
+    shape = RowShape(PROMPT_TOKENS, NEW_TOKENS, 16, 2, ReplayShape(_Sizes))
+    return train_rows(PROMPTS, completions, np.zeros(3), shape)[0]
 
 
 class _Sizes:
@@ -81,38 +81,30 @@ class _Sizes:
         num_layers, num_experts_per_tok, num_experts = LAYERS, PER_TOKEN, EXPERTS
 
 
-def ids_of_rows() -> dict[str, Any]:
-    prompts = np.array([[PAD] * (PROMPT_TOKENS - len(p)) + list(p) for p in PROMPTS])
-    tokens = np.array([list(t) + [PAD] * (NEW_TOKENS - len(t)) for t in SAMPLED])
-    return {"prompt_tokens": jnp.asarray(prompts), "completion_tokens": jnp.asarray(tokens)}
-
-
-def total(model: Any, experts: Any) -> jax.Array:
+def total(model: Any, rows: ModelRows) -> jax.Array:
     """The sum of the log-probabilities of all sampled tokens."""
-    mask = np.arange(NEW_TOKENS) < np.array([len(t) for t in SAMPLED])[:, None]
-    logps = common.compute_per_token_logps(
-        *split_replaying(model, experts), **ids_of_rows(), pad_id=PAD, eos_id=EOS, stop_gradient=False
-    )
-    assert isinstance(logps, jax.Array)
-    return jnp.where(mask, logps, 0.0).sum()
+    return run_model(model, rows, temperature=1.0, mesh=None).logprobs_RS.sum()
+
+
+def model_rows(rows: TrainRows) -> ModelRows:
+    return ModelRows(*(jnp.asarray(getattr(rows, name)) for name in ModelRows._fields))
 
 
 # --- log-probabilities and gradients ---------------------------------------------------------------------------------
 
 
 def test_rows_by_hand() -> None:
-    """Prompts of 4 and 2 tokens end at 6; what was not computed, the last sampled token too, has expert 255: none."""
-    found = table(completions_with_planted_experts())
-    assert (found.shape, found.dtype) == ((3, LAYERS * PER_TOKEN, 11), np.uint8)
+    """What was not computed, the last sampled token too, has expert 255: none."""
+    rows = packed(completions_with_planted_experts())
+    assert rows.segments.tolist() == [[1] * 9 + [0] * 7, [1] * 5 + [2] * 7 + [0] * 4]
+    found = rows.experts
+    assert found is not None
+    assert (found.shape, found.dtype) == ((2, LAYERS * PER_TOKEN, 16), np.uint8)
     known = (found != 255).all(axis=1)
     assert known.tolist() == (found != 255).any(axis=1).tolist()
-    assert known.astype(int).tolist() == [
-        [0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 0],
-        [0, 0, 0, 0, 1, 1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 1, 1, 0, 0, 0, 0, 0],
-    ]
+    assert (1 * known).tolist() == [[1] * 8 + [0] * 8, [1] * 4 + [0] + [1] * 6 + [0] * 5]
     experts = planted(PROMPTS[1], SAMPLED[1], seed=1)
-    assert found[1, :, 5].tolist() == experts[1].reshape(-1).tolist()  # the second token, layer by layer
+    assert found[1, :, 1].tolist() == experts[1].reshape(-1).tolist()  # the second token, layer by layer
 
 
 def test_the_trainer_computes_what_the_reference_does_with_these_experts(checkpoint: Path, tmp_path: Path) -> None:
@@ -130,22 +122,22 @@ def test_the_trainer_computes_what_the_reference_does_with_these_experts(checkpo
 
 def test_tokens_without_experts_are_routed_as_ever(checkpoint: Path) -> None:
     model = load(checkpoint)
-    nothing = ReplayShape(model).empty(len(PROMPTS), PROMPT_TOKENS + NEW_TOKENS)
-    assert float(total(model, jnp.asarray(nothing))) == float(total(model, None))
+    rows = model_rows(packed(completions_with_planted_experts()))
+    nothing = rows._replace(experts=jnp.full_like(rows.experts, 255))
+    assert float(total(model, nothing)) == float(total(model, rows._replace(experts=None)))
     chosen = [
         replace(c, experts=reference_experts(checkpoint, np.array([[*p, *c.token_ids][:-1]]))[0].astype(np.uint8))
         for p, c in zip(PROMPTS, completions_with_planted_experts(), strict=True)
     ]
-    own = float(total(model, jnp.asarray(table(chosen))))
-    assert own == pytest.approx(float(total(model, None)), abs=1e-5)
+    own = float(total(model, model_rows(packed(chosen))))
+    assert own == pytest.approx(float(total(model, rows._replace(experts=None))), abs=1e-5)
 
 
 @pytest.mark.parametrize("remat", [pytest.param("none", marks=pytest.mark.slow), "block", "decoder"])
 def test_gradients_are_those_of_the_reference(checkpoint: Path, remat: str) -> None:
     """By central differences in float64, of a router's and of an expert's weights."""
     model, completions = load(checkpoint, remat=remat), completions_with_planted_experts()
-    experts = jnp.asarray(table(completions))
-    grads = jax.device_get(nnx.jit(nnx.grad(total))(model, experts))
+    grads = jax.device_get(nnx.jit(nnx.grad(total))(model, model_rows(packed(completions))))
     layer, kernel_DE = grads.layers[1].mlp, grads.layers[0].mlp.router.kernel.get_value()
     assert np.abs(kernel_DE).max() > 0.01
 
@@ -229,9 +221,9 @@ def test_a_described_learner_lowers_the_same_programs(checkpoint: Path, tmp_path
     config = make_config(tmp_path, {"algorithm": {"routing_replay": True, "group_size": 2, "old_policy": "trainer"}})
     mesh, model = make_mesh(), load(checkpoint, 2)
     learner: Learner = make_learner(config, mesh, model=model)
-    programs = LearnerPrograms(config, LearnerInputs(described(load(checkpoint, 2)), None, mesh, PAD, EOS))
-    batch = learner._micro_batches(scored_with_planted_experts(checkpoint, config), np.zeros(config.batch_rows))[0]
-    assert batch.experts is not None
+    programs = LearnerPrograms(config, LearnerInputs(described(load(checkpoint, 2)), None, mesh))
+    batch = learner._batches.place(learner._shape.empty(learner._shape.micro_batch))
+    assert batch.rows.experts is not None
     assert held(programs.batch) == held(batch)
     with mesh:
         gradients = learner._updater.lower_accumulate(batch)

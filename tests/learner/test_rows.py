@@ -10,10 +10,10 @@ from hypothesis.extra.numpy import arrays
 from tpu_grpo.algorithms import Algorithm, open_algorithm
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.errors import DataError, NonFiniteError, RewardError
-from tpu_grpo.learner.rows import RowShape, group_advantages, train_rows
+from tpu_grpo.learner.rows import RowShape, group_advantages, train_rows, unpacked
 from tpu_grpo.types import Completion
 
-SHAPE = RowShape(prompt_tokens=4, completion_tokens=3, pad_id=9)
+SHAPE = RowShape(max_prompt_tokens=4, max_new_tokens=3, tokens=8, micro_batch=1)
 
 
 def completion(ids: list[int], logprobs: list[float] | None = None) -> Completion:
@@ -21,23 +21,30 @@ def completion(ids: list[int], logprobs: list[float] | None = None) -> Completio
     return Completion(np.array(ids, np.int32), np.array(values, np.float32), "stop", 0)
 
 
-def test_rows_are_padded_and_masked_by_length() -> None:
-    # Row 1 ends with the pad token, sampled as a stop token: it is a token of the row all the same.
-    rows = train_rows([[1, 2], [3]], [completion([4, 5, 6]), completion([7, 9])], np.array([0.5, -0.5]), SHAPE)
-    assert rows.prompt_ids.tolist() == [[9, 9, 1, 2], [9, 9, 9, 3]]
-    assert rows.prompt_mask.tolist() == [[False, False, True, True], [False, False, False, True]]
-    assert rows.completion_ids.tolist() == [[4, 5, 6], [7, 9, 9]]
-    assert rows.completion_mask.tolist() == [[True, True, True], [True, True, False]]
-    assert rows.rollout_logps.tolist() == [[-0.5, -0.5, -0.5], [-0.5, -0.5, 0.0]]
-    assert rows.advantages.tolist() == [0.5, -0.5]
-    assert {rows.prompt_ids.dtype, rows.completion_ids.dtype} == {np.dtype(np.int32)}
-    assert {rows.rollout_logps.dtype, rows.advantages.dtype} == {np.dtype(np.float32)}
+def test_rows_by_hand() -> None:
+    """Of 5, 3 and 2 tokens, the longest stands alone and the others together, so that rows have equal work."""
+    completions = [completion([4, 5, 6]), completion([7, 9], [-0.25, -0.75]), completion([8])]
+    advantages = np.array([0.5, -0.5, 2.0])
+    rows, packing = train_rows([[1, 2], [3], [9]], completions, advantages, SHAPE, "sequence-mean-token-mean")
+    assert rows.token_ids.tolist() == [[1, 2, 4, 5, 6, 0, 0, 0], [3, 7, 9, 9, 8, 0, 0, 0]]
+    assert rows.segments.tolist() == [[1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 1, 2, 2, 0, 0, 0]]
+    assert rows.positions.tolist() == [[0, 1, 2, 3, 4, 0, 0, 0], [0, 1, 2, 0, 1, 0, 0, 0]]
+    assert (1 * rows.mask).tolist() == [[0, 0, 1, 1, 1, 0, 0, 0], [0, 1, 1, 0, 1, 0, 0, 0]]
+    assert rows.rollout_logps[1].tolist() == [0, -0.25, -0.75, 0, -0.5, 0, 0, 0]
+    assert rows.advantages[1].tolist() == [0, -0.5, -0.5, 0, 2, 0, 0, 0]
+    np.testing.assert_allclose(rows.weights[0], np.array([0, 0, 1, 1, 1, 0, 0, 0]) / 9, rtol=1e-7)
+    np.testing.assert_allclose(rows.weights[1], [0, 1 / 6, 1 / 6, 0, 1 / 3, 0, 0, 0], rtol=1e-7)
+    assert {rows.token_ids.dtype, rows.segments.dtype, rows.positions.dtype} == {np.dtype(np.int32)}
+    assert {rows.rollout_logps.dtype, rows.advantages.dtype, rows.weights.dtype} == {np.dtype(np.float32)}
+    taken = unpacked(rows.rollout_logps, packing, [[1, 2], [3], [9]], completions, 3)
+    assert taken.tolist() == [[-0.5, -0.5, -0.5], [-0.25, -0.75, 0], [-0.5, 0, 0]]
 
 
 def test_chunks_are_consecutive() -> None:
-    rows = train_rows([[i + 1] for i in range(4)], [completion([5])] * 4, np.arange(4.0), SHAPE)
-    assert [chunk.advantages.tolist() for chunk in rows.chunks(2)] == [[0, 1], [2, 3]]
-    assert [chunk.prompt_ids[:, -1].tolist() for chunk in rows.chunks(2)] == [[1, 2], [3, 4]]
+    rows, _ = train_rows([[i + 1] * 4 for i in range(3)], [completion([5] * 3)] * 3, np.arange(3.0), SHAPE)
+    first, second = rows.chunks(2)
+    assert [first.token_ids[:, 0].tolist(), second.token_ids[:, 0].tolist()] == [[1, 2], [3]]
+    assert first.advantages.shape == (2, 8)
 
 
 GOOD = completion([4, 5])
@@ -46,12 +53,10 @@ GOOD = completion([4, 5])
 @pytest.mark.parametrize(
     ("prompt", "bad", "error", "message"),
     [
-        ([1, 9, 2], GOOD, DataError, "pad token 9, found in row 1.*another pad token"),
         ([1] * 5, GOOD, DataError, "max_prompt_tokens=4 tokens, got 5 in row 1"),
         ([], GOOD, DataError, "got 0 in row 1"),
         ([1], completion([4] * 4), DataError, "max_new_tokens=3 tokens, got 4 in row 1"),
         ([1], completion([]), DataError, "got 0 in row 1"),
-        ([1], completion([4, 9, 5]), DataError, "found before the end of row 1; make it a stop token"),
         ([1], completion([4, 5], [-0.5]), DataError, "row 1 has 2 tokens and 1; let the engine"),
         ([1], replace(GOOD, logprobs=None), DataError, "row 1 has 2 tokens and none"),
         ([1], completion([4, 5], [-0.5, np.nan]), NonFiniteError, "token 1 in row 1 must be finite, got nan"),

@@ -8,25 +8,23 @@ import pytest
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.learner.token_weights import token_weights
 
-MASK = np.array([[1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0], [1, 1, 0, 0]], bool)
-"""Rows of 4, 1, 0 and 2 tokens, 7 in all; T = 4."""
+COUNTS = np.array([4, 1, 0, 2])
+"""7 tokens in all; T = 4."""
 BY_HAND = {
-    "sequence-mean-token-mean": [[1 / 12] * 4, [1 / 3, 0, 0, 0], [0] * 4, [1 / 6, 1 / 6, 0, 0]],
-    "token-mean": [[1 / 7] * 4, [1 / 7, 0, 0, 0], [0] * 4, [1 / 7, 1 / 7, 0, 0]],
-    "sequence-mean-token-scale": [[1 / 12] * 4, [1 / 12, 0, 0, 0], [0] * 4, [1 / 12, 1 / 12, 0, 0]],
+    "sequence-mean-token-mean": [1 / 12, 1 / 3, 0, 1 / 6],
+    "token-mean": [1 / 7, 1 / 7, 0, 1 / 7],
+    "sequence-mean-token-scale": [1 / 12, 1 / 12, 0, 1 / 12],
 }
 
 
 @pytest.mark.parametrize("aggregation", get_args(LossAggregation))
 def test_weights_by_hand(aggregation: Any) -> None:
-    found = token_weights(MASK, aggregation)
-    assert found.dtype == np.float32
-    np.testing.assert_array_equal(found, np.array(BY_HAND[aggregation], np.float32))
+    np.testing.assert_allclose(token_weights(COUNTS, aggregation, 4), BY_HAND[aggregation], rtol=1e-15)
 
 
 @pytest.mark.parametrize("aggregation", get_args(LossAggregation))
 def test_without_any_token_nothing_counts(aggregation: Any) -> None:
-    assert not token_weights(np.zeros((2, 3), bool), aggregation).any()
+    assert not token_weights(np.zeros(2, int), aggregation, 3).any()
 
 
 def test_weighted_sums_are_the_means_that_they_are_named_after() -> None:
@@ -40,4 +38,5 @@ def test_weighted_sums_are_the_means_that_they_are_named_after() -> None:
         "sequence-mean-token-scale": np.mean([row.sum() / 8 for row in rows]),
     }
     for aggregation, mean in means.items():
-        assert (token_weights(mask, aggregation) * losses).sum() == pytest.approx(mean, rel=1e-6)
+        weights = token_weights(lengths, aggregation, 8)[:, None]
+        assert (weights * mask * losses).sum() == pytest.approx(mean, rel=1e-12)

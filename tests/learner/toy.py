@@ -134,8 +134,6 @@ def make_learner(config: RunConfig, mesh: Mesh | None = None, seed: int = 0, **r
         "model": make_model(mesh, seed),
         "reference": make_model(mesh, seed + 100) if config.algorithm.beta else None,
         "mesh": mesh,
-        "pad_id": PAD,
-        "eos_id": EOS,
     }
     return Learner(config, LearnerInputs(**{**arguments, **replaced}))
 

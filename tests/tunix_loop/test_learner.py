@@ -12,10 +12,11 @@ from tunix.rl import function_registry
 from tests.learner.toy import EOS, PAD, RecordingEngine, make_config, make_mesh, make_model
 from tests.tunix_loop.parts import make_cluster
 from tpu_grpo.learner.agreement import AgreementSums
+from tpu_grpo.learner.forward import ModelRows
 from tpu_grpo.learner.loss import LossSettings, TrainBatch, policy_loss
-from tpu_grpo.learner.rows import RowShape, train_rows
 from tpu_grpo.tunix_loop.cluster import Cluster
 from tpu_grpo.tunix_loop.learner import LOSS_NAME, EngineGrpoLearner, GrpoAlgorithmConfig, TrainExample, registered_loss
+from tpu_grpo.tunix_loop.padded import PaddedShape, padded_rows
 from tpu_grpo.types import Completion
 
 
@@ -50,9 +51,8 @@ def test_the_registered_loss_is_the_learners(tmp_path: Path) -> None:
         Completion(np.array(ids, np.int32), np.full(len(ids), -3.0, np.float32), "length", 0)
         for ids in ([4, 5, 6], [7], [8, 9], [10, 11, 12, 13])
     ]
-    rows = train_rows(
-        [[3], [4, 5], [6], [7]], completions, np.array([1.0, -1.0, 0.5, -0.5]), RowShape(6, 5, PAD), "token-mean"
-    )
+    prompts, advantages = [[3], [4, 5], [6], [7]], np.array([1.0, -1.0, 0.5, -0.5])
+    rows = padded_rows(prompts, completions, advantages, PaddedShape(6, 5, PAD), "token-mean")
     names = ("prompt_ids", "completion_ids", "completion_mask", "advantages")
     columns: dict[str, Any] = {name: jnp.asarray(getattr(rows, name)) for name in names}
     logps, reference = jnp.asarray(rows.rollout_logps), jnp.asarray(rows.rollout_logps) - 0.5
@@ -68,15 +68,29 @@ def test_the_registered_loss_is_the_learners(tmp_path: Path) -> None:
     example = TrainExample(**columns, **fields)
     assert function_registry.get_policy_loss_fn(LOSS_NAME) is registered_loss
     loss, aux = registered_loss(model, example, config, PAD, EOS)
-    batch = TrainBatch(
-        **columns,
-        weights=jnp.asarray(rows.weights),
-        rollout_logps=logps,
-        old_logps=logps - 0.1,
-        importance=importance,
-        reference_logps=reference,
+    token_ids = np.concatenate([rows.prompt_ids, rows.completion_ids], axis=1)
+    lengths = np.array([len(prompt) for prompt in prompts])[:, None]
+    model_rows = ModelRows(  # prompts end at 6
+        token_ids=jnp.asarray(token_ids),
+        segments=jnp.asarray(token_ids != PAD, jnp.int32),
+        positions=jnp.asarray(np.where(token_ids != PAD, np.arange(11) - 6 + lengths, 0)),
+        mask=jnp.asarray((np.arange(11) >= 6) & (token_ids != PAD)),
     )
-    expected, sums = policy_loss(model, batch, LossSettings(config.algorithm, 0.2, section.kl_estimator, 0.9, PAD, EOS))
+
+    def after_prompts(values: Any) -> jax.Array:
+        return jnp.concatenate([jnp.zeros((4, 6)), jnp.asarray(values)], axis=1)
+
+    batch = TrainBatch(
+        rows=model_rows,
+        advantages=jnp.broadcast_to(jnp.asarray(advantages, jnp.float32)[:, None], (4, 11)),
+        weights=after_prompts(rows.weights),
+        rollout_logps=after_prompts(logps),
+        old_logps=after_prompts(logps - 0.1),
+        importance=after_prompts(importance),
+        reference_logps=after_prompts(reference),
+    )
+    settings = LossSettings(config.algorithm, 0.2, section.kl_estimator, 0.9, None)
+    expected, sums = policy_loss(model, batch, settings)
     assert float(loss) == float(expected) != 0.0
     assert float(aux["kl"]) == pytest.approx(float(sums.kl) / 10)
     assert float(aux["pg_clipfrac"]) == pytest.approx(float(sums.clipped) / 10)

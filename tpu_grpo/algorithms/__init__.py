@@ -49,11 +49,11 @@ class RunAlgorithm:
         self,
         logprobs_BT: Float[Array, "B T"],
         old_logprobs_BT: Float[Array, "B T"],
-        advantages_B1: Float[Array, "B 1"],
+        advantages_BT: Float[Array, "B T"],
     ) -> TokenLosses:
         """Compute the token losses of ``objective``."""
         return self.objective.token_losses(
-            logprobs_BT=logprobs_BT, old_logprobs_BT=old_logprobs_BT, advantages_B1=advantages_B1
+            logprobs_BT=logprobs_BT, old_logprobs_BT=old_logprobs_BT, advantages_BT=advantages_BT
         )
 
 

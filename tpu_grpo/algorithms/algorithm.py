@@ -2,9 +2,9 @@
 
     algorithm = Grpo(clip_low=0.2, clip_high=0.2)
     advantages_PG = algorithm.advantages(rewards_PG)                                       # on the host, once per step
-    losses = algorithm.token_losses(logprobs_BT, old_logprobs_BT, advantages_B1)           # inside the train step
+    losses = algorithm.token_losses(logprobs_BT, old_logprobs_BT, advantages_BT)           # inside the train step
 
-Suffixes: P prompts, G completions of each, B = P*G rows, T completion tokens, 1 an axis that is broadcast.
+Suffixes: P prompts, G completions of each; B training rows, into which completions are packed, T tokens of a row.
 
 What all algorithms have in common is done around them by learner/loss.py: truncated importance weights, the mean over
 tokens and rows, the KL penalty.
@@ -51,14 +51,14 @@ class Algorithm(Protocol):
         self,
         logprobs_BT: Float[Array, "B T"],
         old_logprobs_BT: Float[Array, "B T"],
-        advantages_B1: Float[Array, "B 1"],
+        advantages_BT: Float[Array, "B T"],
     ) -> TokenLosses:
         """Compute the loss of every token; float32 in and out, traced by jax.
 
         Args:
             logprobs_BT: the policy's, through which the gradient flows.
             old_logprobs_BT: those of the policy that sampled, as ``algorithm.old_policy`` says.
-            advantages_B1: one advantage per row, the same for each of its tokens.
+            advantages_BT: the advantage of each token, which all tokens of a completion share.
         """
         ...
 

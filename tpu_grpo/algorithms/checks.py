@@ -15,7 +15,7 @@ from tpu_grpo.errors import ConfigError
 
 METHODS: Mapping[str, tuple[str, ...]] = {
     "advantages": ("rewards_PG",),
-    "token_losses": ("logprobs_BT", "old_logprobs_BT", "advantages_B1"),
+    "token_losses": ("logprobs_BT", "old_logprobs_BT", "advantages_BT"),
 }
 """The methods of an algorithm, and what each is called with, by name."""
 
@@ -56,7 +56,9 @@ def try_out(name: str, algorithm: Algorithm, group_size: int) -> None:
     logprobs_BT = jnp.asarray([[-0.5, -1.0], [-1.5, -2.0], [-2.5, -3.0]])
     old_logprobs_BT = logprobs_BT + jnp.asarray([[0.5, -0.5], [-0.5, 0.5], [0.0, 0.0]])
     losses = partial(
-        algorithm.token_losses, old_logprobs_BT=old_logprobs_BT, advantages_B1=jnp.asarray([[1.0], [-1.0], [0.5]])
+        algorithm.token_losses,
+        old_logprobs_BT=old_logprobs_BT,
+        advantages_BT=jnp.asarray([[1.0, 1.0], [-1.0, -1.0], [0.5, 0.5]]),
     )
     answer = _called(name, "token_losses", lambda: losses(logprobs_BT=logprobs_BT))
     if not isinstance(answer, TokenLosses):

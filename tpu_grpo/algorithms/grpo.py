@@ -40,10 +40,10 @@ class Grpo:
         self,
         logprobs_BT: Float[Array, "B T"],
         old_logprobs_BT: Float[Array, "B T"],
-        advantages_B1: Float[Array, "B 1"],
+        advantages_BT: Float[Array, "B T"],
     ) -> TokenLosses:
         """Minus the clipped surrogate; the larger of two losses is the smaller of two objectives."""
         ratio_BT = token_ratio(logprobs_BT, old_logprobs_BT)
-        plain_BT = -advantages_B1 * ratio_BT
-        clipped_BT = -advantages_B1 * jnp.clip(ratio_BT, self._lowest, self._highest)
+        plain_BT = -advantages_BT * ratio_BT
+        clipped_BT = -advantages_BT * jnp.clip(ratio_BT, self._lowest, self._highest)
         return TokenLosses(jnp.maximum(plain_BT, clipped_BT), clipped_BT > plain_BT)

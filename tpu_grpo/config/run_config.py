@@ -22,6 +22,9 @@ from tpu_grpo.config.sections import (
 
 CACHE_MARGIN_TOKENS = 2
 """sglang-jax cuts a completion short when the cache has fewer tokens than this beside it."""
+MICRO_BATCHES, MICRO_BATCH_TOKENS = 8, 512
+"""Unless the config says more, a step has this many forward and backward passes at most, of at least this many tokens
+on a device: short completions, packed, then need fewer passes, and a pass still fills a device."""
 
 
 class RunConfig(Section):
@@ -58,19 +61,27 @@ class RunConfig(Section):
         return self.data.prompts_per_step * self.algorithm.group_size
 
     @property
-    def micro_batch_prompts(self) -> int:
-        """Return the prompts of one forward and backward pass: all of a step's unless the setting says fewer."""
-        return self.algorithm.micro_batch_prompts or self.data.prompts_per_step
+    def row_tokens(self) -> int:
+        """Return the tokens of a training row; one that holds the longest sequence unless the setting says more."""
+        return self.algorithm.row_tokens or self.context_tokens
 
     @property
-    def micro_batch_rows(self) -> int:
-        """Return the completions of one forward and backward pass."""
-        return self.micro_batch_prompts * self.algorithm.group_size
+    def step_rows(self) -> int:
+        """Return the most training rows of a step, those of completions that are all as long as they may be."""
+        return -(-self.batch_rows // (self.row_tokens // self.context_tokens))
 
-    @property
-    def micro_batches(self) -> int:
-        """Return how many forward and backward passes one optimizer step accumulates over."""
-        return self.data.prompts_per_step // self.micro_batch_prompts
+    def micro_batch_rows(self, devices: int) -> int:
+        """Return the training rows of one forward and backward pass; they fill a mesh that splits them over devices."""
+        prompts = self.algorithm.micro_batch_prompts
+        if prompts is None:
+            rows = max(-(-self.step_rows // MICRO_BATCHES), MICRO_BATCH_TOKENS * devices // self.row_tokens)
+        else:
+            rows = -(-prompts * self.algorithm.group_size // (self.row_tokens // self.context_tokens))
+        return -(-min(rows, self.step_rows) // devices) * devices
+
+    def micro_batches(self, devices: int) -> int:
+        """Return the most forward and backward passes that one optimizer step accumulates over."""
+        return -(-self.step_rows // self.micro_batch_rows(devices))
 
     @property
     def context_tokens(self) -> int:
@@ -92,13 +103,16 @@ class RunConfig(Section):
 # --- what must hold between settings of different sections; each rule raises ValueError with value and remedy ---------
 
 
-def _micro_batches_divide(config: RunConfig) -> None:
+def _rows_hold_sequences(config: RunConfig) -> None:
     prompts, micro = config.data.prompts_per_step, config.algorithm.micro_batch_prompts
-    if micro is not None and prompts % micro:
-        divisors = [d for d in range(1, prompts + 1) if prompts % d == 0]
+    if micro is not None and micro > prompts:
         raise ValueError(
-            f"algorithm.micro_batch_prompts must divide data.prompts_per_step={prompts}, got {micro}; "
-            f"use one of {divisors}"
+            f"algorithm.micro_batch_prompts must be <= data.prompts_per_step={prompts}, got {micro}; lower it"
+        )
+    if config.row_tokens < config.context_tokens:
+        raise ValueError(
+            f"algorithm.row_tokens must be >= data.max_prompt_tokens + rollout.max_new_tokens = "
+            f"{config.context_tokens}, got {config.row_tokens}; raise it, or leave it out"
         )
 
 
@@ -230,7 +244,7 @@ def _evaluation_tells_something(config: RunConfig) -> None:
 
 
 _RULES = (
-    _micro_batches_divide,
+    _rows_hold_sequences,
     _rewards_fit_together,
     _cache_fits,
     _paddings_within_limit,

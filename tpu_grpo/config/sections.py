@@ -145,9 +145,13 @@ class AlgorithmSection(Section):
     sequence-mean-token-mean for grpo, sequence-mean-token-scale for dr_grpo and rloo."""
     kl_estimator: Literal["low_var_kl", "kl", "mse_kl"] = "low_var_kl"
     """Estimate the KL divergence by this; low_var_kl is the paper's (k3)."""
+    row_tokens: PositiveInt | None = None
+    """Pack prompts and completions into training rows of this many tokens, at least those of the longest of them:
+    data.max_prompt_tokens + rollout.max_new_tokens, which is also taken when unset."""
     micro_batch_prompts: PositiveInt | None = None
-    """Take this many prompts (groups) per forward and backward pass; gradients accumulate over the passes. All at once
-    when unset."""
+    """Take as many training rows per forward and backward pass as this many prompts (groups) need when all completions
+    are as long as they may be; gradients accumulate over the passes. When unset, a pass takes an eighth of that, but at
+    least 512 tokens per device."""
 
     @property
     def upper_clip(self) -> float:

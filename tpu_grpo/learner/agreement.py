@@ -1,6 +1,6 @@
 """How far the engine's log-probabilities are from the trainer's, measured in the forward pass of the update.
 
-Suffixes: B rows, T completion tokens. With d = trainer - engine log-probability of a sampled token and the weight
+Suffixes: R packed rows, S tokens of a row. With d = trainer - engine log-probability of a sampled token and the weight
 w = exp(d), over the n tokens of a step (unbiased for tokens that the engine sampled without top-k, top-p or min-p):
 
     logprob_abs_diff_max, _mean   of abs(d)
@@ -40,20 +40,20 @@ class AgreementSums(NamedTuple):
 
 
 def agreement_sums(
-    trainer_logps_BT: Float[Array, "B T"], engine_logps_BT: Float[Array, "B T"], mask_BT: Bool[Array, "B T"]
+    trainer_logps_RS: Float[Array, "R S"], engine_logps_RS: Float[Array, "R S"], mask_RS: Bool[Array, "R S"]
 ) -> AgreementSums:
     """Add up one micro-batch; no gradient flows through the sums."""
-    difference_BT = jax.lax.stop_gradient(trainer_logps_BT.astype(jnp.float32)) - engine_logps_BT
-    difference_BT = jnp.where(mask_BT, difference_BT, 0.0)
-    limited_BT = jnp.clip(difference_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    excess_BT = jnp.expm1(limited_BT)
+    difference_RS = jax.lax.stop_gradient(trainer_logps_RS.astype(jnp.float32)) - engine_logps_RS
+    difference_RS = jnp.where(mask_RS, difference_RS, 0.0)
+    limited_RS = jnp.clip(difference_RS, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    excess_RS = jnp.expm1(limited_RS)
     return AgreementSums(
-        tokens=mask_BT.sum(dtype=jnp.float32),
-        abs_sum=jnp.abs(difference_BT).sum(),
-        abs_max=jnp.abs(difference_BT).max(),
-        excess_sum=excess_BT.sum(),
-        excess_square_sum=jnp.square(excess_BT).sum(),
-        kl_sum=jnp.maximum(excess_BT - limited_BT, 0.0).sum(),  # negative only by rounding
+        tokens=mask_RS.sum(dtype=jnp.float32),
+        abs_sum=jnp.abs(difference_RS).sum(),
+        abs_max=jnp.abs(difference_RS).max(),
+        excess_sum=excess_RS.sum(),
+        excess_square_sum=jnp.square(excess_RS).sum(),
+        kl_sum=jnp.maximum(excess_RS - limited_RS, 0.0).sum(),  # negative only by rounding
     )
 
 

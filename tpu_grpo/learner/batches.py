@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from tpu_grpo.config import AlgorithmSection
-from tpu_grpo.learner.forward import RowIds, logprobs, lower_logprobs
+from tpu_grpo.learner.forward import ModelRows, logprobs, lower_logprobs
 from tpu_grpo.learner.loss import LossSettings, TrainBatch
 from tpu_grpo.learner.rows import TrainRows
 
@@ -55,61 +55,58 @@ class Batches:
         Every host passes all the rows and keeps its shards. Returns when the arrays are ready: XLA's CPU backend aborts
         when the forward passes of many micro-batches are under way at once.
         """
-        ids, rollout_logps = self._ids(rows, self._put), self._put(rows.rollout_logps)
+        placed, rollout_logps = self._rows(rows, self._put), self._put(rows.rollout_logps)
         old_logps, importance, reference_logps = rollout_logps, None, None
         if self._reference is not None:
-            reference_logps = self._logprobs(self._reference, ids._replace(experts=None))
+            reference_logps = self._logprobs(self._reference, placed._replace(experts=None))
         if self._corrected:
-            old_logps = self._logprobs(self._policy, ids)
+            old_logps = self._logprobs(self._policy, placed)
             importance = truncated_weights(old_logps, rollout_logps, cap=self._cap)
-        return jax.block_until_ready(self._batch(rows, ids, self._put, old_logps, importance, reference_logps))
+        return jax.block_until_ready(self._batch(rows, placed, self._put, old_logps, importance, reference_logps))
 
     def describe(self, rows: TrainRows) -> TrainBatch:
         """Give the shapes, types and shardings of `place` without computing or placing anything."""
         logps = self._described(rows.rollout_logps)
         return self._batch(
             rows,
-            self._ids(rows, self._described),
+            self._rows(rows, self._described),
             self._described,
             logps,
             logps if self._corrected else None,
             None if self._reference is None else logps,
         )
 
-    def policy_logprobs(self, rows: TrainRows) -> Float[Array, "B T"]:
-        """Compute the policy's log-probability of every completion token, at the temperature."""
-        return self._logprobs(self._policy, self._ids(rows, self._put))
+    def policy_logprobs(self, rows: TrainRows) -> Float[Array, "R S"]:
+        """Compute the policy's log-probability of every sampled token, at the temperature."""
+        return self._logprobs(self._policy, self._rows(rows, self._put))
 
     def lower_logprobs(self, rows: TrainRows) -> jax.stages.Lowered:
         """Lower the program of `policy_logprobs`."""
         with self._mesh:
-            return lower_logprobs(self._policy, self._ids(rows, self._described), **self._settings.forward)
+            return lower_logprobs(self._policy, self._rows(rows, self._described), **self._settings.forward)
 
-    def _logprobs(self, model: nnx.Module, ids: RowIds) -> Float[Array, "B T"]:
+    def _logprobs(self, model: nnx.Module, rows: ModelRows) -> Float[Array, "R S"]:
         with self._mesh:
-            found = logprobs(model, ids, **self._settings.forward)
+            found = logprobs(model, rows, **self._settings.forward)
         return jax.device_put(found, self._sharding)
 
     @staticmethod
-    def _ids(rows: TrainRows, put: Callable[[np.ndarray], Any]) -> RowIds:
+    def _rows(rows: TrainRows, put: Callable[[np.ndarray], Any]) -> ModelRows:
         experts = None if rows.experts is None else put(rows.experts)
-        return RowIds(put(rows.prompt_ids), put(rows.completion_ids), experts)
+        return ModelRows(put(rows.token_ids), put(rows.segments), put(rows.positions), put(rows.mask), experts)
 
     @staticmethod
     def _batch(
-        rows: TrainRows, ids: RowIds, put: Callable[[np.ndarray], Any], old: Any, importance: Any, reference: Any
+        rows: TrainRows, placed: ModelRows, put: Callable[[np.ndarray], Any], old: Any, importance: Any, reference: Any
     ) -> TrainBatch:
         return TrainBatch(
-            prompt_ids=ids.prompt_ids,
-            completion_ids=ids.completion_ids,
-            completion_mask=put(rows.completion_mask),
+            rows=placed,
             weights=put(rows.weights),
             advantages=put(rows.advantages),
             rollout_logps=put(rows.rollout_logps),
             old_logps=old,
             importance=importance,
             reference_logps=reference,
-            experts=ids.experts,
         )
 
     def _put(self, value: np.ndarray) -> jax.Array:
@@ -121,7 +118,7 @@ class Batches:
 
 @functools.partial(jax.jit, static_argnames="cap")
 def truncated_weights(
-    trainer_logps: Float[Array, "B T"], engine_logps: Float[Array, "B T"], *, cap: float
-) -> Float[Array, "B T"]:
+    trainer_logps: Float[Array, "R S"], engine_logps: Float[Array, "R S"], *, cap: float
+) -> Float[Array, "R S"]:
     """Compute min(exp(trainer - engine), cap) of every token."""
     return jnp.minimum(jnp.exp(trainer_logps - engine_logps), cap)

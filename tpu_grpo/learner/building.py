@@ -35,10 +35,6 @@ class LearnerInputs:
     """The initial policy, if ``algorithm.beta`` > 0. It may be ``model`` itself."""
     mesh: Mesh
     """The trainer's mesh has the axes fsdp and tp."""
-    pad_id: int
-    """This token fills rows."""
-    eos_id: int
-    """This token ends completions."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +51,14 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     """Build the parts of a learner; of descriptions where the model is made of some.
 
     Raises:
-        ConfigError: for an algorithm or optimizer that cannot be trained with, rows that cannot be split over the mesh,
-            or ``algorithm.beta`` without a reference.
+        ConfigError: for an algorithm or optimizer that cannot be trained with, or ``algorithm.beta`` without a
+            reference.
     """
     section, model = config.algorithm, inputs.model
     algorithm = open_algorithm(section)
-    _check_rows_divide(config, inputs.mesh)
     if section.beta > 0.0 and inputs.reference is None:
         raise ConfigError(f"algorithm.beta={section.beta} needs a reference model, got none; pass one, or set it to 0")
-    settings = LossSettings(
-        algorithm, section.beta, section.kl_estimator, config.rollout.temperature, inputs.pad_id, inputs.eos_id
-    )
+    settings = LossSettings(algorithm, section.beta, section.kl_estimator, config.rollout.temperature, inputs.mesh)
     freeze_untrained(model, config)
     stepped = cast_to_compute(model, config)
     reference = None
@@ -82,16 +75,20 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
         residual=config.model.param_dtype == "bfloat16",
     )
     batches = Batches(model, reference, settings, section, inputs.mesh)
-    return LearnerParts(algorithm, row_shape(config, model, inputs.pad_id), batches, updater)
+    return LearnerParts(algorithm, row_shape(config, model, inputs.mesh), batches, updater)
 
 
-def row_shape(config: RunConfig, model: nnx.Module, pad_id: int) -> RowShape:
-    """Say what rows are padded to; prompts also fill up whole blocks of the model's flash attention."""
+def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
+    """Say what rows are packed: whole blocks of the model's flash attention, and micro-batches that fill the mesh."""
     settings: Any = getattr(model, "config", None)
     block = settings.flash_attention_block_size if getattr(settings, "use_flash_attention", False) else None
-    added = whole_blocks(config.context_tokens, block) - config.context_tokens
-    replay = ReplayShape(model) if config.algorithm.routing_replay else None
-    return RowShape(config.data.max_prompt_tokens + added, config.rollout.max_new_tokens, pad_id, replay)
+    return RowShape(
+        max_prompt_tokens=config.data.max_prompt_tokens,
+        max_new_tokens=config.rollout.max_new_tokens,
+        tokens=whole_blocks(config.row_tokens, block),
+        micro_batch=config.micro_batch_rows(mesh.shape[DATA_AXIS]),
+        replay=ReplayShape(model) if config.algorithm.routing_replay else None,
+    )
 
 
 def cast_to_compute(model: nnx.Module, config: RunConfig) -> Values:
@@ -128,17 +125,3 @@ def _own_copy(reference: nnx.Module, names: Collection[str], config: RunConfig) 
 
 def _copy(leaf: Any) -> Any:
     return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.copy()
-
-
-def _check_rows_divide(config: RunConfig, mesh: Mesh) -> None:
-    rows, devices = config.micro_batch_rows, mesh.shape[DATA_AXIS]
-    if rows % devices == 0:
-        return
-    prompts, group = config.data.prompts_per_step, config.algorithm.group_size
-    micro = [d for d in range(1, prompts + 1) if prompts % d == 0 and d * group % devices == 0]
-    fsdp = [d for d in range(1, rows + 1) if rows % d == 0 and d <= devices]
-    raise ConfigError(
-        f"a micro-batch of {rows} rows must divide over meshes.trainer.fsdp={devices} devices; use "
-        f"algorithm.micro_batch_prompts in {micro}, or meshes.trainer.fsdp in {fsdp}, or another data.prompts_per_step="
-        f"{prompts} or algorithm.group_size={group}"
-    )

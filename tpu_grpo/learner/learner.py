@@ -1,6 +1,6 @@
 """The learner the pipeline drives: one call updates the policy from one scored rollout.
 
-inputs = LearnerInputs(model=model, reference=None, mesh=mesh, pad_id=0, eos_id=2)
+inputs = LearnerInputs(model=model, reference=None, mesh=mesh)
 learner = Learner(config, inputs)
 for step in range(learner.restored_step + 1, config.run.max_steps + 1):
     result = learner.update(scored)         # raises before a non-finite number reaches the sampler
@@ -26,7 +26,7 @@ from tpu_grpo.learner.building import LearnerInputs, build_parts
 from tpu_grpo.learner.checkpoints import Checkpoints
 from tpu_grpo.learner.digest import params_digest, whole
 from tpu_grpo.learner.loss import LossSums, TrainBatch
-from tpu_grpo.learner.rows import group_advantages, train_rows
+from tpu_grpo.learner.rows import group_advantages, train_rows, unpacked
 from tpu_grpo.learner.trained import has_adapters, parameters
 from tpu_grpo.learner.update import UpdateRecord, by_name
 from tpu_grpo.metrics.run_files import CHECKPOINTS_DIR
@@ -41,8 +41,8 @@ class Learner:
         inputs: models and mesh.
 
     Raises:
-        ConfigError: for an algorithm or optimizer that cannot be trained with, rows that cannot be split over the mesh,
-            or ``algorithm.beta`` without a reference.
+        ConfigError: for an algorithm or optimizer that cannot be trained with, or ``algorithm.beta`` without a
+            reference.
         CheckpointError: for a checkpoint that cannot be restored.
     """
 
@@ -77,11 +77,11 @@ class Learner:
     def logprobs(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Float[np.ndarray, "B T"]:
         """Compute the policy's log-probability of every completion token, at the rollout's temperature, on every host.
 
-        B must divide over the trainer's rows (fsdp); T is ``rollout.max_new_tokens``; ignore values past a
-        completion's end.
+        T is ``rollout.max_new_tokens``; values past a completion's end are 0.
         """
-        rows = train_rows(prompts, completions, np.zeros(len(prompts)), self._shape)
-        return whole(self._batches.policy_logprobs(rows))
+        rows, packing = train_rows(prompts, completions, np.zeros(len(prompts)), self._shape)
+        found = [whole(self._batches.policy_logprobs(part)) for part in rows.chunks(self._shape.micro_batch)]
+        return unpacked(np.concatenate(found), packing, prompts, completions, self._shape.max_new_tokens)
 
     def params(self) -> nnx.State:
         """Return the policy's parameters as they lie on the trainer's mesh, those that are not trained among them."""
@@ -118,8 +118,9 @@ class Learner:
 
     def _micro_batches(self, scored: ScoredRollout, advantages: np.ndarray) -> list[TrainBatch]:
         prompts = [prompt.token_ids for prompt in scored.rollout.row_prompts]
-        rows = train_rows(prompts, scored.rollout.completions, advantages, self._shape, self._algorithm.aggregation)
-        return [self._batches.place(chunk) for chunk in rows.chunks(self._config.micro_batch_rows)]
+        completions, aggregation = scored.rollout.completions, self._algorithm.aggregation
+        rows, _ = train_rows(prompts, completions, advantages, self._shape, aggregation)
+        return [self._batches.place(part) for part in rows.chunks(self._shape.micro_batch)]
 
     def _one_pass(self, step: int, batches: Sequence[TrainBatch]) -> tuple[list[LossSums], UpdateRecord]:
         with self._mesh:

@@ -4,50 +4,41 @@
 
 The weights hold the aggregation over the whole step (token_weights.py), so that the losses of micro-batches add up.
 
-Suffixes: B rows, T completion tokens, V vocabulary.
+Suffixes: R packed rows, S tokens of a row. An algorithm calls them B and T.
 """
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx, struct
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from tpu_grpo.algorithms import Algorithm
 from tpu_grpo.learner.agreement import AgreementSums, agreement_sums
-from tpu_grpo.learner.forward import RowIds, entropy, kl_divergence, logprobs_and_logits
+from tpu_grpo.learner.forward import ModelRows, kl_divergence, run_model
 
 
 @struct.dataclass(frozen=True)
 class TrainBatch:
     """Holds the rows of a micro-batch on the trainer's devices: arrays, or whatever jax puts in their places."""
 
-    prompt_ids: Any
-    """int32 [B, T_prompt], padded on the left."""
-    completion_ids: Any
-    """int32 [B, T], padded on the right."""
-    completion_mask: Any
-    """bool [B, T]."""
+    rows: ModelRows
+    """What the model is run on; its mask is of the tokens that were sampled."""
     weights: Any
-    """How much each token counts in the step's loss, float32 [B, T]."""
+    """How much each token counts in the step's loss, float32 [R, S]."""
     advantages: Any
-    """float32 [B]."""
+    """float32 [R, S]."""
     rollout_logps: Any
-    """The log-probabilities that the engine sampled with, float32 [B, T]."""
+    """The log-probabilities that the engine sampled with, float32 [R, S]."""
     old_logps: Any
-    """The denominator of the ratio, float32 [B, T]."""
+    """The denominator of the ratio, float32 [R, S]."""
     importance: Any
-    """Multiplies the algorithm's token losses, float32 [B, T]; None stands for 1."""
+    """Multiplies the algorithm's token losses, float32 [R, S]; None stands for 1."""
     reference_logps: Any
-    """The initial policy's, for the KL penalty, float32 [B, T]; None without one."""
-    experts: Any = None
-    """What is replayed of the engine's routing, integers [B, LK, T_prompt + T], if anything; see routing.py."""
-
-    @property
-    def ids(self) -> RowIds:
-        """What the model is run on."""
-        return RowIds(self.prompt_ids, self.completion_ids, self.experts)
+    """The initial policy's, for the KL penalty, float32 [R, S]; None without one."""
 
 
 @dataclass(frozen=True)
@@ -58,15 +49,13 @@ class LossSettings:
     beta: float
     kl_estimator: Literal["low_var_kl", "kl", "mse_kl"]
     temperature: float
-    pad_id: int
-    """This token fills rows."""
-    eos_id: int
-    """This token ends completions."""
+    mesh: Mesh | None
+    """The trainer's; None where everything lies on one device."""
 
     @property
     def forward(self) -> dict[str, Any]:
         """The keyword arguments of the forward pass."""
-        return {"temperature": self.temperature, "pad_id": self.pad_id, "eos_id": self.eos_id}
+        return {"temperature": self.temperature, "mesh": self.mesh}
 
 
 class LossSums(NamedTuple):
@@ -84,30 +73,29 @@ class LossSums(NamedTuple):
 
 def policy_loss(model: nnx.Module, batch: TrainBatch, settings: LossSettings) -> tuple[Float[Array, ""], LossSums]:
     """Compute the loss of a micro-batch, through which the gradient flows, and what is measured beside it."""
-    logprobs_BT, logits_BTV = logprobs_and_logits(model, batch.ids, **settings.forward)
-    counts_BT = batch.weights != 0.0
+    found, mask_RS = run_model(model, batch.rows, **settings.forward), batch.rows.mask
+    counts_RS = batch.weights != 0.0
 
-    def counted(values_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    def counted(values_RS: Float[Array, "R S"]) -> Float[Array, "R S"]:
         # The loss of a token that does not count may be anything. It is cut off before and after: a gradient of
         # 0 times infinity would not be 0.
-        return jnp.where(counts_BT, values_BT, 0.0)
+        return jnp.where(counts_RS, values_RS, 0.0)
 
-    now_BT = counted(logprobs_BT)
+    now_RS = counted(found.logprobs_RS)
     losses = settings.algorithm.token_losses(
-        logprobs_BT=now_BT, old_logprobs_BT=counted(batch.old_logps), advantages_B1=batch.advantages[:, None]
+        logprobs_BT=now_RS, old_logprobs_BT=counted(batch.old_logps), advantages_BT=batch.advantages
     )
-    loss_BT = losses.loss_BT if batch.importance is None else losses.loss_BT * batch.importance
-    mask_BT = batch.completion_mask
+    loss_RS = losses.loss_BT if batch.importance is None else losses.loss_BT * batch.importance
     kl = jnp.zeros(())
     if batch.reference_logps is not None:
-        kl_BT = kl_divergence(now_BT, counted(batch.reference_logps), settings.kl_estimator)
-        kl = (kl_BT * mask_BT).sum()
-        loss_BT = loss_BT + settings.beta * kl_BT
-    loss = (batch.weights * counted(loss_BT)).sum()
+        kl_RS = kl_divergence(now_RS, counted(batch.reference_logps), settings.kl_estimator)
+        kl = (kl_RS * mask_RS).sum()
+        loss_RS = loss_RS + settings.beta * kl_RS
+    loss = (batch.weights * counted(loss_RS)).sum()
     return loss, LossSums(
         loss=loss,
         kl=kl,
-        clipped=(losses.clipped_BT & mask_BT).sum(dtype=jnp.float32),
-        entropy=(entropy(logits_BTV) * mask_BT).sum(),
-        agreement=agreement_sums(logprobs_BT, batch.rollout_logps, mask_BT),
+        clipped=(losses.clipped_BT & mask_RS).sum(dtype=jnp.float32),
+        entropy=jax.lax.stop_gradient(found.entropies_RS * mask_RS).sum(),
+        agreement=agreement_sums(found.logprobs_RS, batch.rollout_logps, mask_RS),
     )

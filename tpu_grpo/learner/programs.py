@@ -1,6 +1,6 @@
 """The learner's programs without a learner: lowered from a model without values, by the code that trains.
 
-inputs = LearnerInputs(model=model, reference=None, mesh=mesh, pad_id=0, eos_id=2)
+inputs = LearnerInputs(model=model, reference=None, mesh=mesh)
 programs = LearnerPrograms(config, inputs)
 programs.lower_gradients().compile().memory_analysis()
 """
@@ -9,7 +9,6 @@ from collections.abc import Collection
 from functools import cached_property
 
 import jax
-import numpy as np
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner.building import LearnerInputs, build_parts
@@ -22,7 +21,7 @@ class LearnerPrograms:
     """Lowers the programs that `Learner` would run for the same arguments."""
 
     def __init__(self, config: RunConfig, inputs: LearnerInputs):
-        self._config, self._mesh = config, inputs.mesh
+        self._mesh = inputs.mesh
         self._parts = build_parts(config, inputs)
 
     @property
@@ -37,18 +36,8 @@ class LearnerPrograms:
 
     @property
     def _rows(self) -> TrainRows:
-        rows, shape = self._config.micro_batch_rows, self._parts.shape
-        prompt, completion = (rows, shape.prompt_tokens), (rows, shape.completion_tokens)
-        return TrainRows(
-            prompt_ids=np.zeros(prompt, np.int32),
-            prompt_mask=np.zeros(prompt, np.bool_),
-            completion_ids=np.zeros(completion, np.int32),
-            completion_mask=np.zeros(completion, np.bool_),
-            rollout_logps=np.zeros(completion, np.float32),
-            advantages=np.zeros(rows, np.float32),
-            weights=np.zeros(completion, np.float32),
-            experts=shape.replay and shape.replay.empty(rows, shape.tokens),
-        )
+        shape = self._parts.shape
+        return shape.empty(shape.micro_batch)
 
     def lower_gradients(self) -> jax.stages.Lowered:
         """Lower the forward and backward pass of a micro-batch."""

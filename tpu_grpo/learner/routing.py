@@ -11,8 +11,7 @@ which is the softmax over all experts at the chosen ones, divided by its sum the
 reach the router through the weights. The same comes of logits that are minus infinity outside of I, so the router is
 all that changes: Tunix's layer takes the largest k of them.
 
-Arrays: B rows, S tokens of a row (prompt and completion), L layers, k experts per token, LK = L * k (layer by layer),
-E experts.
+Arrays: R packed rows, S tokens of a row, L layers, k experts per token, LK = L * k (layer by layer), E experts.
 """
 
 from collections.abc import Sequence
@@ -24,40 +23,41 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer
 
 from tpu_grpo.errors import DataError
+from tpu_grpo.learner.packing import Packing
 from tpu_grpo.types import Completion, routing_dtype
 
 
 class Replayed(nnx.Variable[Any]):
-    """The experts of every token in one layer, integers [B, k, S]. A variable, so that recomputation passes it on."""
+    """The experts of every token in one layer, integers [R, k, S]. A variable, so that recomputation passes it on."""
 
 
 class ReplayingRouter(nnx.Module):
     """A router whose choice was made before; tokens without one are routed as ever."""
 
-    def __init__(self, router: Any, experts_BkS: Integer[Array, "B k S"]):
+    def __init__(self, router: Any, experts_RkS: Integer[Array, "R k S"]):
         self.router = router
-        self.experts = Replayed(experts_BkS)
+        self.experts = Replayed(experts_RkS)
 
-    def __call__(self, x_BSD: Float[Array, "B S D"]) -> Float[Array, "B S E"]:
+    def __call__(self, x_RSD: Float[Array, "R S D"]) -> Float[Array, "R S E"]:
         """Compute the router's logits, minus infinity for every expert that was not chosen."""
-        scores_BSE = self.router(x_BSD)
-        experts_BkS1 = self.experts.get_value().astype(jnp.int32)[..., None]
-        chosen_BSE = (experts_BkS1 == jnp.arange(scores_BSE.shape[-1])).any(axis=1)
-        return jnp.where(chosen_BSE | ~chosen_BSE.any(axis=-1, keepdims=True), scores_BSE, -jnp.inf)
+        scores_RSE = self.router(x_RSD)
+        experts_RkS1 = self.experts.get_value().astype(jnp.int32)[..., None]
+        chosen_RSE = (experts_RkS1 == jnp.arange(scores_RSE.shape[-1])).any(axis=1)
+        return jnp.where(chosen_RSE | ~chosen_RSE.any(axis=-1, keepdims=True), scores_RSE, -jnp.inf)
 
 
-def split_replaying(model: Any, experts_BLKS: Integer[Array, "B LK S"] | None) -> tuple[Any, Any]:
-    """Split a model into definition and state as ``nnx.split`` does, with the routers of all layers replaying.
+def with_replay(model: Any, experts_RLKS: Integer[Array, "R LK S"] | None) -> Any:
+    """Return a model in which the routers of all layers replay; without experts, the model itself.
 
-    The model itself stays as it is, and shares its arrays. Without experts nothing is replayed.
+    The model stays as it is, and shares its arrays.
     """
-    if experts_BLKS is None:
-        return nnx.split(model)
+    if experts_RLKS is None:
+        return model
     copy: Any = nnx.merge(*nnx.split(model))
     layers = list(copy.layers)
-    for layer, experts_BkS in zip(layers, jnp.split(experts_BLKS, len(layers), axis=1), strict=True):
-        layer.mlp.router = ReplayingRouter(layer.mlp.router, experts_BkS)
-    return nnx.split(copy)
+    for layer, experts_RkS in zip(layers, jnp.split(experts_RLKS, len(layers), axis=1), strict=True):
+        layer.mlp.router = ReplayingRouter(layer.mlp.router, experts_RkS)
+    return copy
 
 
 class ReplayShape:
@@ -72,26 +72,28 @@ class ReplayShape:
         """Make rows in which no token has experts; tokens come last, because a TPU pads the last two dimensions."""
         return np.full((rows, self.layers * self.per_token, tokens), np.iinfo(self.dtype).max, self.dtype)
 
-    def rows(
-        self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], prompt_tokens: int, tokens: int
-    ) -> Integer[np.ndarray, "B LK S"]:
-        """Lay out the experts of B rows: prompts end at ``prompt_tokens``, where completions begin.
+    def fill(
+        self,
+        table_RLKS: Integer[np.ndarray, "R LK S"],
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Completion],
+        packing: Packing,
+    ) -> None:
+        """Write the experts of B sequences into a table from `empty`, where the sequences are packed.
 
         The last token of a completion has no experts: the engine sampled it and never ran it.
 
         Raises:
             DataError: for a completion without experts, or with those of another number of tokens; names the row.
         """
-        table = self.empty(len(prompts), tokens)
-        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        places = zip(packing.rows, packing.starts, strict=True)
+        for index, (prompt, completion, (row, start)) in enumerate(zip(prompts, completions, places, strict=True)):
             expected = (len(prompt) + len(completion.token_ids) - 1, self.layers, self.per_token)
             found = None if completion.experts is None else completion.experts.shape
             if completion.experts is None or found != expected:
                 raise DataError(
-                    f"with algorithm.routing_replay every computed token needs its experts: row {row} must have "
+                    f"with algorithm.routing_replay every computed token needs its experts: row {index} must have "
                     f"{list(expected)} (tokens, layers, experts per token), got {found and list(found)}; let the "
                     "engine return them"
                 )
-            start = prompt_tokens - len(prompt)
-            table[row, :, start : start + expected[0]] = completion.experts.reshape(expected[0], -1).T
-        return table
+            table_RLKS[row, :, start : start + expected[0]] = completion.experts.reshape(expected[0], -1).T

@@ -1,16 +1,15 @@
-"""From a scored rollout to the rectangular rows a train step takes, on the host.
+"""From a scored rollout to the packed rows that a train step takes, on the host.
 
-Arrays: B rows, T completion tokens (always ``rollout.max_new_tokens``), T_prompt prompt tokens (always
-``data.max_prompt_tokens``, more where flash attention wants whole blocks): fixed shapes, one compiled program.
+Arrays: R training rows of S tokens each, B completions of at most T tokens. Several sequences, each a prompt and its
+completion, share a row; see packing.py.
 
-    prompt_ids       [pad pad  p0  p1]    left-padded, so that a completion starts at the same place in every row
-    completion_ids   [ c0  c1 eos pad]    right-padded
-    completion_mask  [  1   1   1   0]    from the length, not from the pad id
-    rollout_logps    [ l0  l1  l2   0]
+    token_ids       [p0 p1 c0 c1 c2 | p0 c0 c1 | 0  0 ]
+    segments        [ 1  1  1  1  1 |  2  2  2 | 0  0 ]     0 is padding; no token sees another segment
+    positions       [ 0  1  2  3  4 |  0  1  2 | 0  0 ]
+    mask            [ 0  0  1  1  1 |  0  1  1 | 0  0 ]     the tokens that were sampled
+    rollout_logps   [ 0  0 l0 l1 l2 |  0 l0 l1 | 0  0 ]
 
-Tunix masks attention with ``ids != pad``. Where the pad id is also a stop token, a sampled pad is the last token of its
-row: nothing attends to it, and its own log-probability comes from the position before it, so the mask is right. A pad
-anywhere else would be invisible to the trainer but not to the engine, and is refused.
+Whatever a token's id is, only the segments say what is padding.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,47 +22,60 @@ from jaxtyping import Bool, Float, Int, Integer
 from tpu_grpo.algorithms import Algorithm
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.errors import DataError, NonFiniteError, RewardError
+from tpu_grpo.learner.packing import Packing, pack
 from tpu_grpo.learner.routing import ReplayShape
 from tpu_grpo.learner.token_weights import token_weights
 from tpu_grpo.types import Completion
 
 
 @dataclass(frozen=True)
-class TrainRows:
-    """Holds B rows for the trainer, in host memory."""
+class RowShape:
+    """Says what sequences may be, and what rows they are packed into."""
 
-    prompt_ids: Int[np.ndarray, "B T_prompt"]
-    prompt_mask: Bool[np.ndarray, "B T_prompt"]
-    completion_ids: Int[np.ndarray, "B T"]
-    completion_mask: Bool[np.ndarray, "B T"]
-    rollout_logps: Float[np.ndarray, "B T"]
-    advantages: Float[np.ndarray, " B"]
-    weights: Float[np.ndarray, "B T"]
+    max_prompt_tokens: int
+    max_new_tokens: int
+    tokens: int
+    """S, the tokens of a row."""
+    micro_batch: int
+    """The rows of a micro-batch."""
+    replay: ReplayShape | None = None
+    """The sizes of what is replayed of the engine's routing, if anything is."""
+
+    def empty(self, rows: int) -> "TrainRows":
+        """Make rows without sequences."""
+        shape = (rows, self.tokens)
+        return TrainRows(
+            token_ids=np.zeros(shape, np.int32),
+            segments=np.zeros(shape, np.int32),
+            positions=np.zeros(shape, np.int32),
+            mask=np.zeros(shape, np.bool_),
+            rollout_logps=np.zeros(shape, np.float32),
+            advantages=np.zeros(shape, np.float32),
+            weights=np.zeros(shape, np.float32),
+            experts=self.replay and self.replay.empty(*shape),
+        )
+
+
+@dataclass(frozen=True)
+class TrainRows:
+    """Holds R rows for the trainer, in host memory."""
+
+    token_ids: Int[np.ndarray, "R S"]
+    segments: Int[np.ndarray, "R S"]
+    positions: Int[np.ndarray, "R S"]
+    mask: Bool[np.ndarray, "R S"]
+    rollout_logps: Float[np.ndarray, "R S"]
+    advantages: Float[np.ndarray, "R S"]
+    weights: Float[np.ndarray, "R S"]
     """How much each token counts in the loss; see token_weights.py."""
-    experts: Integer[np.ndarray, "B LK S"] | None = None
-    """What is replayed of the engine's routing, if anything; see routing.py. S = T_prompt + T."""
+    experts: Integer[np.ndarray, "R LK S"] | None = None
+    """What is replayed of the engine's routing, if anything; see routing.py."""
 
     def chunks(self, size: int) -> Iterator["TrainRows"]:
         """Cut the rows into consecutive pieces of ``size``."""
         columns: dict[str, Any] = {name: v for f in fields(self) if (v := getattr(self, name := f.name)) is not None}
-        for start in range(0, len(self.advantages), size):
+        for start in range(0, len(self.mask), size):
             yield replace(self, **{name: column[start : start + size] for name, column in columns.items()})
-
-
-@dataclass(frozen=True)
-class RowShape:
-    """Says what every row is padded to, and with what."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    pad_id: int
-    replay: ReplayShape | None = None
-    """The sizes of what is replayed of the engine's routing, if anything is."""
-
-    @property
-    def tokens(self) -> int:
-        """The tokens of a row, prompt and completion together."""
-        return self.prompt_tokens + self.completion_tokens
 
 
 def train_rows(
@@ -72,33 +84,53 @@ def train_rows(
     advantages: Float[np.ndarray, " B"],
     shape: RowShape,
     aggregation: LossAggregation = "token-mean",
-) -> TrainRows:
-    """Check and pad B prompts (token ids) and their completions, which are all rows of a step.
+) -> tuple[TrainRows, Packing]:
+    """Check and pack B prompts (token ids) and their completions, which are all those of a step.
 
     Raises:
-        DataError: for a prompt or completion that does not fit, a pad where the trainer would not see it, or
-            log-probabilities or experts that are missing or too few; names the row.
+        DataError: for a prompt or completion that does not fit, or log-probabilities or experts that are missing or too
+            few; names the row.
         NonFiniteError: for a log-probability that is not finite; names the row.
     """
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        _check_prompt(row, prompt, shape)
-        _check_tokens(row, completion, shape)
+        _check_length("prompts", "data.max_prompt_tokens", shape.max_prompt_tokens, row, len(prompt))
+        _check_length("completions", "rollout.max_new_tokens", shape.max_new_tokens, row, len(completion.token_ids))
         _check_logprobs(row, completion)
-    prompt_lengths = np.array([len(p) for p in prompts])
-    lengths = np.array([len(c.token_ids) for c in completions])
-    completion_mask = np.arange(shape.completion_tokens) < lengths[:, None]
-    return TrainRows(
-        prompt_ids=left_padded(prompts, shape.prompt_tokens, shape.pad_id),
-        prompt_mask=np.arange(shape.prompt_tokens) >= shape.prompt_tokens - prompt_lengths[:, None],
-        completion_ids=_right_padded(
-            [c.token_ids for c in completions], shape.completion_tokens, shape.pad_id, np.int32
-        ),
-        completion_mask=completion_mask,
-        rollout_logps=_right_padded([c.logprobs for c in completions], shape.completion_tokens, 0.0, np.float32),
-        advantages=advantages.astype(np.float32),
-        weights=token_weights(completion_mask, aggregation),
-        experts=shape.replay and shape.replay.rows(prompts, completions, shape.prompt_tokens, shape.tokens),
-    )
+    counts = np.array([len(completion.token_ids) for completion in completions])
+    lengths = [len(prompt) + int(count) for prompt, count in zip(prompts, counts, strict=True)]
+    packing = pack(lengths, row_tokens=shape.tokens, multiple=shape.micro_batch)
+    weights = token_weights(counts, aggregation, shape.max_new_tokens)
+    packed = shape.empty(packing.count)
+    for index, (row, start) in enumerate(zip(packing.rows, packing.starts, strict=True)):
+        completion, end = completions[index], start + lengths[index]
+        sampled = end - counts[index]
+        packed.token_ids[row, start:sampled] = prompts[index]
+        packed.token_ids[row, sampled:end] = completion.token_ids
+        packed.segments[row, start:end] = packing.segments[index]
+        packed.positions[row, start:end] = np.arange(lengths[index])
+        packed.mask[row, sampled:end] = True
+        packed.rollout_logps[row, sampled:end] = completion.logprobs
+        packed.advantages[row, sampled:end] = advantages[index]
+        packed.weights[row, sampled:end] = weights[index]
+    if shape.replay is not None and packed.experts is not None:
+        shape.replay.fill(packed.experts, prompts, completions, packing)
+    return packed, packing
+
+
+def unpacked(
+    values_RS: Float[np.ndarray, "R S"],
+    packing: Packing,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+    max_new_tokens: int,
+) -> Float[np.ndarray, "B T"]:
+    """Take the values of B completions' tokens out of packed rows, T = ``max_new_tokens``; 0 past a an end."""
+    found = np.zeros((len(completions), max_new_tokens), values_RS.dtype)
+    for index, (row, start) in enumerate(zip(packing.rows, packing.starts, strict=True)):
+        count = len(completions[index].token_ids)
+        first = start + len(prompts[index])
+        found[index, :count] = values_RS[row, first : first + count]
+    return found
 
 
 def group_advantages(
@@ -129,49 +161,11 @@ def group_advantages(
     return advantages_B
 
 
-def left_padded(rows: Sequence[Sequence[int]], width: int, pad_id: int) -> Int[np.ndarray, "B T_prompt"]:
-    """Pad token ids on the left, as int32.
-
-    Raises:
-        DataError: for a row longer than ``width``.
-    """
-    padded = np.full((len(rows), width), pad_id, np.int32)
-    for row, (line, ids) in enumerate(zip(padded, rows, strict=True)):
-        if not 0 < len(ids) <= width:
-            raise DataError(
-                f"prompts must have 1 to data.max_prompt_tokens={width} tokens, got {len(ids)} in row {row}; raise the "
-                "setting or drop the prompt"
-            )
-        line[width - len(ids) :] = ids
-    return padded
-
-
-def _right_padded(rows: Sequence[np.ndarray], width: int, fill: float, dtype: type) -> np.ndarray:
-    padded = np.full((len(rows), width), fill, dtype)
-    for line, values in zip(padded, rows, strict=True):
-        line[: len(values)] = values
-    return padded
-
-
-def _check_prompt(row: int, prompt: Sequence[int], shape: RowShape) -> None:
-    if shape.pad_id in prompt:
+def _check_length(what: str, setting: str, most: int, row: int, count: int) -> None:
+    if not 0 < count <= most:
         raise DataError(
-            f"prompts must not contain the pad token {shape.pad_id}, found in row {row}; the trainer would not attend "
-            "to it: give the tokenizer another pad token"
-        )
-
-
-def _check_tokens(row: int, completion: Completion, shape: RowShape) -> None:
-    count = len(completion.token_ids)
-    if not 0 < count <= shape.completion_tokens:
-        raise DataError(
-            f"completions must have 1 to rollout.max_new_tokens={shape.completion_tokens} tokens, got {count} in row "
-            f"{row}; let the engine stop there"
-        )
-    if shape.pad_id in completion.token_ids[:-1]:
-        raise DataError(
-            f"the pad token {shape.pad_id} must end a completion, found before the end of row {row}; make it a stop "
-            "token of the engine"
+            f"{what} must have 1 to {setting}={most} tokens, got {count} in row {row}; raise the setting, or drop the "
+            "row"
         )
 
 

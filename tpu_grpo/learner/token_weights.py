@@ -3,29 +3,31 @@
     loss = sum over all tokens of the step of weight * token loss
 
 The weights are made on the host and are data to the train step. The gradient therefore depends neither on the
-micro-batches nor on the mesh, and one program serves every aggregation. Suffixes: B rows of the step, T completion
-tokens.
+micro-batches, nor on how rows are packed, nor on the mesh, and one program serves every aggregation. All tokens of a
+completion have the same weight:
 
-    sequence-mean-token-mean     1 / (R n_i)      R rows with tokens, n_i tokens in the row
+    sequence-mean-token-mean     1 / (B n_i)      B completions with tokens, n_i tokens in completion i
     token-mean                   1 / sum n_i
-    sequence-mean-token-scale    1 / (R T)
+    sequence-mean-token-scale    1 / (B T)        T = rollout.max_new_tokens
 """
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float, Int
 
 from tpu_grpo.config import LossAggregation
 
 
-def token_weights(mask_BT: Bool[np.ndarray, "B T"], aggregation: LossAggregation) -> Float[np.ndarray, "B T"]:
-    """Compute the weight of every token, float32; 0 where ``mask_BT`` is not set."""
-    lengths_B1 = mask_BT.sum(axis=1, keepdims=True, dtype=np.float64)
-    rows = max((lengths_B1 > 0).sum(), 1)
+def token_weights(
+    counts_B: Int[np.ndarray, " B"], aggregation: LossAggregation, max_new_tokens: int
+) -> Float[np.ndarray, " B"]:
+    """Compute the weight of each token of completions with ``counts_B`` tokens, float64; 0 for one without tokens."""
+    counts_B = counts_B.astype(np.float64)
+    rows = max((counts_B > 0).sum(), 1)
     match aggregation:
         case "sequence-mean-token-mean":
-            denominators_B1 = rows * lengths_B1
+            denominators_B = rows * counts_B
         case "token-mean":
-            denominators_B1 = np.full_like(lengths_B1, lengths_B1.sum())
+            denominators_B = np.full_like(counts_B, counts_B.sum())
         case "sequence-mean-token-scale":
-            denominators_B1 = np.full_like(lengths_B1, rows * mask_BT.shape[1])
-    return (mask_BT / np.maximum(denominators_B1, 1.0)).astype(np.float32)
+            denominators_B = np.full_like(counts_B, float(rows * max_new_tokens))
+    return (counts_B > 0) / np.maximum(denominators_B, 1.0)

@@ -87,13 +87,11 @@ class AbstractRun:
 
     @cached_property
     def learner(self) -> LearnerPrograms:
-        """The learner's programs; token ids decide no shape."""
+        """The learner's programs."""
         inputs = LearnerInputs(
             model=self.policy,
             reference=self.base if self.config.algorithm.beta > 0.0 else None,
             mesh=self.meshes.trainer,
-            pad_id=0,
-            eos_id=self.stop_token_ids[0],
         )
         return LearnerPrograms(self.config, inputs)
 

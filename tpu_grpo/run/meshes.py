@@ -81,7 +81,7 @@ def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[An
     make_replicas(sampler_devices, tensor)  # refuses sizes that do not fit the hosts
     check_mesh(checkpoint, fsdp, tp)
     check_sampler_mesh(checkpoint, tensor)
-    platform, row_tokens = trainer_devices[0].platform, config.context_tokens
+    platform, row_tokens = trainer_devices[0].platform, config.row_tokens
     block = flash_block(config.model.attention, checkpoint.family, platform, row_tokens)
     if platform == "tpu":
         check_expert_tokens(checkpoint, fsdp, whole_blocks(row_tokens, block))

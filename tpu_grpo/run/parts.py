@@ -98,8 +98,6 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
         model=with_adapters(base, checkpoint, config),
         reference=base if config.algorithm.beta > 0.0 else None,
         mesh=meshes.trainer,
-        pad_id=token_id(tokenizer.pad_token_id),
-        eos_id=token_id(tokenizer.eos_token_id),
     )
     learner = Learner(config, inputs)
     engines.install(learner.params())
@@ -249,9 +247,9 @@ def token_id(value: Any) -> int:
 
 
 def probe_prompts(prompts: PromptStream, meshes: Meshes) -> list[Prompt]:
-    """Take at least one prompt for every replica, rounded up to a multiple of the trainer's fsdp size."""
-    fsdp, first = meshes.trainer.shape["fsdp"], prompts.batch(1).prompts
-    return [first[row % len(first)] for row in range(-(-meshes.replicas // fsdp) * fsdp)]
+    """Take one prompt for every replica."""
+    first = prompts.batch(1).prompts
+    return [first[row % len(first)] for row in range(meshes.replicas)]
 
 
 def evaluate_policy(

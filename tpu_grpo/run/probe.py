@@ -37,7 +37,6 @@ class Probe:
     engines: SyncedEngines
     learner: Learner
     prompts: Sequence[Prompt]
-    """Their number is a multiple of the trainer's fsdp size."""
 
     def after_sync(self, number: int) -> float | None:
         """Compare if it is due after sync ``number``, counted from 0; every host must call this.

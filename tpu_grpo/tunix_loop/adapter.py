@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
 from tpu_grpo.errors import DataError
-from tpu_grpo.learner.forward import RowIds, logprobs
-from tpu_grpo.learner.rows import left_padded
+from tpu_grpo.learner.forward import logprobs
+from tpu_grpo.tunix_loop.padded import left_padded, model_rows
 from tpu_grpo.types import Completion
 
 
@@ -56,8 +57,8 @@ class RolloutAdapter(BaseRollout):
         mesh: jax.sharding.Mesh,
         rollout_config: RolloutConfig,
     ):
-        del tokenizer, mesh  # the engine brings its own
-        self._engine = engine
+        del tokenizer  # the engine brings its own
+        self._engine, self._mesh = engine, mesh
         self._pad_id = pad_id
         self._eos_id = eos_id
         self._actor = rollout_actor
@@ -87,13 +88,11 @@ class RolloutAdapter(BaseRollout):
         self, prompt_tokens: Int[jax.Array, "B T_prompt"], completion_tokens: Int[jax.Array, "B T"]
     ) -> Float[jax.Array, "B T"]:
         """Compute the trainer's log-probability (float32, at the temperature) of every completion token."""
-        return logprobs(
-            self._actor,
-            RowIds(prompt_tokens, completion_tokens, None),
-            temperature=self._temperature,
-            pad_id=self._pad_id,
-            eos_id=self._eos_id,
-        )
+        everything = jnp.ones(completion_tokens.shape, jnp.bool_)
+        rows = model_rows(prompt_tokens, completion_tokens, everything, self._pad_id)
+        fills = len(prompt_tokens) % self._mesh.shape["fsdp"] == 0  # Tunix does not ask for it
+        found = logprobs(self._actor, rows, temperature=self._temperature, mesh=self._mesh if fills else None)
+        return found[:, prompt_tokens.shape[1] :]
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Install the trainer's parameters in the engine."""

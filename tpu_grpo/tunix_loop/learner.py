@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx, struct
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from tunix.rl import function_registry
 from tunix.rl import rl_cluster as rl_cluster_lib
@@ -20,7 +20,8 @@ from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.learner.batches import truncated_weights
 from tpu_grpo.learner.loss import LossSettings, TrainBatch, policy_loss
-from tpu_grpo.learner.rows import RowShape, TrainRows, group_advantages, train_rows
+from tpu_grpo.learner.rows import group_advantages
+from tpu_grpo.tunix_loop.padded import PaddedRows, PaddedShape, after_prompts, model_rows, padded_rows
 from tpu_grpo.types import Completion
 
 Role = rl_cluster_lib.Role
@@ -47,6 +48,8 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
     epsilon_high: float = 0.2
     old_policy: str = "rollout"
     importance_cap: float = 2.0
+    trainer_mesh: Mesh | None = None
+    """Set by `EngineGrpoLearner`."""
 
     @classmethod
     def from_section(cls, section: AlgorithmSection) -> "GrpoAlgorithmConfig":
@@ -85,8 +88,9 @@ class EngineGrpoLearner(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
         self.can_enable_async_rollout = False
         mesh, axes = rl_cluster.r2m[Role.ACTOR], rl_cluster.cluster_config.training_config.data_sharding_axis
         self._sharding = NamedSharding(mesh, PartitionSpec(*axes))
+        algo_config.trainer_mesh = mesh
 
-    def train_example(self, rows: TrainRows) -> TrainExample:
+    def train_example(self, rows: PaddedRows) -> TrainExample:
         """Put rows on the trainer's devices, with what the loss needs of the reference and of the old policy.
 
         Every host passes all the rows and keeps its shards, so Tunix's own sharding of inputs, which would take each
@@ -133,9 +137,9 @@ class EngineGrpoLearner(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
             for ids, logprobs in zip(output.tokens, output.logprobs, strict=True)
         ]
         unpadded = [row[row != pad_id].tolist() for row in np.asarray(output.left_padded_prompt_tokens)]
-        shape = RowShape(settings.max_prompt_length, settings.max_tokens_to_generate, pad_id)
+        shape = PaddedShape(settings.max_prompt_length, settings.max_tokens_to_generate, pad_id)
         aggregation = self.algo_config.algorithm.aggregation
-        return self.train_example(train_rows(unpadded, completions, advantages, shape, aggregation))
+        return self.train_example(padded_rows(unpadded, completions, advantages, shape, aggregation))
 
     def _reference_logps(self, prompt_ids: jax.Array, completion_ids: jax.Array) -> Float[Array, "B T"] | None:
         if self.algo_config.beta == 0.0:
@@ -161,19 +165,26 @@ def registered_loss(
         The loss, a float32 scalar, and what is measured beside it: "kl" to the reference, "pg_clipfrac" and "entropy"
         as means over tokens, and "agreement", the `AgreementSums`.
     """
+    prompt_tokens, mask = train_example.prompt_ids.shape[1], train_example.completion_mask
+
+    def whole(values_BT: Any) -> Any:
+        return None if values_BT is None else after_prompts(values_BT, prompt_tokens)
+
     batch = TrainBatch(
-        prompt_ids=train_example.prompt_ids,
-        completion_ids=train_example.completion_ids,
-        completion_mask=train_example.completion_mask,
-        weights=train_example.token_weights,
-        advantages=train_example.advantages,
-        rollout_logps=train_example.rollout_per_token_logps,
-        old_logps=train_example.old_per_token_logps,
-        importance=train_example.sampler_is_weights,
-        reference_logps=train_example.ref_per_token_logps,
+        rows=model_rows(train_example.prompt_ids, train_example.completion_ids, mask, pad_id),
+        weights=whole(train_example.token_weights),
+        advantages=whole(train_example.advantages[:, None] * mask),
+        rollout_logps=whole(train_example.rollout_per_token_logps),
+        old_logps=whole(train_example.old_per_token_logps),
+        importance=whole(train_example.sampler_is_weights),
+        reference_logps=whole(train_example.ref_per_token_logps),
     )
     settings = LossSettings(
-        algo_config.algorithm, algo_config.beta, algo_config.kl_loss_mode, algo_config.temperature, pad_id, eos_id
+        algo_config.algorithm,
+        algo_config.beta,
+        algo_config.kl_loss_mode,
+        algo_config.temperature,
+        algo_config.trainer_mesh,
     )
     loss, sums = policy_loss(model, batch, settings)
     tokens = sums.agreement.tokens
