@@ -63,7 +63,7 @@ def test_changes_add_up_until_everything_fits(monkeypatch: pytest.MonkeyPatch) -
         update = 190 - 60 * (config.model.remat == "decoder") - 40 * (config.algorithm.micro_batch_prompts == 4)
         return {"rollout": 50, "update": update}  # what is released changes nothing here
 
-    suggestion, said = suggested(monkeypatch, needs)
+    suggestion, said = suggested(monkeypatch, needs, algorithm={"micro_batch_prompts": 8})
     assert suggestion.overrides == ("model.remat=decoder", "algorithm.micro_batch_prompts=4")
     assert suggestion.plan.fits
     assert [line for line in said if line.startswith("trying")] == [

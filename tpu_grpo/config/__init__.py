@@ -27,7 +27,7 @@ from tpu_grpo.config.data import (
 )
 from tpu_grpo.config.listing import settings
 from tpu_grpo.config.loading import load_config, parse_config
-from tpu_grpo.config.run_config import CACHE_MARGIN_TOKENS, RunConfig
+from tpu_grpo.config.run_config import CACHE_MARGIN_TOKENS, MICRO_BATCHES, RunConfig
 from tpu_grpo.config.section import Section, parse_layers
 from tpu_grpo.config.sections import (
     AlgorithmSection,
@@ -50,6 +50,7 @@ __all__ = [
     "CACHE_MARGIN_TOKENS",
     "GYM",
     "HUB",
+    "MICRO_BATCHES",
     "AlgorithmSection",
     "CheckpointSection",
     "DataSection",

@@ -223,7 +223,7 @@ def _rows_by_host(run: AbstractRun) -> tuple[tuple[int, ...], ...]:
 def _trainer_sizes(run: AbstractRun, resident: ResidentBytes) -> TrainerSizes:
     config, checkpoint, mesh = run.config, run.checkpoint, run.meshes.trainer.shape
     token, itemsize = TokenCost.of(checkpoint), jnp.dtype(config.model.dtype).itemsize
-    row, block = whole_blocks(config.context_tokens, run.meshes.flash_block), run.meshes.flash_block
+    row, block = whole_blocks(config.row_tokens, run.meshes.flash_block), run.meshes.flash_block
     adapters = config.model.lora.rank is not None
     outer = token.head * (1 if checkpoint.config.tie_word_embeddings else 2)
     return TrainerSizes(
@@ -233,7 +233,7 @@ def _trainer_sizes(run: AbstractRun, resident: ResidentBytes) -> TrainerSizes:
         token=token,
         context=row if block is None else row / 2,
         row_tokens=row,
-        pass_tokens=config.micro_batch_prompts * config.algorithm.group_size * row,
+        pass_tokens=config.micro_batch_rows(mesh["fsdp"]) * row,
         parameter_bytes=resident.parameters,
         trained_bytes=resident.trained,
         outer_share=outer / checkpoint.parameter_count,

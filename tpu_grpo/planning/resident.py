@@ -38,7 +38,7 @@ def resident_bytes(run: AbstractRun) -> ResidentBytes:
     leaves, frozen = named_leaves(params), frozen_leaves(params)
     adapters = config.model.lora.rank is not None
     trained = [leaf for name, leaf in leaves.items() if name not in frozen]
-    moves = run.sync.moves
+    moves, micro_batches = run.sync.moves, config.micro_batches(run.meshes.trainer.shape["fsdp"])
     return ResidentBytes(
         parameters=per_device(leaves.values()),
         optimizer=per_device(jax.tree.leaves(run.learner.state)),
@@ -47,7 +47,8 @@ def resident_bytes(run: AbstractRun) -> ResidentBytes:
         sampler=per_device(move.spec for move in moves if not move.aliased),
         shared=per_device(move.spec for move in moves if move.aliased),
         cache=per_device(run.engine.cache_specs),
-        batch=(config.micro_batches - 1) * per_device(jax.tree.leaves(run.learner.batch)),
+        batch=(config.micro_batches(run.meshes.trainer.shape["fsdp"]) - 1)
+        * per_device(jax.tree.leaves(run.learner.batch)),
     )
 
 

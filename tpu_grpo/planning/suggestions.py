@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tpu_grpo.config import RunConfig, parse_config
+from tpu_grpo.config import MICRO_BATCHES, RunConfig, parse_config
 from tpu_grpo.errors import TpuGrpoError
 from tpu_grpo.planning.plan import Plan, make_plan
 
@@ -69,11 +69,8 @@ def _update_changes(config: RunConfig) -> Iterator[tuple[str, object]]:
     if config.model.remat != "decoder":
         yield "model.remat", "decoder"
     prompts = config.data.prompts_per_step
-    yield from (
-        ("algorithm.micro_batch_prompts", size)
-        for size in range(config.micro_batch_prompts - 1, 0, -1)
-        if prompts % size == 0
-    )
+    largest = config.algorithm.micro_batch_prompts or -(-prompts // MICRO_BATCHES)
+    yield from (("algorithm.micro_batch_prompts", size) for size in range(largest - 1, 0, -1) if prompts % size == 0)
 
 
 def _rollout_changes(plan: Plan) -> Iterator[tuple[str, object]]:
