@@ -2,7 +2,8 @@
 
     config = load_config("configs/demo_cpu.yaml", ["run.seed=1", "optimizer.learning_rate=3e-4"])
 
-    sections.py     the settings of run, model, rollout, algorithm, optimizer, meshes, hosts, checkpoint and logging
+    sections.py     the settings of run, model, rollout, meshes, hosts, checkpoint and logging
+    learning.py     the settings of algorithm and optimizer
     data.py         the settings of data, rewards and evaluation
     run_config.py   all sections together, and the rules between them
     loading.py      reads YAML and overrides into a RunConfig, with errors people can act on
@@ -25,21 +26,18 @@ from tpu_grpo.config.data import (
     SourceSpec,
     check_rewards,
 )
+from tpu_grpo.config.learning import AlgorithmSection, LossAggregation, OptimizerRule, OptimizerSection
 from tpu_grpo.config.listing import settings
 from tpu_grpo.config.loading import load_config, parse_config
 from tpu_grpo.config.run_config import CACHE_MARGIN_TOKENS, MICRO_BATCHES, RunConfig
 from tpu_grpo.config.section import Section, parse_layers
 from tpu_grpo.config.sections import (
-    AlgorithmSection,
     CheckpointSection,
     HostsSection,
     LoggingSection,
     LoraSection,
-    LossAggregation,
     MeshesSection,
     ModelSection,
-    OptimizerRule,
-    OptimizerSection,
     RolloutSection,
     RunSection,
 )

@@ -7,15 +7,14 @@ from pydantic import model_validator
 
 from tpu_grpo.config.data import BUILTIN_TASK, DataSection, EvaluationSection, ReadingSection, RewardSpec, check_rewards
 from tpu_grpo.config.dialect import Dumper
+from tpu_grpo.config.learning import AlgorithmSection, OptimizerSection
 from tpu_grpo.config.section import Section
 from tpu_grpo.config.sections import (
-    AlgorithmSection,
     CheckpointSection,
     HostsSection,
     LoggingSection,
     MeshesSection,
     ModelSection,
-    OptimizerSection,
     RolloutSection,
     RunSection,
 )

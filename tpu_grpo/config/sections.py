@@ -1,13 +1,11 @@
-"""These are the settings of the run itself, of the policy, of sampling, of the algorithm and of the devices."""
+"""The settings of the run itself, the policy, sampling and the devices."""
 
 from pathlib import Path
 from typing import Literal
 
 from pydantic import Field, field_validator
 
-from tpu_grpo.config.section import LayerRanges, Options, PlainName, PositiveInt, Section, regular_expression
-
-LossAggregation = Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale"]
+from tpu_grpo.config.section import LayerRanges, PlainName, PositiveInt, Section, regular_expression
 
 
 class RunSection(Section):
@@ -109,115 +107,6 @@ class RolloutSection(Section):
         if value == ():
             raise ValueError("must name a batch size, got []; leave it unset for powers of 2")
         return value
-
-
-class AlgorithmSection(Section):
-    """These settings choose GRPO (Shao et al. 2024, arXiv 2402.03300), a variant of it, or an algorithm of your own."""
-
-    name: str = "grpo"
-    """Train with this algorithm: grpo, dr_grpo, rloo, or a class of your own as path.py:Class or
-    package.module:Class."""
-    options: Options = Field(default={})
-    """Pass these keyword arguments to the constructor of a class of your own."""
-    group_size: int = 8
-    """Sample G completions per prompt; their mean reward is the baseline."""
-    beta: float = Field(default=0.0, ge=0.0)
-    """Weigh the KL penalty against the initial policy by this; 0 keeps no reference model."""
-    iterations: PositiveInt = 1
-    """Update this many times on the same rollout."""
-    old_policy: Literal["rollout", "trainer"] = "rollout"
-    """Take the ratio against these log-probabilities: the engine's (rollout), or the trainer's, recomputed before the
-    update and corrected towards the engine by truncated importance weights (trainer)."""
-    importance_cap: float = Field(default=2.0, gt=0.0)
-    """Truncate the importance weights of old_policy=trainer at this."""
-    routing_replay: bool = False
-    """Let the trainer's tokens pass the experts that the engine chose for them (R3, arXiv 2510.11370); only for models
-    with experts. The reference model keeps its own choice."""
-    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """Clip the ratio below at 1 - clip_low."""
-    clip_high: float | None = Field(default=None, gt=0.0)
-    """Clip the ratio above at 1 + clip_high; clip_low when unset."""
-    advantage: Literal["grpo", "rloo", "drgrpo"] | None = None
-    """Use the advantages of another algorithm in place of its own: grpo divides by the group's standard deviation; rloo
-    leaves the row out of its baseline; drgrpo only centres. The algorithm's own when unset."""
-    loss_aggregation: LossAggregation | None = None
-    """Reduce the token losses of a whole step to one number in this way. The algorithm's own when unset:
-    sequence-mean-token-mean for grpo, sequence-mean-token-scale for dr_grpo and rloo."""
-    kl_estimator: Literal["low_var_kl", "kl", "mse_kl"] = "low_var_kl"
-    """Estimate the KL divergence by this; low_var_kl is the paper's (k3)."""
-    row_tokens: PositiveInt | None = None
-    """Pack prompts and completions into training rows of this many tokens, at least those of the longest of them:
-    data.max_prompt_tokens + rollout.max_new_tokens, which is also taken when unset."""
-    micro_batch_prompts: PositiveInt | None = None
-    """Take as many training rows per forward and backward pass as this many prompts (groups) need when all completions
-    are as long as they may be; gradients accumulate over the passes. When unset, a pass takes an eighth of that, but at
-    least 512 tokens per device."""
-
-    @property
-    def upper_clip(self) -> float:
-        """How far above 1 the ratio is clipped: clip_high, or clip_low when that is unset."""
-        return self.clip_low if self.clip_high is None else self.clip_high
-
-    @field_validator("group_size")
-    @classmethod
-    def _group_has_baseline(cls, value: int) -> int:
-        if value < 2:
-            raise ValueError(f"must be >= 2, got {value}; a group of one has no baseline")
-        return value
-
-
-class OptimizerRule(Section):
-    """These settings are for the parameters in whose name an expression is found."""
-
-    match: str
-    """Find this regular expression in the dotted names of parameters, e.g. norm|embedder."""
-    weight_decay: float | None = Field(default=None, ge=0.0)
-    """Decay these parameters by this; by optimizer.weight_decay when unset."""
-    learning_rate: float = Field(default=1.0, ge=0.0)
-    """Multiply their learning rate by this."""
-
-    @field_validator("match")
-    @classmethod
-    def _is_an_expression(cls, value: str) -> str:
-        return regular_expression(value, "norm|embedder")
-
-
-class OptimizerSection(Section):
-    """These settings choose the optimizer, its schedule and gradient clipping."""
-
-    name: str = "adamw"
-    """Step with this optimizer: adamw, adamw_8bit, adafactor, muon, lion, sgd, or a function of your own that takes
-    learning_rate and returns an optax transformation, as path.py:function or package.module:function."""
-    options: Options = Field(default={})
-    """Pass these keyword arguments to the optimizer: eps to adamw; momentum and nesterov to sgd; beta, ns_steps and rms
-    to muon; decay_rate and clip_rms to adafactor; to a function of your own what it takes."""
-    state: Literal["full", "compact"] = "full"
-    """Keep the optimizer's moments in float32 (full), or in 8 bits; compact also keeps what model.param_dtype=bfloat16
-    leaves out of the parameters. adamw_8bit is adamw with compact."""
-    learning_rate: float = Field(default=1e-6, ge=0.0)
-    """Set the peak of the learning rate."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
-    """After the warm-up keep the rate constant, or let it fall so that zero would come one update after the last: from
-    then on (linear, cosine), or over the last decay_steps updates (wsd)."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Let the rate rise linearly from 0 over this many updates."""
-    decay_steps: int = Field(default=0, ge=0)
-    """Let the rate fall over this many updates at the end; for schedule=wsd."""
-    b1: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """Decay the first moment of AdamW by this; for Lion, weigh its momentum against the gradient."""
-    b2: float = Field(default=0.95, ge=0.0, lt=1.0)
-    """Decay the second moment of AdamW by this; for Lion, its momentum."""
-    weight_decay: float = Field(default=0.0, ge=0.0)
-    """Decay the weights by this, decoupled from the gradient."""
-    max_grad_norm: float = Field(default=1.0, gt=0.0)
-    """Scale gradients down to this global norm."""
-    rules: tuple[OptimizerRule, ...] = ()
-    """Give some parameters a decay or a learning rate of their own; of the rules that match the first counts."""
-
-    @property
-    def compact(self) -> bool:
-        """Whether the optimizer keeps its state in 8 bits."""
-        return self.state == "compact" or self.name == "adamw_8bit"
 
 
 class TrainerMeshSection(Section):

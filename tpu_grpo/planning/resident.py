@@ -47,8 +47,7 @@ def resident_bytes(run: AbstractRun) -> ResidentBytes:
         sampler=per_device(move.spec for move in moves if not move.aliased),
         shared=per_device(move.spec for move in moves if move.aliased),
         cache=per_device(run.engine.cache_specs),
-        batch=(config.micro_batches(run.meshes.trainer.shape["fsdp"]) - 1)
-        * per_device(jax.tree.leaves(run.learner.batch)),
+        batch=(micro_batches - 1) * per_device(jax.tree.leaves(run.learner.batch)),
     )
 
 
