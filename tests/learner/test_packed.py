@@ -54,7 +54,7 @@ def packed_table(lines: list[np.ndarray], packing: Packing) -> jax.Array:
 
 
 def packed_gradient(model: Any, kind: Any, sequences: Any, settings: LossSettings, reference: Any) -> Any:
-    rows, packing = train_rows(*sequences.values(), SHAPE, "sequence-mean-token-mean")
+    rows, packing = train_rows(**sequences, shape=SHAPE, aggregation="sequence-mean-token-mean")
     assert 2 < max(packing.segments) + 1 <= 4
     assert packing.count < len(LENGTHS)
     penalty = None if reference is None else packed_table(reference, packing)
@@ -104,7 +104,7 @@ def padded_gradient(model: Any, kind: Any, sequences: Any, settings: LossSetting
 @pytest.mark.parametrize("case", [*FAMILIES, "lora", "penalty"])
 def test_packed_rows_give_the_gradient_of_padded_ones(tmp_path: Path, sequences: Any, case: str) -> None:
     family = case if case in FAMILIES else "qwen3"
-    options = {"num_experts_per_tok": 2} if family == "qwen3_moe" else {}
+    options: dict[str, Any] = {"num_experts_per_tok": 2} if family == "qwen3_moe" else {}
     checkpoint = read_checkpoint(write_random(family, tmp_path / "model", vocab=VOCAB, tied=case == "qwen3", **options))
     model, kind = load_model(checkpoint, make_mesh(1), dtype=jnp.dtype("float32"), remat="none"), nnx.Param
     if case == "lora":
