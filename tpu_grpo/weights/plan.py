@@ -77,9 +77,19 @@ class LeafMove:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Everything that the compiled program of this move depends on; moves that differ in name only share it."""
+        """Everything that the compiled program of this move depends on; moves that differ in name only share it.
+
+        A sharding counts by what it puts where. An update may write the same one in another way than the loader did.
+        """
         specs = (*self.source_specs, self.spec)
-        return self.transform, self.scale, self.input_axis, *((s.shape, s.dtype, s.sharding) for s in specs)
+        return self.transform, self.scale, self.input_axis, *((s.shape, s.dtype, _places(s)) for s in specs)
+
+
+def _places(spec: Spec) -> tuple[Any, ...]:
+    """Name the part of an array that each device holds."""
+    assert isinstance(spec.sharding, Sharding)
+    places = spec.sharding.devices_indices_map(spec.shape)
+    return tuple((device.id, *((part.start, part.stop) for part in parts)) for device, parts in places.items())
 
 
 def bytes_per_device(leaf: Array | Spec) -> int:
