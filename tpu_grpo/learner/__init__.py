@@ -1,10 +1,11 @@
 """Updates the policy from scored rollouts.
 
 learner.py         what the pipeline drives: read this
-rows.py            a scored rollout becomes padded rows;  token_weights.py: how much each token counts
+packing.py         where sequences lie in training rows of fixed length
+rows.py            a scored rollout becomes packed rows;  token_weights.py: how much each token counts
 routing.py         routing replay: the trainer's tokens pass the experts that the engine chose
 batches.py         rows become micro-batches on the devices, with what the loss compares the policy to
-loss.py            the loss, around an algorithm's token losses;  forward.py: what it takes from ``tunix.rl``
+loss.py            the loss, around an algorithm's token losses;  forward.py: the model over packed rows
 output_head.py     log-probabilities and entropies in chunks;  head_split.py: how that work is divided
 update.py          gradients add up in float32, and the optimizer steps once
 optimizers.py      the optimizers by name, and the learning rate;  compact.py: their state in eight bits
