@@ -46,8 +46,11 @@ OVERLAP_COLLECTIVES = (
     "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
     "--xla_tpu_overlap_compute_collective_tc=true",
     "--xla_enable_async_all_gather=true",
+    "--xla_tpu_enable_windowed_einsum_for_all_gather=false",
 )
-"""With these, the next layer's shards are gathered while this layer computes."""
+"""With these, the next layer's shards are gathered while this layer computes, and a product runs whole once all shards
+are there, because it takes more cycles when it is cut into one for each shard. Products whose sum is scattered stay
+cut: with whole ones the compiler adds up whole gradients on all devices, and waits (docs/planning.md)."""
 
 
 @dataclass(frozen=True)
