@@ -1,13 +1,17 @@
 """A run's own programs, two layers in a shipped config's shapes, compiled by libtpu for slices that are not here."""
 
 import json
+import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 
 from tpu_grpo.config import load_config
+from tpu_grpo.learner.output_head import CHUNK_BYTES
 from tpu_grpo.models.abstract import abstract_checkpoint
 from tpu_grpo.planning.plan import PUBLISHED
 from tpu_grpo.planning.programs import FAST_COMPILE_OPTIONS, compiled_figures, programs_to_lower
@@ -37,11 +41,33 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield AbstractRun(config, checkpoint, meshes, (0,), replica_devices(target, meshes.tensor))
 
 
+class Compiled:
+    """A lowered program that keeps what it was compiled to."""
+
+    text = ""
+
+    def __init__(self, lowered: Any):
+        self._lowered = lowered
+
+    def compile(self, **options: Any) -> Any:
+        compiled = self._lowered.compile(**options)
+        self.text = compiled.as_text()
+        return compiled
+
+
+def arrays_with(columns: int, text: str) -> list[int]:
+    """Return the sizes of all arrays in a program that have an axis of so many columns."""
+    shapes = [tuple(map(int, found.split(","))) for found in re.findall(r"\b[a-z]+\d+\[([\d,]+)\]", text)]
+    return [math.prod(shape) for shape in set(shapes) if columns in shape]
+
+
 def test_every_program_compiles_and_holds_what_it_is_given(run: AbstractRun) -> None:
-    found = {
-        name.split()[0]: compiled_figures(lower(), FAST_COMPILE_OPTIONS) for name, _, lower in programs_to_lower(run)
-    }
+    programs: dict[str, Any] = {name.split()[0]: Compiled(lower()) for name, _, lower in programs_to_lower(run)}
+    found = {name: compiled_figures(program, FAST_COMPILE_OPTIONS) for name, program in programs.items()}
     resident, devices = resident_bytes(run), run.meshes.trainer.size
+    logits = [size for part in (1, devices) for size in arrays_with(VOCABULARY // part, programs["gradients"].text)]
+    assert max(logits) <= max(CHUNK_BYTES / 4, VOCABULARY * WIDTH)  # of a chunk, or the head
+    assert max(logits) < run.learner.batch.weights.size * VOCABULARY / devices  # which all tokens' would be
     attention = WIDTH * 128 * (16 + 8 + 8 + 16) + 2 * 128
     parameters = 2 * (LAYERS * (attention + 3 * WIDTH * 3072 + 2 * WIDTH) + VOCABULARY * WIDTH + WIDTH)
     norms = 2 * (LAYERS * (2 * WIDTH + 2 * 128) + WIDTH)  # whole on every device
