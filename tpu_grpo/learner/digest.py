@@ -1,7 +1,9 @@
 """Numbers that tell whether two holders of the same parameters hold the same."""
 
+import functools
 import hashlib
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,5 +40,10 @@ def whole(value: jax.Array) -> np.ndarray:
     if value.is_fully_addressable or value.is_fully_replicated:
         return np.asarray(value)
     assert isinstance(value.sharding, NamedSharding)  # what the trainer computes is on its mesh
-    replicated = NamedSharding(value.sharding.mesh, PartitionSpec())
-    return np.asarray(jax.jit(lambda x: x, out_shardings=replicated)(value))
+    return np.asarray(_gathering(NamedSharding(value.sharding.mesh, PartitionSpec()))(value))
+
+
+@functools.cache
+def _gathering(sharding: NamedSharding) -> Any:
+    """Make the program that lays arrays out anew; one for all calls, so that none is compiled twice."""
+    return jax.jit(lambda x: x, out_shardings=sharding)
