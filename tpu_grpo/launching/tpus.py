@@ -46,11 +46,13 @@ OVERLAP_COLLECTIVES = (
     "--xla_tpu_enable_async_collective_fusion_multiple_steps=true",
     "--xla_tpu_overlap_compute_collective_tc=true",
     "--xla_enable_async_all_gather=true",
-    "--xla_tpu_enable_windowed_einsum_for_all_gather=false",
 )
-"""With these, the next layer's shards are gathered while this layer computes, and a product runs whole once all shards
-are there, because it takes more cycles when it is cut into one for each shard. Products whose sum is scattered stay
-cut: with whole ones the compiler adds up whole gradients on all devices, and waits (docs/planning.md)."""
+"""With these, the next layer's shards are gathered while this layer computes."""
+
+WHOLE_PRODUCTS = "--xla_tpu_enable_windowed_einsum_for_all_gather=false"
+"""With this, a product runs whole once all shards are there, because it takes more cycles when it is cut into one for
+each shard. Products whose sum is scattered stay cut: with whole ones the compiler adds up whole gradients on all
+devices, and waits. This was seen in programs for v5e (docs/planning.md)."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ GENERATIONS = (
         torus_dimensions=2,
         single_host_chips=(1, 4, 8),
         chip=Chip(int(15.75 * GIB), 197e12, 819e9, 200e9),
+        libtpu_args=(*OVERLAP_COLLECTIVES, WHOLE_PRODUCTS),
     ),
     Generation(
         name="v6e",
