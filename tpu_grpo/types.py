@@ -51,6 +51,16 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class AnswerMode:
+    """A way to answer prompts in an evaluation."""
+
+    temperature: float
+    """0 is greedy."""
+    samples: int = 1
+    """The completions of each prompt."""
+
+
+@dataclass(frozen=True)
 class SampleKey:
     """What, with the position in the sequence and the logits, decides a token; nothing else does."""
 

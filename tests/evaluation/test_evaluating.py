@@ -21,7 +21,7 @@ from tpu_grpo.evaluation import (
 )
 from tpu_grpo.evaluation.statistics import wilson
 from tpu_grpo.metrics.values import tokens_digest
-from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, Scores
+from tpu_grpo.types import AnswerMode, Completion, Prompt, PromptBatch, Rollout, Scores
 
 NAN = float("nan")
 PROMPTS = (Prompt("1+1=", (1,)), Prompt("2+2=", (2,)), Prompt("3+3=", (3,)))
@@ -34,7 +34,10 @@ class Policy:
         self.calls = calls
         self.sampled = tuple(sampled)
 
-    def answer(self, prompts: Sequence[Prompt], *, temperature: float, samples: int = 1) -> Rollout:
+    def answer(self, prompts: Sequence[Prompt], modes: Sequence[AnswerMode]) -> list[Rollout]:
+        return [self._answer(prompts, mode.temperature, mode.samples) for mode in modes]
+
+    def _answer(self, prompts: Sequence[Prompt], temperature: float, samples: int) -> Rollout:
         self.calls.append(("answer", (tuple(p.text for p in prompts), temperature, samples)))
         texts = tuple(f"{p.text}{temperature}" for p in prompts for _ in range(samples))
         texts = self.sampled if self.sampled and temperature else texts
@@ -66,15 +69,15 @@ def evaluated(
     return evaluate(Policy(calls, sampled).answer, scorer(calls, *values), PROMPTS, settings, step=4)
 
 
-def test_every_prompt_is_answered_greedily_then_sampled_and_scored_each_time() -> None:
+def test_every_prompt_is_answered_greedily_and_sampled_at_once_and_then_scored() -> None:
     calls: list[tuple[str, object]] = []
     score = scorer(calls, {"r": [1, 0, 0]}, {"r": [1, 1, 0, 0, 1, 0]})
     evaluate(Policy(calls).answer, score, PROMPTS, EvaluationSettings(0.7, samples=2), step=4)
     texts = ("1+1=", "2+2=", "3+3=")
     assert calls == [
         ("answer", (texts, 0.0, 1)),
+        ("answer", (texts, 0.7, 2)),  # in the same rollout
         ("score", ("1+1=0.0", "2+2=0.0", "3+3=0.0")),
-        ("answer", (texts, 0.7, 2)),
         ("score", tuple(f"{text}0.7" for text in texts for _ in range(2))),
     ]
 

@@ -22,7 +22,7 @@ from tpu_grpo.errors import ConfigError
 from tpu_grpo.evaluation.answers import final_answer
 from tpu_grpo.evaluation.statistics import Estimate, majority, over_problems, pass_at_k
 from tpu_grpo.metrics.values import tokens_digest
-from tpu_grpo.types import Prompt, Rollout, Scores
+from tpu_grpo.types import AnswerMode, Prompt, Rollout, Scores
 
 GREEDY, SAMPLED = "greedy", "sampled"
 
@@ -30,8 +30,8 @@ GREEDY, SAMPLED = "greedy", "sampled"
 class Generate(Protocol):
     """Completes prompts; the same prompts get the same completions every time."""
 
-    def __call__(self, prompts: Sequence[Prompt], *, temperature: float, samples: int = 1) -> Rollout:
-        """Return ``samples`` completions of every prompt, those of one after each other; greedy at temperature 0."""
+    def __call__(self, prompts: Sequence[Prompt], modes: Sequence[AnswerMode]) -> Sequence[Rollout]:
+        """Return a rollout for every mode, with a prompt's completions after each other."""
         ...
 
 
@@ -120,11 +120,8 @@ def evaluate(
     Returns:
         The estimates, and the greedy and the sampled completions they are of.
     """
-    temperature, samples = settings.temperature, settings.samples
-    both = (
-        _scored(GREEDY, generate(prompts, temperature=0.0), score, settings),
-        _scored(SAMPLED, generate(prompts, temperature=temperature, samples=samples), score, settings),
-    )
+    greedy, sampled = generate(prompts, (AnswerMode(0.0), AnswerMode(settings.temperature, settings.samples)))
+    both = (_scored(GREEDY, greedy, score, settings), _scored(SAMPLED, sampled, score, settings))
     completions = {of_mode.mode: of_mode.rollout.completions for of_mode in both}
     evaluation = Evaluation(
         step,

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import NonFiniteError
-from tpu_grpo.types import Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, SamplingParams
+from tpu_grpo.types import AnswerMode, Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, SamplingParams
 
 EVALUATION_SAMPLE = 2**31
 """The sample number of an evaluation's first answer. Training counts samples from 0 and never gets this far."""
@@ -66,23 +66,27 @@ class Sampler:
         seconds = time.perf_counter() - start
         return Rollout(batch, self._group_size, completions, self._texts(completions), seconds)
 
-    def answer(self, prompts: Sequence[Prompt], *, temperature: float, samples: int = 1) -> Rollout:
-        """Sample completions for an evaluation, with keys that are the same every time; temperature 0 is greedy.
+    def answer(self, prompts: Sequence[Prompt], modes: Sequence[AnswerMode]) -> tuple[Rollout, ...]:
+        """Sample completions for an evaluation in every mode, with keys that are the same every time.
 
-        The cache is emptied first, so that the same weights give the same answers whatever was sampled before: during
-        the run, after it was continued, or from a checkpoint.
+        All modes are sampled at once, so that a prompt is prefilled once, and the few long completions of one mode do
+        not leave engines idle. The cache is emptied first, so that the same weights give the same answers whatever was
+        sampled before: during the run, after it was continued, or from a checkpoint.
         """
         start = time.perf_counter()
         self._engine.forget_prefixes()
-        sampling = SamplingParams(self._sampling.max_new_tokens, temperature)
-        requests = [
-            Request(prompt.token_ids, sampling, SampleKey(self._seed, 0, index, EVALUATION_SAMPLE + sample))
-            for index, prompt in enumerate(prompts)
-            for sample in range(samples)
-        ]
-        completions = self._generate(requests, "an evaluation")
-        seconds = time.perf_counter() - start
-        return Rollout(PromptBatch(0, tuple(prompts)), samples, completions, self._texts(completions), seconds)
+        requests = [self._answers(prompt, index, mode) for mode in modes for index, prompt in enumerate(prompts)]
+        completions = self._generate([request for group in requests for request in group], "an evaluation")
+        seconds, batch, answered = time.perf_counter() - start, PromptBatch(0, tuple(prompts)), []
+        for mode in modes:
+            rows, completions = completions[: len(prompts) * mode.samples], completions[len(prompts) * mode.samples :]
+            answered.append(Rollout(batch, mode.samples, rows, self._texts(rows), seconds))
+        return tuple(answered)
+
+    def _answers(self, prompt: Prompt, index: int, mode: AnswerMode) -> list[Request]:
+        sampling = SamplingParams(self._sampling.max_new_tokens, mode.temperature)
+        keys = (SampleKey(self._seed, 0, index, EVALUATION_SAMPLE + sample) for sample in range(mode.samples))
+        return [Request(prompt.token_ids, sampling, key) for key in keys]
 
     def _generate(self, requests: Sequence[Request], what: str) -> tuple[Completion, ...]:
         completions = tuple(self._engine.generate(requests))
