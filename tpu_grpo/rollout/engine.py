@@ -7,6 +7,7 @@
 Everything happens on the calling thread.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,8 @@ from tpu_grpo.rollout.generation import Generation
 from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.routed_experts import ExpertLayout
 from tpu_grpo.rollout.runner import Runner, RunnerSettings
-from tpu_grpo.rollout.scheduler import SteppedScheduler, StepSeconds
+from tpu_grpo.rollout.scheduler import SteppedScheduler
+from tpu_grpo.rollout.use import EngineUse
 from tpu_grpo.types import Completion, Request
 
 AXES = ("data", "tensor")
@@ -64,7 +66,13 @@ class Engine:
         if options.experts == "fused":
             check_tokens(options.shapes, mesh.size)
         settings = RunnerSettings(
-            options.attention, options.shapes, options.shard_vocab, options.return_experts, options.experts
+            attention=options.attention,
+            shapes=options.shapes,
+            shard_vocab=options.shard_vocab,
+            stop_token_ids=options.stop_token_ids,
+            steps_per_launch=options.steps_per_launch,
+            return_experts=options.return_experts,
+            experts=options.experts,
         )
         build_runner = functools.partial(Runner, settings)
         return cls(SteppedScheduler(_server_args(checkpoint, mesh, options), mesh, build_runner), options)
@@ -95,9 +103,14 @@ class Engine:
         return self._scheduler.runner.expert_layout
 
     @property
-    def seconds(self) -> StepSeconds:
-        """The seconds that all steps so far spent, by what was done."""
-        return self._scheduler.seconds
+    def steps_per_launch(self) -> int:
+        """The most decode steps of a launch."""
+        return self._scheduler.runner.steps_per_launch
+
+    @property
+    def use(self) -> EngineUse:
+        """A copy of what the engine has done so far, and the host's seconds by what it did."""
+        return dataclasses.replace(self._scheduler.use)
 
     @property
     def retractions(self) -> int:
@@ -109,8 +122,8 @@ class Engine:
         """sha256 of every scheduling decision and token so far; it is equal on all hosts that drive one engine."""
         return self._scheduler.digest
 
-    def before_every_step(self, call: Callable[[int, str], None]) -> None:
-        """Call ``call(number of the step, digest)`` before each step is launched; this replaces an earlier ``call``."""
+    def before_every_launch(self, call: Callable[[int, str], None]) -> None:
+        """Call ``call(number of the launch, digest)`` before each launch; this replaces an earlier ``call``."""
         scheduler = self._scheduler
         scheduler.before_launch = lambda: call(scheduler.forward_ct, scheduler.digest)
 
@@ -151,7 +164,7 @@ class Engine:
         return self._scheduler.runner.compile_all()
 
     def lower(self, mode: Literal["decode", "prefill"], size: int) -> jax.stages.Lowered:
-        """Lower the program of a decode step of ``size`` rows or a prefill of ``size`` tokens; it needs no weights."""
+        """Lower the program of decode steps of ``size`` rows or a prefill of ``size`` tokens; it needs no weights."""
         return self._scheduler.runner.lower(ForwardMode.DECODE if mode == "decode" else ForwardMode.EXTEND, size)
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -169,7 +182,7 @@ class Engine:
         return generation.completions()
 
     def begin(self, requests: Sequence[Request]) -> Generation:
-        """Start a generation, one at a time, which the caller advances step by step. Raises what ``generate`` does."""
+        """Start a generation, one at a time, which the caller advances launch by launch. Raises what ``generate`` does."""
         assert self.has_weights, "install_weights comes before a generation"
         self.check(requests)
         return Generation(self._scheduler, requests, self.options.stop_token_ids, share=self.options.prefix_cache)

@@ -6,15 +6,16 @@ cached keys and values.
 
 from collections.abc import Sequence
 
-from tpu_grpo.rollout.scheduler import RunningRequest, SteppedScheduler
+from tpu_grpo.rollout.running import RunningRequest
+from tpu_grpo.rollout.scheduler import SteppedScheduler
 from tpu_grpo.types import Completion, Request
 
 
 class Generation:
     """A batch of requests in an engine, which serves one batch at a time. Call ``advance`` until it returns False.
 
-    Each call collects the tokens of the step before and starts the next one. Engines on different devices therefore
-    work at the same time if they are advanced in turn.
+    Each call collects the tokens of the launch before and starts the next one. Engines on different devices therefore
+    work at the same time if each is advanced once it is ``ready``.
     """
 
     def __init__(
@@ -30,17 +31,22 @@ class Generation:
             if members:
                 self._followers[leader] = members
 
+    @property
+    def ready(self) -> bool:
+        """Whether ``advance`` would not have to wait for the devices."""
+        return self._scheduler.ready
+
     def advance(self) -> bool:
-        """Finish the step in flight and start the next; returns False once every request is finished."""
-        self._scheduler.finish_step()
+        """Finish the launch in flight and start the next; returns False once every request is finished."""
+        self._scheduler.finish()
         if not self._followers and all(row is not None and row.req.finished() for row in self._rows):
-            self._scheduler.start_step()  # an empty one, which hands back the slots of the last rows
+            self._scheduler.start()  # an empty one, which hands back the slots of the last rows
             self._scheduler.running.clear()
             return False
         for leader in [i for i in self._followers if (row := self._rows[i]) is not None and row.prefilled]:
             for member in self._followers.pop(leader):
                 self._submit(member)
-        self._scheduler.start_step()
+        self._scheduler.start()
         return True
 
     def completions(self) -> list[Completion]:

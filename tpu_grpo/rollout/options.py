@@ -32,6 +32,8 @@ class EngineOptions:
     return_experts: bool = False
     """Whether requests may ask for the experts that served their tokens; only for a model with experts."""
     experts: ExpertsName = "ragged"
+    steps_per_launch: int | None = None
+    """The most decode steps of a launch; None chooses by the model's size and the devices."""
 
     @classmethod
     def from_config(
@@ -54,6 +56,7 @@ class EngineOptions:
             shard_vocab=config.meshes.sampler.shard_vocab,
             return_experts=config.algorithm.routing_replay,
             experts=check_experts(rollout.experts, platform),
+            steps_per_launch=None if rollout.steps_per_launch == "auto" else rollout.steps_per_launch,
         )
 
     @property

@@ -47,6 +47,10 @@ class ExpertLayout:
         experts_TLK = jnp.stack(layers, axis=1).astype(self.dtype)
         return jax.sharding.reshard(experts_TLK, jax.sharding.PartitionSpec())
 
+    def zeros(self, steps: int, rows: int) -> Integer[Array, "{steps} {rows} L K"]:
+        """Make room for the experts of one token of each row in every step of a launch."""
+        return jnp.zeros((steps, rows, self.layers, self.per_token), self.dtype)
+
 
 class ExpertTable:
     """Host memory for the experts of every cache slot; the system backs only what was written."""

@@ -1,39 +1,43 @@
 """The model runner of an engine: one compiled program per shape runs the model and samples tokens.
 
     runner.install_weights({"model.embed_tokens.embedding": array, ...})
-    output = runner.launch(batch)       # device arrays; the cache was updated in place
+    output = runner.prefill(batch)                  # device arrays; the cache was updated in place
+    output = runner.launch(batch, reservation)      # several decode steps
 
-Weights are arguments of the program, so that new ones need no compilation.
-
-Suffixes: B rows (padded), T tokens of the step (padded), L layers, K experts per token.
+Weights are arguments of the programs, so that new ones need no compilation.
 """
 
 import copy
+import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int, Integer
-from sgl_jax.srt.layers.logits_processor import LogitsMetadata
+from jaxtyping import Array
 from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
 from sgl_jax.srt.mem_cache.memory_pool import MemoryPools, MHATokenToKVPool
-from sgl_jax.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
 from sgl_jax.srt.model_loader.loader import get_model_architecture
 
 from tpu_grpo.errors import WeightsError
 from tpu_grpo.rollout import repairs
 from tpu_grpo.rollout.attention import AttentionMode, AttentionName, FlashMode, GatherMode, NativeMode
+from tpu_grpo.rollout.decode_loop import LaunchInputs, LaunchOutput, decode_loop
 from tpu_grpo.rollout.experts import EXPERTS, ExpertsName
+from tpu_grpo.rollout.forward_batch import forward_batch, logits_metadata
+from tpu_grpo.rollout.reservation import Reservation
 from tpu_grpo.rollout.routed_experts import ExpertLayout
-from tpu_grpo.rollout.shapes import Shapes
-from tpu_grpo.rollout.step_inputs import InputBuilder, StepInputs
+from tpu_grpo.rollout.shapes import Shapes, choose_steps
+from tpu_grpo.rollout.step_arrays import StepInputs, StepOutput
+from tpu_grpo.rollout.step_inputs import InputBuilder
 from tpu_grpo.rollout.vocabulary import VOCABULARY_LEAVES, WholeVocabularyLogits, sample_rows, splits_vocabulary
 
 
@@ -44,17 +48,11 @@ class RunnerSettings:
     attention: AttentionName
     shapes: Shapes
     shard_vocab: bool | None
+    stop_token_ids: frozenset[int]
+    steps_per_launch: int | None
+    """The most decode steps of a launch; None chooses by the model's size."""
     return_experts: bool = False
     experts: ExpertsName = "ragged"
-
-
-class StepOutput(NamedTuple):
-    """What a step leaves on the devices, beside the cache."""
-
-    tokens: Int[Array, " B"]
-    logprobs: Float[Array, " B"]
-    experts: Integer[Array, "T L K"] | None
-    """The experts of every token that the step computed, if the runner returns them."""
 
 
 class Runner(ModelRunner):
@@ -98,7 +96,7 @@ class Runner(ModelRunner):
         self._graph, self._abstract = nnx.split(model)
 
     def initialize_jit(self) -> None:
-        """Compile nothing yet: each shape of ``step_program`` is compiled when it first runs."""
+        """Compile nothing yet: each shape of a program is compiled when it first runs."""
 
     def init_memory_pool(self, *args: Any, **kwargs: Any) -> None:
         """Describe the cache without allocating it; ``restore_cache`` does that."""
@@ -127,7 +125,6 @@ class Runner(ModelRunner):
             "flash": lambda: FlashMode(self),
         }
         self._attention = modes[self.settings.attention]()
-        self.inputs = InputBuilder(self.settings.shapes, self._attention)
         return self._attention.library_backend()
 
     # --- weights -----------------------------------------------------------------------------------------------------
@@ -184,32 +181,73 @@ class Runner(ModelRunner):
         layer = self.cache_specs[0]
         return jax.jit(lambda: jnp.zeros(layer.shape, layer.dtype), out_shardings=layer.sharding)
 
-    # --- a step ------------------------------------------------------------------------------------------------------
+    # --- programs ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def steps_per_launch(self) -> int:
+        """The most decode steps of a launch."""
+        if self.settings.steps_per_launch is not None:
+            return self.settings.steps_per_launch
+        per_device = (
+            math.prod(spec.sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
+            for spec in self.weight_specs.values()
+            if spec.sharding is not None
+        )
+        return choose_steps(sum(per_device), self.mesh.devices.flat[0].platform)
+
+    @cached_property
+    def inputs(self) -> InputBuilder:
+        """Pads batches to the shapes of the programs."""
+        return InputBuilder(self.settings.shapes, self._attention, self.steps_per_launch)
 
     @cached_property
     def expert_layout(self) -> ExpertLayout | None:
         """What a step returns of the experts that its tokens passed; None if it returns nothing of them."""
         return ExpertLayout.of(self.model_config.hf_config) if self.settings.return_experts else None
 
-    def launch(self, batch: ScheduleBatch) -> StepOutput:
-        """Launch the step of a scheduled batch; rows beyond those of the batch are padding."""
-        return self.run(batch.forward_mode, self.inputs.build(batch))
+    def prefill(self, batch: ScheduleBatch) -> StepOutput:
+        """Launch the prefill step of a scheduled batch; rows beyond those of the batch are padding."""
+        return self._run(self.inputs.prefill(batch))
 
-    def run(self, mode: ForwardMode, inputs: StepInputs) -> StepOutput:
-        """Run the step program, and keep the cache that it returns."""
+    def launch(self, batch: ScheduleBatch, reservation: Reservation) -> LaunchOutput:
+        """Launch several decode steps of a scheduled batch; rows beyond those of the batch are padding."""
+        return self._run(self.inputs.launch(batch, reservation))
+
+    def _run(self, inputs: StepInputs | LaunchInputs) -> Any:
+        """Run a program, and keep the cache that it returns."""
         assert self.weights is not None, "install_weights comes before the first step"
         with jax.set_mesh(self.mesh):
-            output, cache = self.step_program(self.weights, self.token_to_kv_pool.kv_buffer, inputs, mode=mode)
+            output, cache = self._program(inputs)(self.weights, self.token_to_kv_pool.kv_buffer, inputs)
         self.token_to_kv_pool.kv_buffer = cache
         return output
 
+    def _program(self, inputs: StepInputs | LaunchInputs) -> Any:
+        return self._decode_program if isinstance(inputs, LaunchInputs) else self._prefill_program
+
     @cached_property
-    def step_program(self) -> Any:
-        """The jitted step (weights, cache, inputs, mode) -> (StepOutput, cache), which donates the cache."""
-        replicated = NamedSharding(self.mesh, P())
+    def _prefill_program(self) -> Any:
+        """The jitted prefill step (weights, cache, inputs) -> (StepOutput, cache), which donates the cache."""
+        return self._jitted(functools.partial(self._step, mode=ForwardMode.EXTEND))
+
+    @cached_property
+    def _decode_program(self) -> Any:
+        """The jitted decode steps (weights, cache, inputs) -> (LaunchOutput, cache), which donate the cache."""
+        return self._jitted(self._decode_steps)
+
+    def _jitted(self, program: Callable[..., Any]) -> Any:
         cache = [self.token_to_kv_pool.kv_sharding] * self.token_to_kv_pool.layer_num
-        outputs = (replicated, cache)
-        return jax.jit(self._step, static_argnames="mode", donate_argnames="cache", out_shardings=outputs)
+        return jax.jit(program, donate_argnums=1, out_shardings=(NamedSharding(self.mesh, P()), cache))
+
+    def _decode_steps(self, weights: list[Array], cache: list[Array], inputs: LaunchInputs) -> Any:
+        eos: set[int] = self.model_config.hf_eos_token_id or set()  # which the library looks for, too
+        return decode_loop(
+            lambda cache, step: self._step(weights, cache, step, mode=ForwardMode.DECODE),
+            cache,
+            inputs,
+            attention=self._attention,
+            stop_token_ids=self.settings.stop_token_ids | eos,
+            experts=self.expert_layout,
+        )
 
     def _step(self, weights: list[Array], cache: list[Array], inputs: StepInputs, *, mode: ForwardMode) -> Any:
         state = jax.tree.unflatten(jax.tree.structure(self._abstract), weights)
@@ -217,28 +255,12 @@ class Runner(ModelRunner):
         pool = copy.copy(self.token_to_kv_pool)
         pool.kv_buffer = list(cache)
         pools = MemoryPools(token_to_kv_pool=pool)
-        logits, new_pools, _, experts = model(self._forward_batch(inputs, mode), pools, _logits_metadata(inputs, mode))
+        batch = forward_batch(inputs, mode, self._attention.backend(inputs.attention))
+        logits, new_pools, _, experts = model(batch, pools, logits_metadata(inputs, mode))
         tokens, logprobs = sample_rows(logits.next_token_logits, inputs.sampling, self.mesh)
         layout = self.expert_layout
         output = StepOutput(tokens, logprobs, None if layout is None else layout.stack(experts))
         return output, new_pools["token_to_kv_pool"]
-
-    def _forward_batch(self, inputs: StepInputs, mode: ForwardMode) -> ForwardBatch:
-        extend = mode == ForwardMode.EXTEND
-        return ForwardBatch(
-            bid=0,
-            forward_mode=mode,
-            batch_size=inputs.seq_lens.shape[0],
-            input_ids=inputs.input_ids,
-            req_pool_indices=inputs.seq_lens,  # read by no model or backend
-            seq_lens=inputs.seq_lens,
-            out_cache_loc=inputs.out_cache_loc,
-            positions=inputs.positions,
-            attn_backend=self._attention.backend(inputs.attention),
-            cache_loc=inputs.cache_loc,
-            extend_prefix_lens=inputs.prefix_lens if extend else None,
-            extend_seq_lens=inputs.extend_lens if extend else None,
-        )
 
     # --- compiling ahead ---------------------------------------------------------------------------------------------
 
@@ -247,24 +269,15 @@ class Runner(ModelRunner):
         sizes = [(ForwardMode.DECODE, rows) for rows in self.settings.shapes.batch]
         sizes += [(ForwardMode.EXTEND, tokens) for tokens in self.settings.shapes.prefill]
         for mode, size in sizes:
-            self.run(mode, self.inputs.padding(mode, size))
+            self._run(self.inputs.padding(mode, size))
         return len(sizes)
 
     def lower(self, mode: ForwardMode, size: int) -> jax.stages.Lowered:
-        """Lower the step program of one shape, for the installed weights or, without any, for their specs."""
+        """Lower the program of one shape, for the installed weights or, without any, for their specs."""
         inputs, weights = self.inputs.padding(mode, size), self.weights
+        program = self._program(inputs)
         if weights is None:
             weights, replicated = list(self.weight_specs.values()), NamedSharding(self.mesh, P())
             inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), inputs)
         with jax.set_mesh(self.mesh):
-            return self.step_program.lower(weights, self.token_to_kv_pool.kv_buffer, inputs, mode=mode)
-
-
-def _logits_metadata(inputs: StepInputs, mode: ForwardMode) -> LogitsMetadata:
-    """Ask for the logits of each row's last token, which are those of all tokens in a decode step."""
-    metadata = LogitsMetadata(forward_mode=mode, capture_hidden_mode=CaptureHiddenMode.NULL)
-    if mode == ForwardMode.EXTEND:
-        metadata.extend_seq_lens = inputs.extend_lens
-        last = jnp.maximum(jnp.cumsum(inputs.extend_lens) - 1, 0)
-        metadata.logits_indices = jax.sharding.reshard(last, P("data"))
-    return metadata
+            return program.lower(weights, self.token_to_kv_pool.kv_buffer, inputs)

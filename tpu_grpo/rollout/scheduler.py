@@ -1,4 +1,4 @@
-"""sglang-jax's scheduler with continuous batching, paged cache and prefix tree, stepped on the calling thread.
+"""sglang-jax's scheduler with continuous batching, paged cache and prefix tree, driven on the calling thread.
 
 Its decisions depend on the submitted requests alone: no clock, free memory, thread or socket takes part in them.
 """
@@ -6,7 +6,7 @@ Its decisions depend on the submitted requests alone: no clock, free memory, thr
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from sgl_jax.srt.managers.communication import CommunicationBackend
 from sgl_jax.srt.managers.io_struct import TokenizedGenerateReqInput
-from sgl_jax.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
+from sgl_jax.srt.managers.schedule_batch import Req, ScheduleBatch
 from sgl_jax.srt.managers.scheduler import GenerationBatchResult, Scheduler
 from sgl_jax.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
 from sgl_jax.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -24,50 +24,14 @@ from sgl_jax.srt.server_args import PortArgs, ServerArgs
 
 from tpu_grpo.errors import RequestError
 from tpu_grpo.rollout import repairs
+from tpu_grpo.rollout.decode_loop import LaunchOutput, Sampled
+from tpu_grpo.rollout.reservation import Reservation, keep, reserve
 from tpu_grpo.rollout.routed_experts import ExpertTable
-from tpu_grpo.rollout.runner import Runner, StepOutput
-from tpu_grpo.types import Completion, Request
-
-
-@dataclass
-class StepSeconds:
-    """Seconds that all steps so far spent, by what was done."""
-
-    schedule: float = 0.0
-    launch: float = 0.0
-    wait: float = 0.0
-    """Waiting for the devices."""
-    collect: float = 0.0
-    """Appending sampled tokens to their requests."""
-    steps: int = 0
-    """The number of steps."""
-
-
-@dataclass(eq=False)
-class RunningRequest:
-    """A request inside the scheduler, with the log-probabilities of the tokens sampled so far."""
-
-    request: Request
-    req: Req
-    stop_token_ids: frozenset[int]
-    logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def prefilled(self) -> bool:
-        """Whether its prompt is in the cache, where requests with the same prompt can reuse it."""
-        return bool(self.req.output_ids)
-
-    def completion(self) -> Completion:
-        """Build the finished completion; one whose last allowed token is a stop token counts as stopped."""
-        stops = not self.request.sampling.ignore_stop and self.req.output_ids[-1] in self.stop_token_ids
-        truncated = isinstance(self.req.finished_reason, FINISH_LENGTH) and not stops
-        return Completion(
-            token_ids=np.asarray(self.req.output_ids, np.int32),
-            logprobs=np.asarray(self.logprobs, np.float32),
-            finish_reason="length" if truncated else "stop",
-            cached_tokens=self.req.cached_tokens,
-            experts=self.req.routed_experts,
-        )
+from tpu_grpo.rollout.runner import Runner
+from tpu_grpo.rollout.running import RunningRequest
+from tpu_grpo.rollout.step_arrays import StepOutput
+from tpu_grpo.rollout.use import EngineUse
+from tpu_grpo.types import Request
 
 
 class _NoPeers(CommunicationBackend):
@@ -83,18 +47,21 @@ class _NoPeers(CommunicationBackend):
 
 
 @dataclass(frozen=True)
-class StepInFlight:
-    """A step that the devices are computing."""
+class InFlight:
+    """A prefill step, or a launch of decode steps, that the devices are computing."""
 
     batch: ScheduleBatch
-    output: StepOutput
+    reservation: Reservation | None
+    """The cache slots of a launch of decode steps."""
+    output: StepOutput | LaunchOutput
 
 
 class SteppedScheduler(Scheduler):
     """The library's Scheduler, driven by calls instead of its event loop.
 
-    ``submit`` queues requests. ``start_step`` launches a step and returns while the devices work, so that other engines
-    can be served meanwhile; ``finish_step`` collects the tokens. ``forget_prefixes`` empties the cache.
+    ``submit`` queues requests. ``start`` launches a prefill step or several decode steps and returns while the devices
+    work, so that other engines can be served meanwhile; ``finish`` collects the tokens. ``forget_prefixes`` empties the
+    cache.
     """
 
     def __init__(self, server_args: ServerArgs, mesh: Mesh, build_runner: Callable[..., Runner]):
@@ -103,12 +70,12 @@ class SteppedScheduler(Scheduler):
             super().__init__(server_args, no_ports, communication_backend=_NoPeers(), mesh=mesh)
         self._decode_first_n = self._consec_decode = 0  # or the library takes them from the environment of this host
         self.running: dict[str, RunningRequest] = {}
-        self.seconds = StepSeconds()
+        self.use = EngineUse()
         self.retractions = 0
         self.before_launch: Callable[[], None] | None = None
         self._experts = self._expert_table()
         self._log = hashlib.sha256()
-        self.in_flight: StepInFlight | None = None
+        self.in_flight: InFlight | None = None
 
     @property
     def runner(self) -> Runner:
@@ -133,78 +100,120 @@ class SteppedScheduler(Scheduler):
         self.running[rid] = running
         return running
 
-    def start_step(self) -> None:
-        """Schedule one batch and launch it on the devices; call ``finish_step`` next.
+    def start(self) -> None:
+        """Schedule one batch and launch it on the devices; call ``finish`` next.
 
         Raises:
             RequestError: if requests wait but none of them can ever run.
         """
-        assert self.in_flight is None, "the step before has not been finished"
+        assert self.in_flight is None, "the launch before has not been finished"
         start = time.perf_counter()
         with repairs.without_sampling_info():
             batch = self.get_next_batch_to_run()
-        self.cur_batch = batch
-        self.seconds.schedule += time.perf_counter() - start
+        self.cur_batch, reservation = batch, None
+        if batch and batch.forward_mode.is_decode():
+            reservation = reserve(batch, self.runner.steps_per_launch, waiting=bool(self.waiting_queue))
+        self.use.schedule += time.perf_counter() - start
         if batch:
-            self.in_flight = StepInFlight(batch, self._launch(batch))
+            self.in_flight = InFlight(batch, reservation, self._launch(batch, reservation))
         else:
             self._rest()
             self.last_batch = None
 
-    def finish_step(self) -> None:
-        """Wait for the step in flight, if there is one, and collect its tokens."""
+    @property
+    def ready(self) -> bool:
+        """Whether ``finish`` would not have to wait for the devices."""
+        return self.in_flight is None or all(array.is_ready() for array in jax.tree.leaves(self.in_flight.output))
+
+    def finish(self) -> None:
+        """Wait for what is in flight, if anything is, and collect its tokens."""
         if self.in_flight is None:
             return
-        step, self.in_flight = self.in_flight, None
+        flight, self.in_flight = self.in_flight, None
+        batch, reservation = flight.batch, flight.reservation
         start = time.perf_counter()
-        output = jax.device_get(step.output)
-        self.seconds.wait += time.perf_counter() - start
-        self.seconds.steps += 1
-        batch, tokens, self._logprobs = step.batch, output.tokens[: len(step.batch.reqs)], output.logprobs
-        if self._experts is not None and output.experts is not None:
-            self._experts.store(batch.out_cache_loc, output.experts[: len(batch.out_cache_loc)])
-        self._log.update(tokens.tobytes())
-        batch.output_ids = tokens
-        batch.per_dp_bs_size = len(tokens)  # the library drops the tokens of all rows from this one on
-        self.process_batch_result(batch, GenerationBatchResult(None, tokens.tolist(), [], [], 0, 0))
+        output = jax.device_get(flight.output)
+        waited = time.perf_counter()
+        sampled = self._sampled(batch, output)
+        if reservation is not None:
+            self._keep(batch, reservation, sampled)
+        self._keep_experts(batch, reservation, sampled, output.experts)
+        self._log.update(sampled.count.tobytes() + sampled.tokens.tobytes())
+        self._collect(batch, sampled)
         self.last_batch = batch
+        self.use.wait += waited - start
+        self.use.collect += time.perf_counter() - waited
 
     @property
     def digest(self) -> str:
-        """sha256 of every step so far: which requests ran, in which cache slots, and which tokens were sampled."""
+        """sha256 of every launch so far: which requests ran, in which cache slots, and which tokens were sampled."""
         return self._log.hexdigest()
 
-    def _launch(self, batch: ScheduleBatch) -> StepOutput:
-        """Launch the step program on a scheduled batch."""
+    def _launch(self, batch: ScheduleBatch, reservation: Reservation | None) -> StepOutput | LaunchOutput:
+        """Launch a scheduled batch, and let what it leaves on the devices come to the host as soon as it is there."""
         start = time.perf_counter()
         self.forward_ct += 1
-        self._note_decision(batch)
+        self._note_decision(batch, reservation)
         if self.before_launch is not None:
             self.before_launch()
-        if batch.forward_mode.is_extend():
+        if reservation is None:
+            self.use.prefills += 1
             for row, req in zip(batch.req_pool_indices, batch.reqs, strict=True):
                 self.runner.inputs.admit(row, self.running[req.rid].request)
-        output = self.runner.launch(batch)
-        self.seconds.launch += time.perf_counter() - start
+            output = self.runner.prefill(batch)
+        else:
+            output = self.runner.launch(batch, reservation)
+        for array in jax.tree.leaves(output):
+            array.copy_to_host_async()
+        self.use.launch += time.perf_counter() - start
         return output
 
-    def process_batch_result(
-        self, batch: ScheduleBatch, result: GenerationBatchResult, launch_done: Any = None
-    ) -> None:
+    def _sampled(self, batch: ScheduleBatch, output: StepOutput | LaunchOutput) -> Sampled:
+        """Read the tokens of a batch from what the devices left; those of a prompt's chunk are not used."""
+        rows = len(batch.reqs)
+        if isinstance(output, LaunchOutput):
+            return Sampled.of_launch(output.results, rows)
+        return Sampled(np.ones(rows, np.int32), output.tokens[None, :rows], output.logprobs[None, :rows])
+
+    def _keep(self, batch: ScheduleBatch, reservation: Reservation, sampled: Sampled) -> None:
+        """Give back the slots that a launch did not use, and count its steps, as the library counts single ones."""
+        keep(batch, reservation, sampled.count)
+        steps = int(sampled.count.max())
+        decayed = self.new_token_ratio - (steps - 1) * self.new_token_ratio_decay
+        self.new_token_ratio = max(decayed, self.min_new_token_ratio)
+        self.use.launches += 1
+        self.use.steps += steps
+        self.use.tokens += int(sampled.count.sum())
+        self.use.places += steps * self.max_running_requests
+
+    def _collect(self, batch: ScheduleBatch, sampled: Sampled) -> None:
         """Append the sampled tokens and their log-probabilities to their requests."""
-        del launch_done
-        start = time.perf_counter()
-        reqs, samples = (
-            list(batch.reqs),
-            [req.is_chunked <= 0 for req in batch.reqs],
-        )  # a chunk of a prompt samples none
-        super().process_batch_result(batch, result)
-        for row, req in enumerate(reqs):
-            logprobs = self.running[req.rid].logprobs
-            if samples[row]:
-                logprobs.append(float(self._logprobs[row]))
-            assert len(req.output_ids) == len(logprobs), f"sglang-jax lost a token of request {req.rid}"
-        self.seconds.collect += time.perf_counter() - start
+        reqs, counts = list(batch.reqs), sampled.count.tolist()
+        samples = [req.is_chunked <= 0 for req in reqs]  # a chunk of a prompt samples none
+        tokens, logprobs = sampled.tokens.T.tolist(), sampled.logprobs.T.tolist()
+        for req, count, row in zip(reqs, counts, tokens, strict=True):
+            req.output_ids.extend(row[: count - 1])  # the library appends the last one, and looks whether it ends
+        last = [row[count - 1] for count, row in zip(counts, tokens, strict=True)]
+        batch.output_ids = np.array(last, np.int32)
+        batch.per_dp_bs_size = len(last)  # the library drops the tokens of all rows from this one on
+        self.process_batch_result(batch, GenerationBatchResult(None, last, [], [], 0, 0))
+        for req, count, row, samples_one in zip(reqs, counts, logprobs, samples, strict=True):
+            known = self.running[req.rid].logprobs
+            known.extend(row[:count] if samples_one else ())
+            assert len(req.output_ids) == len(known), f"sglang-jax lost a token of request {req.rid}"
+
+    def _keep_experts(
+        self, batch: ScheduleBatch, reservation: Reservation | None, sampled: Sampled, experts: Any
+    ) -> None:
+        """Store the experts of every token that was computed by the token's cache slot."""
+        if self._experts is None or experts is None:
+            return
+        if reservation is None:
+            self._experts.store(batch.out_cache_loc, experts[: len(batch.out_cache_loc)])
+            return
+        taken = np.arange(reservation.steps) < sampled.count[:, None]
+        by_row = experts[: reservation.steps, : len(batch.reqs)].swapaxes(0, 1)
+        self._experts.store(reservation.slots[taken], by_row[taken])
 
     def maybe_collect_routed_experts(self, req: Req) -> None:
         """Take a finished request's experts; the library calls this before it frees the cache slots."""
@@ -244,11 +253,12 @@ class SteppedScheduler(Scheduler):
         self.retractions += len(reqs) if is_retracted else 0
         super()._extend_requests_to_queue(reqs, is_retracted)
 
-    def _note_decision(self, batch: ScheduleBatch) -> None:
+    def _note_decision(self, batch: ScheduleBatch, reservation: Reservation | None) -> None:
         rids = ",".join(req.rid for req in batch.reqs)
-        self._log.update(f"{batch.forward_mode.name} {rids} ".encode())
+        slots, left = (batch.out_cache_loc, 0) if reservation is None else (reservation.slots, reservation.left)
+        self._log.update(f"{batch.forward_mode.name} {rids} {left} ".encode())
         self._log.update(np.asarray(batch.seq_lens, np.int64).tobytes())
-        self._log.update(np.asarray(batch.out_cache_loc, np.int64).tobytes())
+        self._log.update(np.asarray(slots, np.int64).tobytes())
 
     def _rest(self) -> None:
         """Check, when there is no batch, for leaked slots, as the library does, and for requests that can never run.

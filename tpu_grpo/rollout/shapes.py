@@ -10,6 +10,11 @@ from dataclasses import dataclass
 
 SMALLEST_BATCH = 8
 SMALLEST_PREFILL = 64
+LAUNCH_SECONDS = 0.05
+"""A launch of decode steps should take at least this long: the host's part of it is a few milliseconds."""
+BYTES_PER_SECOND = {"tpu": 1e12, "gpu": 1e12, "cpu": 2e10}
+"""How fast a device of each platform reads weights, about; a decode step reads all of them."""
+FEWEST_STEPS, MOST_STEPS = 4, 32
 
 
 @dataclass(frozen=True)
@@ -66,3 +71,15 @@ def pad_to(rungs: Sequence[int], size: int) -> int:
     if index == len(rungs):
         raise ValueError(f"{size} is beyond the largest compiled size {rungs[-1]}")
     return rungs[index]
+
+
+def choose_steps(weight_bytes: int, platform: str) -> int:
+    """Choose the most decode steps of a launch: a power of two, for the bytes of weights on each device.
+
+    Reading the weights so many times takes LAUNCH_SECONDS, within FEWEST_STEPS and MOST_STEPS. With 1e12 bytes a second:
+    0.6B parameters in bfloat16 (1.2 GB) get 32 steps, 8B on four devices (4 GB) 16, 32B on four devices (16 GB) 4.
+    """
+    step_seconds, steps = weight_bytes / BYTES_PER_SECOND[platform], FEWEST_STEPS
+    while steps < MOST_STEPS and steps * step_seconds < LAUNCH_SECONDS:
+        steps *= 2
+    return steps

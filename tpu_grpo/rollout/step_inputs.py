@@ -1,50 +1,38 @@
-"""Pads a scheduled batch to the arrays of one step.
+"""Pads a scheduled batch to the arrays of a prefill step, or of a launch of decode steps.
 
-Suffixes: B rows (padded), b rows of the batch, T tokens of the step (padded), L context.
+Suffixes: B rows (padded), b rows of the batch, T tokens of the step (padded), L context, k the most steps of a launch.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 
-from tpu_grpo.rollout.arrays import AnyArray
 from tpu_grpo.rollout.attention import AttentionMode, Columns
+from tpu_grpo.rollout.decode_loop import LaunchInputs, LaunchRows, pack_rows
+from tpu_grpo.rollout.reservation import Reservation
 from tpu_grpo.rollout.sampling import SamplingColumns
 from tpu_grpo.rollout.shapes import Shapes, pad_to
+from tpu_grpo.rollout.step_arrays import StepInputs
 from tpu_grpo.types import Request
-
-
-class StepInputs(NamedTuple):
-    """The arrays that one step needs on the devices; all of them are replicated."""
-
-    input_ids: Int[AnyArray, " T"]
-    positions: Int[AnyArray, " T"]
-    out_cache_loc: Int[AnyArray, " T"]
-    """The cache slot of each new token, or -1 for padding."""
-    seq_lens: Int[AnyArray, " B"]
-    """Tokens that each row has after this step, or 0 for padding."""
-    prefix_lens: Int[AnyArray, " B"]
-    extend_lens: Int[AnyArray, " B"]
-    cache_loc: Int[AnyArray, " S"]
-    """The concatenated cache slots of all rows; empty for gather attention."""
-    attention: Any
-    """The attention backend's metadata."""
-    sampling: SamplingColumns
 
 
 class InputBuilder:
     """Pads batches to the engine's shapes, and remembers how each running request is sampled."""
 
-    def __init__(self, shapes: Shapes, attention: AttentionMode):
+    def __init__(self, shapes: Shapes, attention: AttentionMode, steps_per_launch: int):
         self._shapes = shapes
         self._attention = attention
+        self._steps = steps_per_launch
         rows = shapes.max_rows + 2  # one more than the library's request table, for padding
+        self._stops = np.zeros(rows, np.bool_)
         self._table = SamplingColumns(
-            *(np.zeros(rows, dtype) for dtype in (np.float32, np.int32, np.float32, np.float32)),
+            temperature=np.zeros(rows, np.float32),
+            top_k=np.zeros(rows, np.int32),
+            top_p=np.ones(rows, np.float32),
+            min_p=np.zeros(rows, np.float32),
             key=np.zeros((rows, 4), np.uint32),
             position=np.zeros(rows, np.int32),
         )
@@ -52,46 +40,18 @@ class InputBuilder:
     def admit(self, row: int, request: Request) -> None:
         """Note the sampling settings of the request that now holds row ``row`` of the library's request table."""
         sampling, key = request.sampling, request.key
+        self._stops[row] = not sampling.ignore_stop
         self._table.temperature[row] = sampling.temperature
         self._table.top_k[row] = sampling.top_k
         self._table.top_p[row] = sampling.top_p
         self._table.min_p[row] = sampling.min_p
         self._table.key[row] = (key.seed, key.step, key.prompt, key.sample)
 
-    def build(self, batch: ScheduleBatch) -> StepInputs:
-        """Build the inputs of a scheduled batch."""
-        mode = batch.forward_mode
-        columns = self._decode_columns(batch) if mode.is_decode() else self._prefill_columns(batch)
-        slots_bL = batch.req_to_token_pool.req_to_token[batch.req_pool_indices, : self._shapes.context]
-        return self._inputs(mode, columns, slots_bL, batch.req_pool_indices)
-
-    def padding(self, mode: ForwardMode, size: int) -> StepInputs:
-        """Build inputs of one shape that hold nothing but padding, for compiling."""
-        rows = size if mode == ForwardMode.DECODE else self._shapes.max_rows
-        columns = {name: np.zeros(size, np.int32) for name in ("input_ids", "positions")}
-        columns |= {name: np.zeros(rows, np.int32) for name in ("seq_lens", "prefix_lens", "extend_lens")}
-        columns["out_cache_loc"] = np.full(size, -1, np.int32)
-        return self._inputs(mode, columns, np.zeros((0, self._shapes.context), np.int32), np.zeros(0, np.int32))
-
-    def _decode_columns(self, batch: ScheduleBatch) -> Columns:
-        """Pad a decode step, which has one token per row."""
-        rows = pad_to(self._shapes.batch, len(batch.seq_lens))
-        seq_lens = _padded(batch.seq_lens, rows)
-        ones = (seq_lens > 0).astype(np.int32)
-        return {
-            "input_ids": _padded(batch.input_ids, rows),
-            "positions": np.maximum(seq_lens - 1, 0),
-            "out_cache_loc": _padded(batch.out_cache_loc, rows, fill=-1),
-            "seq_lens": seq_lens,
-            "prefix_lens": seq_lens - ones,
-            "extend_lens": ones,
-        }
-
-    def _prefill_columns(self, batch: ScheduleBatch) -> Columns:
-        """Pad a prefill step, which has the new tokens of its rows concatenated."""
+    def prefill(self, batch: ScheduleBatch) -> StepInputs:
+        """Build the inputs of a prefill step, which has the new tokens of its rows concatenated."""
         rows, tokens = self._shapes.max_rows, pad_to(self._shapes.prefill, len(batch.input_ids))
         positions = np.concatenate([np.arange(p, s) for p, s in zip(batch.prefix_lens, batch.seq_lens, strict=True)])
-        return {
+        columns = {
             "input_ids": _padded(batch.input_ids, tokens),
             "positions": _padded(positions, tokens),
             "out_cache_loc": _padded(batch.out_cache_loc, tokens, fill=-1),
@@ -99,27 +59,62 @@ class InputBuilder:
             "prefix_lens": _padded(batch.prefix_lens, rows),
             "extend_lens": _padded(batch.extend_lens, rows),
         }
+        return self._prefill(columns, self._slots(batch), batch.req_pool_indices)
 
-    def _inputs(
-        self,
-        mode: ForwardMode,
-        columns: Columns,
-        slots_bL: Int[np.ndarray, "b L"],
-        table_rows_b: Int[np.ndarray, " b"],
+    def launch(self, batch: ScheduleBatch, reservation: Reservation) -> LaunchInputs:
+        """Build the inputs of a launch of decode steps."""
+        rows, given = pad_to(self._shapes.batch, len(batch.seq_lens)), reservation.slots
+        slots = np.full((rows, self._steps), -1, np.int32)
+        slots[: len(given), : reservation.steps] = given
+        ends, control = _padded(reservation.ends, rows), np.array([reservation.steps, reservation.left], np.int32)
+        table_rows = self._table_rows(batch.req_pool_indices, rows)
+        columns = LaunchRows(
+            token=_padded(batch.input_ids, rows),
+            length=_padded(batch.seq_lens, rows),
+            stops=self._stops[table_rows],
+            sampling=self._sampling(table_rows),
+            slots=slots,
+        )
+        return LaunchInputs(pack_rows(columns), control, self._attention.launch_metadata(self._slots(batch), ends))
+
+    def padding(self, mode: ForwardMode, size: int) -> StepInputs | LaunchInputs:
+        """Build inputs of one shape that hold nothing but padding, for compiling."""
+        nothing, none = np.zeros((0, self._shapes.context), np.int32), np.zeros(0, np.int32)
+        if mode == ForwardMode.DECODE:
+            zeros, slots = np.zeros(size, np.int32), np.full((size, self._steps), -1, np.int32)
+            table_rows = self._table_rows(none, size)
+            rows = LaunchRows(zeros, zeros, self._stops[table_rows], self._sampling(table_rows), slots)
+            control = np.zeros(2, np.int32)
+            return LaunchInputs(pack_rows(rows), control, self._attention.launch_metadata(nothing, zeros))
+        columns = {name: np.zeros(size, np.int32) for name in ("input_ids", "positions")}
+        columns |= {name: np.zeros(self._shapes.max_rows, np.int32) for name in ("seq_lens", "prefix_lens")}
+        columns |= {"extend_lens": columns["seq_lens"], "out_cache_loc": np.full(size, -1, np.int32)}
+        return self._prefill(columns, nothing, none)
+
+    def _prefill(
+        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"], table_rows_b: Int[np.ndarray, " b"]
     ) -> StepInputs:
-        cache_loc = self._attention.cache_loc(slots_bL, columns["seq_lens"])
+        seq_lens = columns["seq_lens"]
+        cache_loc = self._attention.cache_loc(slots_bL, seq_lens)
+        sampling = self._sampling(self._table_rows(table_rows_b, len(seq_lens)))
         return StepInputs(
             **columns,
             cache_loc=cache_loc,
-            attention=self._attention.metadata(mode, columns, slots_bL, cache_loc),
-            sampling=self._sampling(table_rows_b, columns["seq_lens"]),
+            attention=self._attention.prefill_metadata(columns, slots_bL, cache_loc),
+            sampling=sampling._replace(position=seq_lens),
         )
 
-    def _sampling(self, table_rows_b: Int[np.ndarray, " b"], seq_lens_B: Int[np.ndarray, " B"]) -> SamplingColumns:
-        rows_B = np.full(len(seq_lens_B), self._shapes.max_rows + 1)
-        rows_B[: len(table_rows_b)] = table_rows_b
-        columns = SamplingColumns(*(column[rows_B] for column in self._table))
-        return columns._replace(position=seq_lens_B)
+    def _slots(self, batch: ScheduleBatch) -> Int[np.ndarray, "b L"]:
+        return batch.req_to_token_pool.req_to_token[batch.req_pool_indices, : self._shapes.context]
+
+    def _table_rows(self, table_rows_b: Int[np.ndarray, " b"], rows: int) -> Int[np.ndarray, " {rows}"]:
+        """Point padding to the table's last row, which is greedy without filters."""
+        table_rows = np.full(rows, self._shapes.max_rows + 1)
+        table_rows[: len(table_rows_b)] = table_rows_b
+        return table_rows
+
+    def _sampling(self, table_rows_B: Int[np.ndarray, " B"]) -> SamplingColumns:
+        return SamplingColumns(*(column[table_rows_B] for column in self._table))
 
 
 def _padded(values: Sequence[int] | np.ndarray, size: int, fill: int = 0) -> Int[np.ndarray, " size"]:

@@ -1,0 +1,195 @@
+"""Several decode steps in one launch: a loop on the devices that samples tokens and appends them to their rows.
+
+The cache slots of all steps are reserved before the launch, so that the host has nothing to say until it ends. A row
+ends inside the launch by a stop token, or when its slots are used up; from then on it counts as padding and writes
+nowhere. The loop ends when its steps are done or few rows are left, as ``LaunchInputs.control`` says.
+
+    step         0   1   2   3          (slots for 4 tokens; row c may have only 2 more, row b samples a stop token)
+    row a        x   x   x   x
+    row b        x   x   .   .
+    row c        x   x   .   .
+
+Suffixes: B rows (padded), k the most steps of a launch, L layers, K experts per token.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Integer
+
+from tpu_grpo.rollout.arrays import AnyArray
+from tpu_grpo.rollout.attention import AttentionMode
+from tpu_grpo.rollout.routed_experts import ExpertLayout
+from tpu_grpo.rollout.sampling import SamplingColumns
+from tpu_grpo.rollout.step_arrays import StepInputs, StepOutput
+
+Cache = list[Array]
+Step = Callable[[Cache, StepInputs], tuple[StepOutput, Cache]]
+"""One traced decode step of the model: (cache, inputs) -> (output, cache)."""
+
+
+class LaunchRows(NamedTuple):
+    """What a launch is told of each row."""
+
+    token: Int[AnyArray, " B"]
+    """The token that the first step takes in."""
+    length: Int[AnyArray, " B"]
+    """Tokens that the row has after the first step, or 0 for padding."""
+    stops: Bool[AnyArray, " B"]
+    """Whether a stop token ends the row."""
+    sampling: SamplingColumns
+    slots: Int[AnyArray, "B k"]
+    """The cache slots of the tokens that the steps take in; -1 after the row's last."""
+
+
+class LaunchInputs(NamedTuple):
+    """The arrays that a launch needs on the devices; all of them are replicated. There are few, for speed."""
+
+    rows: Int[AnyArray, "B columns"]
+    """LaunchRows side by side in int32; ``pack_rows`` makes it."""
+    control: Int[AnyArray, " 2"]
+    """The number of steps, and how many running rows are so few that the launch ends before it."""
+    attention: Any
+    """The attention mode's arrays, which stay as they are during a launch."""
+
+
+class LaunchOutput(NamedTuple):
+    """What a launch leaves on the devices, beside the cache."""
+
+    results: Int[Array, "results B"]
+    """2 k + 1 lines: the number of tokens of each row, the tokens of every step, and the bits of their
+    log-probabilities."""
+    experts: Integer[Array, "k B L K"] | None
+    """The experts of every token that a step took in, if the runner returns them."""
+
+
+class Sampled(NamedTuple):
+    """The tokens of b rows in a launch or a prefill step, on the host; row r has the first ``count[r]`` of its column."""
+
+    count: Int[np.ndarray, " b"]
+    tokens: Int[np.ndarray, "k b"]
+    logprobs: Float[np.ndarray, "k b"]
+
+    @classmethod
+    def of_launch(cls, results: Int[np.ndarray, "results B"], rows: int) -> "Sampled":
+        """Read the first ``rows`` rows of LaunchOutput.results."""
+        results = np.ascontiguousarray(results[:, :rows])
+        tokens, bits = np.split(results[1:], 2)
+        return cls(results[0], tokens, bits.view(np.float32))
+
+
+def pack_rows(rows: LaunchRows) -> Int[np.ndarray, "B columns"]:
+    """Put the rows into one array of int32; fractions and unsigned numbers keep their bits."""
+    sampling = rows.sampling
+    columns = (
+        *(rows.token, rows.length, rows.stops.astype(np.int32), rows.sampling.top_k),
+        *(column.view(np.int32) for column in (sampling.temperature, sampling.top_p, sampling.min_p)),
+        sampling.key.view(np.int32),
+        rows.slots,
+    )
+    return np.column_stack(columns)
+
+
+def unpack_rows(packed: Int[Array, "B columns"]) -> LaunchRows:
+    """Undo ``pack_rows`` in a trace."""
+    token, length, stops, top_k = (packed[:, column] for column in range(4))
+    temperature, top_p, min_p = jnp.unstack(jax.lax.bitcast_convert_type(packed[:, 4:7], jnp.float32), axis=1)
+    key = jax.lax.bitcast_convert_type(packed[:, 7:11], jnp.uint32)
+    sampling = SamplingColumns(temperature, top_k, top_p, min_p, key, position=length)
+    return LaunchRows(token, length, stops > 0, sampling, packed[:, 11:])
+
+
+class _Carry(NamedTuple):
+    """What one step hands to the next."""
+
+    step: Int[Array, ""]
+    token: Int[Array, " B"]
+    running: Bool[Array, " B"]
+    count: Int[Array, " B"]
+    tokens: Int[Array, "k B"]
+    logprobs: Float[Array, "k B"]
+    experts: Integer[Array, "k B L K"] | None
+    cache: Cache
+
+
+def decode_loop(
+    step: Step,
+    cache: Cache,
+    inputs: LaunchInputs,
+    *,
+    attention: AttentionMode,
+    stop_token_ids: Iterable[int],
+    experts: ExpertLayout | None,
+) -> tuple[LaunchOutput, Cache]:
+    """Trace the steps of a launch. The first is always made, unless all rows are padding.
+
+    Returns:
+        What was sampled, and the cache, which is updated in place.
+    """
+    rows = unpack_rows(inputs.rows)
+    stop_ids = jnp.asarray(sorted(stop_token_ids), jnp.int32)
+
+    def more(carry: _Carry) -> Bool[Array, ""]:
+        return (carry.step < inputs.control[0]) & (jnp.sum(carry.running) > inputs.control[1])
+
+    def advance(carry: _Carry) -> _Carry:
+        running = carry.running
+        output, cache = step(carry.cache, _step_inputs(carry, rows, inputs.attention, attention))
+        token = jnp.where(running, output.tokens, 0)
+        stopped = rows.stops & jnp.any(token[:, None] == stop_ids, axis=1)
+        return _Carry(
+            step=carry.step + 1,
+            token=token,
+            running=running & ~stopped & (_slots_at(rows, carry.step + 1) >= 0),
+            count=carry.count + running,
+            tokens=carry.tokens.at[carry.step].set(token),
+            logprobs=carry.logprobs.at[carry.step].set(jnp.where(running, output.logprobs, 0.0)),
+            experts=None if carry.experts is None else carry.experts.at[carry.step].set(output.experts),
+            cache=cache,
+        )
+
+    last = jax.lax.while_loop(more, advance, _start(rows, cache, experts))
+    bits = jax.lax.bitcast_convert_type(last.logprobs, jnp.int32)
+    return LaunchOutput(jnp.concatenate([last.count[None], last.tokens, bits]), last.experts), last.cache
+
+
+def _start(rows: LaunchRows, cache: Cache, experts: ExpertLayout | None) -> _Carry:
+    batch, steps = rows.slots.shape
+    return _Carry(
+        step=jnp.int32(0),
+        token=rows.token,
+        running=rows.slots[:, 0] >= 0,
+        count=jnp.zeros(batch, jnp.int32),
+        tokens=jnp.zeros((steps, batch), jnp.int32),
+        logprobs=jnp.zeros((steps, batch), jnp.float32),
+        experts=None if experts is None else experts.zeros(steps, batch),
+        cache=cache,
+    )
+
+
+def _step_inputs(carry: _Carry, rows: LaunchRows, metadata: Any, attention: AttentionMode) -> StepInputs:
+    """Build the inputs of one step, in which rows that have ended are padding."""
+    running = carry.running
+    length = jnp.where(running, rows.length + carry.step, 0)
+    before = jnp.maximum(length - 1, 0)
+    metadata, cache_loc = attention.at_step(metadata, length)
+    return StepInputs(
+        input_ids=jnp.where(running, carry.token, 0),
+        positions=before,
+        out_cache_loc=jnp.where(running, _slots_at(rows, carry.step), -1),
+        seq_lens=length,
+        prefix_lens=before,
+        extend_lens=running.astype(jnp.int32),
+        cache_loc=cache_loc,
+        attention=metadata,
+        sampling=rows.sampling._replace(position=length),
+    )
+
+
+def _slots_at(rows: LaunchRows, step: Int[Array, ""]) -> Int[Array, " B"]:
+    """Return the slots of a step; -1 after the last."""
+    slots = jnp.pad(rows.slots, ((0, 0), (0, 1)), constant_values=-1)
+    return jax.lax.dynamic_index_in_dim(slots, step, axis=1, keepdims=False)

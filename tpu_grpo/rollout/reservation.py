@@ -1,0 +1,110 @@
+"""Cache slots for several decode steps, taken from the scheduler's own allocator before a launch.
+
+The scheduler gives every row of a decode batch the slot of one token. ``reserve`` takes those of the tokens after it,
+for as many steps as the cache has room for without putting a row back, and ``keep`` gives back what a launch did not
+use. So admission and retraction find what they would find after single steps.
+
+    reservation = reserve(batch, most_steps=16, waiting=True)
+    ...                                     # the launch
+    keep(batch, reservation, counts)        # the tokens that each row has sampled
+
+Suffixes: b rows of the batch, k steps of the launch.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int
+from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
+from sgl_jax.srt.mem_cache.base_prefix_cache import EvictParams
+
+REFILL_SHARE = 16
+"""While requests wait, a launch ends once a row out of this many has ended, and one row at least."""
+
+
+@dataclass(frozen=True)
+class Reservation:
+    """What the rows of a launch may fill."""
+
+    slots: Int[np.ndarray, "b k"]
+    """The cache slots of the tokens that the steps take in; -1 after the row's last."""
+    ends: Int[np.ndarray, " b"]
+    """Tokens that each row has after all of its steps."""
+    left: int
+    """The launch ends early when no more rows than these are running."""
+
+    @property
+    def steps(self) -> int:
+        """The most steps of the launch."""
+        return self.slots.shape[1]
+
+
+def reserve(batch: ScheduleBatch, most_steps: int, *, waiting: bool) -> Reservation:
+    """Reserve slots for up to ``most_steps`` steps of a batch that is prepared for its first.
+
+    A row gets no more than its request may still sample. Cached prefixes are evicted where free slots are too few.
+
+    Args:
+        batch: the decode batch, whose rows have a slot for their first token.
+        most_steps: the most steps of a launch.
+        waiting: whether requests wait for a row, so that the launch should end when some rows have.
+    """
+    lengths_b = np.asarray(batch.seq_lens)
+    limits_b = np.array([req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs])
+    steps = _affordable(batch, lengths_b, limits_b, most_steps)
+    ends_b = lengths_b + np.minimum(limits_b, steps) - 1
+    _allocate(batch, lengths_b, ends_b)
+    for req, more in zip(batch.reqs, (ends_b - lengths_b).tolist(), strict=True):
+        req.kv_allocated_len += more
+    places = lengths_b[:, None] - 1 + np.arange(steps)
+    table = batch.req_to_token_pool.req_to_token
+    slots = table[batch.req_pool_indices[:, None], np.minimum(places, table.shape[1] - 1)]
+    left = len(lengths_b) - max(1, len(lengths_b) // REFILL_SHARE) if waiting else 0
+    return Reservation(np.where(places < ends_b[:, None], slots, -1), ends_b, left)
+
+
+def keep(batch: ScheduleBatch, reservation: Reservation, counts_b: Int[np.ndarray, " b"]) -> None:
+    """Note that each row has sampled ``counts`` tokens, at least one, and free the slots that no token took."""
+    page, first_b = batch.token_to_kv_pool_allocator.page_size, np.asarray(batch.seq_lens)
+    ends_b = first_b + counts_b - 1
+    places = first_b[:, None] - 1 + np.arange(reservation.steps)
+    unused = (reservation.slots >= 0) & (places >= (-(-ends_b // page) * page)[:, None])
+    batch.token_to_kv_pool_allocator.free(reservation.slots[unused])
+    for req, more in zip(batch.reqs, (counts_b - 1).tolist(), strict=True):
+        req.kv_committed_len += more
+        req.kv_allocated_len = req.kv_committed_len
+    batch.seq_lens = ends_b.astype(first_b.dtype)
+    batch.seq_lens_sum = int(ends_b.sum())
+
+
+def _affordable(
+    batch: ScheduleBatch, lengths_b: Int[np.ndarray, " b"], limits_b: Int[np.ndarray, " b"], most_steps: int
+) -> int:
+    """Return the most steps whose tokens fit into free slots and evictable prefixes; one always does."""
+    allocator, page = batch.token_to_kv_pool_allocator, batch.token_to_kv_pool_allocator.page_size
+    steps_k1 = np.arange(1, min(most_steps, int(limits_b.max())) + 1)[:, None]
+    ends_kb = lengths_b + np.minimum(limits_b, steps_k1) - 1
+    pages_k = (-(-ends_kb // page) - -(-lengths_b // page)).sum(1)
+    room = (allocator.available_size() + batch.tree_cache.evictable_size()) // page
+    return int(np.searchsorted(pages_k, room, side="right"))
+
+
+def _allocate(batch: ScheduleBatch, lengths_b: Int[np.ndarray, " b"], ends_b: Int[np.ndarray, " b"]) -> None:
+    """Take slots for the tokens of each row from its length to its end, and write them into the request table."""
+    allocator, table = batch.token_to_kv_pool_allocator, batch.req_to_token_pool.req_to_token
+    more_b = ends_b - lengths_b
+    page, total = allocator.page_size, int(more_b.sum())
+    if not total:
+        return
+    pages = int((-(-ends_b // page) - -(-lengths_b // page)).sum())
+    if (short := pages * page - allocator.available_size()) > 0:
+        batch.tree_cache.evict(EvictParams(num_tokens=short, dp_rank=0))
+    rows, starts = np.repeat(batch.req_pool_indices, more_b), np.repeat(np.cumsum(more_b) - more_b, more_b)
+    places = np.repeat(lengths_b, more_b) + np.arange(total) - starts
+    if page == 1:
+        slots = allocator.alloc(total)
+    else:
+        last = table[batch.req_pool_indices, lengths_b - 1]
+        slots = allocator.alloc_extend(lengths_b.tolist(), ends_b.tolist(), last.tolist(), total)
+    assert slots is not None, f"{total} cache slots must be free, {allocator.available_size()} tokens are"
+    table[rows, places] = slots

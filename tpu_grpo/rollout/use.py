@@ -1,0 +1,49 @@
+"""What sampling cost: launches, steps, rows that were occupied, and the seconds of the host."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+
+@dataclass
+class EngineUse:
+    """What an engine has done so far, and the host's seconds by what it did."""
+
+    schedule: float = 0.0
+    """Choosing the next batch and reserving its cache slots."""
+    launch: float = 0.0
+    """Building inputs and calling compiled programs."""
+    wait: float = 0.0
+    """Waiting for the devices."""
+    collect: float = 0.0
+    """Appending sampled tokens to their requests."""
+    prefills: int = 0
+    """Launches of a prefill step."""
+    launches: int = 0
+    """Launches of decode steps."""
+    steps: int = 0
+    """Decode steps of all launches."""
+    tokens: int = 0
+    """Tokens that decode steps sampled."""
+    places: int = 0
+    """Tokens that they would have sampled with as many rows as run at once."""
+
+    def __sub__(self, before: "EngineUse") -> "EngineUse":
+        return EngineUse(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The metrics of a rollout; shares of decode steps only if there were any."""
+        values = {"rollout/wait_seconds": self.wait}
+        if self.launches:
+            values["rollout/tokens_per_launch"] = self.tokens / self.launches
+            values["rollout/occupied_rows"] = self.tokens / self.places
+        return values
+
+
+def total_use(uses: Iterable[EngineUse]) -> EngineUse:
+    """Add up what several engines have done."""
+    total = EngineUse()
+    for use in uses:
+        for field in fields(use):
+            setattr(total, field.name, getattr(total, field.name) + getattr(use, field.name))
+    return total
