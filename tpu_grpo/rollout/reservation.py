@@ -1,10 +1,11 @@
 """Cache slots for several decode steps, taken from the scheduler's own allocator before a launch.
 
 The scheduler gives every row of a decode batch the slot of one token. ``reserve`` takes those of the tokens after it,
-for as many steps as the cache has room for without putting a row back, and ``keep`` gives back what a launch did not
-use. So admission and retraction find what they would find after single steps.
+for as many steps as free slots last, and ``keep`` gives back what a launch did not use. A launch ends where single steps
+would have evicted prefixes or put rows back. So eviction, retraction and admission find what they would find after
+single steps, and decide alike.
 
-    reservation = reserve(batch, most_steps=16, waiting=True)
+    reservation = reserve(batch, most_steps=16, left=8)
     ...                                     # the launch
     keep(batch, reservation, counts)        # the tokens that each row has sampled
 
@@ -16,10 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
-from sgl_jax.srt.mem_cache.base_prefix_cache import EvictParams
-
-REFILL_SHARE = 16
-"""While requests wait, a launch ends once a row out of this many has ended, and one row at least."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +36,15 @@ class Reservation:
         return self.slots.shape[1]
 
 
-def reserve(batch: ScheduleBatch, most_steps: int, *, waiting: bool) -> Reservation:
+def reserve(batch: ScheduleBatch, most_steps: int, left: int) -> Reservation:
     """Reserve slots for up to ``most_steps`` steps of a batch that is prepared for its first.
 
-    A row gets no more than its request may still sample. Cached prefixes are evicted where free slots are too few.
+    A row gets no more than its request may still sample.
 
     Args:
         batch: the decode batch, whose rows have a slot for their first token.
         most_steps: the most steps of a launch.
-        waiting: whether requests wait for a row, so that the launch should end when some rows have.
+        left: the launch is to end early when no more rows than these are running.
     """
     lengths_b = np.asarray(batch.seq_lens)
     limits_b = np.array([req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs])
@@ -59,7 +56,6 @@ def reserve(batch: ScheduleBatch, most_steps: int, *, waiting: bool) -> Reservat
     places = lengths_b[:, None] - 1 + np.arange(steps)
     table = batch.req_to_token_pool.req_to_token
     slots = table[batch.req_pool_indices[:, None], np.minimum(places, table.shape[1] - 1)]
-    left = len(lengths_b) - max(1, len(lengths_b) // REFILL_SHARE) if waiting else 0
     return Reservation(np.where(places < ends_b[:, None], slots, -1), ends_b, left)
 
 
@@ -80,13 +76,16 @@ def keep(batch: ScheduleBatch, reservation: Reservation, counts_b: Int[np.ndarra
 def _affordable(
     batch: ScheduleBatch, lengths_b: Int[np.ndarray, " b"], limits_b: Int[np.ndarray, " b"], most_steps: int
 ) -> int:
-    """Return the most steps whose tokens fit into free slots and evictable prefixes; one always does."""
-    allocator, page = batch.token_to_kv_pool_allocator, batch.token_to_kv_pool_allocator.page_size
+    """Return the most steps before which the library would evict nothing; the first is prepared already.
+
+    It evicts when fewer pages are free than there are rows.
+    """
+    page, rows = batch.token_to_kv_pool_allocator.page_size, len(lengths_b)
     steps_k1 = np.arange(1, min(most_steps, int(limits_b.max())) + 1)[:, None]
     ends_kb = lengths_b + np.minimum(limits_b, steps_k1) - 1
     pages_k = (-(-ends_kb // page) - -(-lengths_b // page)).sum(1)
-    room = (allocator.available_size() + batch.tree_cache.evictable_size()) // page
-    return int(np.searchsorted(pages_k, room, side="right"))
+    free = batch.token_to_kv_pool_allocator.available_size() // page
+    return 1 + int(np.searchsorted(pages_k[:-1] + rows, free, side="right"))
 
 
 def _allocate(batch: ScheduleBatch, lengths_b: Int[np.ndarray, " b"], ends_b: Int[np.ndarray, " b"]) -> None:
@@ -96,9 +95,6 @@ def _allocate(batch: ScheduleBatch, lengths_b: Int[np.ndarray, " b"], ends_b: In
     page, total = allocator.page_size, int(more_b.sum())
     if not total:
         return
-    pages = int((-(-ends_b // page) - -(-lengths_b // page)).sum())
-    if (short := pages * page - allocator.available_size()) > 0:
-        batch.tree_cache.evict(EvictParams(num_tokens=short, dp_rank=0))
     rows, starts = np.repeat(batch.req_pool_indices, more_b), np.repeat(np.cumsum(more_b) - more_b, more_b)
     places = np.repeat(lengths_b, more_b) + np.arange(total) - starts
     if page == 1:

@@ -29,6 +29,7 @@ from tpu_grpo.rollout.reservation import Reservation, keep, reserve
 from tpu_grpo.rollout.routed_experts import ExpertTable
 from tpu_grpo.rollout.runner import Runner
 from tpu_grpo.rollout.running import RunningRequest
+from tpu_grpo.rollout.shapes import rows_left
 from tpu_grpo.rollout.step_arrays import StepOutput
 from tpu_grpo.rollout.use import EngineUse
 from tpu_grpo.types import Request
@@ -112,7 +113,9 @@ class SteppedScheduler(Scheduler):
             batch = self.get_next_batch_to_run()
         self.cur_batch, reservation = batch, None
         if batch and batch.forward_mode.is_decode():
-            reservation = reserve(batch, self.runner.steps_per_launch, waiting=bool(self.waiting_queue))
+            rungs, waiting = self.runner.settings.shapes.batch, bool(self.waiting_queue)
+            left = rows_left(rungs, batch.batch_size(), waiting=waiting)
+            reservation = reserve(batch, self.runner.steps_per_launch, left)
         self.use.schedule += time.perf_counter() - start
         if batch:
             self.in_flight = InFlight(batch, reservation, self._launch(batch, reservation))
@@ -140,6 +143,8 @@ class SteppedScheduler(Scheduler):
         self._keep_experts(batch, reservation, sampled, output.experts)
         self._log.update(sampled.count.tobytes() + sampled.tokens.tobytes())
         self._collect(batch, sampled)
+        if reservation is not None:
+            self._drop_finished(batch)
         self.last_batch = batch
         self.use.wait += waited - start
         self.use.collect += time.perf_counter() - waited
@@ -201,6 +206,16 @@ class SteppedScheduler(Scheduler):
             known = self.running[req.rid].logprobs
             known.extend(row[:count] if samples_one else ())
             assert len(req.output_ids) == len(known), f"sglang-jax lost a token of request {req.rid}"
+
+    def _drop_finished(self, batch: ScheduleBatch) -> None:
+        """Take finished rows out of the running batch, so that requests can take their places before the next launch.
+
+        The library does so when it prepares a decode step, and lets nobody in before that.
+        """
+        rows = batch.batch_size()
+        batch.filter_batch()
+        if batch.batch_size() < rows:
+            batch.reqs_info[0].batch_is_full = False
 
     def _keep_experts(
         self, batch: ScheduleBatch, reservation: Reservation | None, sampled: Sampled, experts: Any

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 SMALLEST_BATCH = 8
 SMALLEST_PREFILL = 64
+REFILL_SHARE = 16
+"""While requests wait, a launch ends once a row out of this many has ended, and one row at least."""
 LAUNCH_SECONDS = 0.05
 """A launch of decode steps should take at least this long: the host's part of it is a few milliseconds."""
 BYTES_PER_SECOND = {"tpu": 1e12, "gpu": 1e12, "cpu": 2e10}
@@ -83,3 +85,12 @@ def choose_steps(weight_bytes: int, platform: str) -> int:
     while steps < MOST_STEPS and steps * step_seconds < LAUNCH_SECONDS:
         steps *= 2
     return steps
+
+
+def rows_left(rungs: Sequence[int], rows: int, *, waiting: bool) -> int:
+    """Return how many running rows are so few that a launch of ``rows`` rows ends early.
+
+    They fit a smaller program, or, if requests wait, enough rows are free for some of them.
+    """
+    smaller = max((rung for rung in rungs if rung < rows), default=0)
+    return max(smaller, rows - max(1, rows // REFILL_SHARE)) if waiting else smaller
