@@ -69,7 +69,7 @@ def work(arguments: list[str]) -> None:
         replicas = Replicas.build(directory, devices, tensor, options, hosts)
         replicas.install_weights(WeightSync(checkpoint.weight_rules, leaves, replicas.weight_specs)(leaves)[0])
         if checked:
-            replicas.check_every_step()
+            replicas.check_every_launch()
         replicas.compile_all()
         return replicas
 

@@ -111,6 +111,8 @@ class Rollout:
     completions: tuple[Completion, ...]
     texts: tuple[str, ...]
     seconds: float
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What this host's engines did, under its names in the metrics."""
 
     @property
     def row_prompts(self) -> tuple[Prompt, ...]:

@@ -21,6 +21,7 @@ def test_every_leaf_is_listed_once_with_a_meaning() -> None:
         ("model.dtype", "float32 | bfloat16", "float32"),
         ("data.shuffle", "bool", "true"),
         ("rollout.batch_paddings", "list of int | unset", "unset"),
+        ("rollout.steps_per_launch", "auto | int", "auto"),
         ("rewards", "list", "['exact_answer']"),
         ("rewards[i].name", "str", "required"),
         ("rewards[i].options", "mapping", "{}"),

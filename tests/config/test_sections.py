@@ -27,6 +27,7 @@ HELP = "`--help` lists every setting with its type and default"
         ("rollout.temperature", 1.0),
         ("rollout.max_new_tokens", 256),
         ("rollout.batch_paddings", None),
+        ("rollout.steps_per_launch", "auto"),
         ("rollout.release_during_update", False),
         ("algorithm.name", "grpo"),
         ("algorithm.options", {}),
@@ -156,6 +157,10 @@ def test_a_config_is_frozen() -> None:
         (
             "rollout.batch_paddings=[]",
             "rollout.batch_paddings must name a batch size, got []; leave it unset for powers of 2",
+        ),
+        (
+            "rollout.steps_per_launch=0",
+            "rollout.steps_per_launch must be auto or a whole number from 1 on, got 0; `--help` says what it means",
         ),
         (
             "rollout.batch_paddings=[8, 0]",

@@ -20,6 +20,7 @@ from tpu_grpo.models import read_checkpoint
 from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.packing import pack, unpack
 from tpu_grpo.rollout.replicas import Replica, Replicas, assign_requests, make_replicas
+from tpu_grpo.rollout.use import EngineUse
 from tpu_grpo.types import Completion, Request, SamplingParams
 from tpu_grpo.weights.plan import named_leaves
 from tpu_grpo.weights.sync import WeightSync
@@ -165,37 +166,51 @@ def test_a_request_nobody_can_serve_is_refused_with_its_place_in_the_batch(check
 
 
 class RecordingEngine:
-    """An engine that takes two steps and notes the order of what it is asked."""
+    """An engine of two launches that notes what it is asked; ``slow`` looks find its devices still at the first."""
 
-    def __init__(self, name: str, log: list[str]):
-        self._name, self._log = name, log
+    use = EngineUse()
+
+    def __init__(self, name: str, log: list[str], slow: int = 0):
+        self._name, self._log, self._slow = name, log, slow
 
     def check(self, asked: Sequence[Request]) -> None:
         del asked
 
     def begin(self, asked: Sequence[Request]) -> Any:
-        steps = iter(("launch 1", "collect 1, launch 2", "collect 2"))
-
-        def advance() -> bool:
-            step = next(steps)
-            self._log.append(f"{self._name} {step}")
-            return "launch" in step
-
-        completion = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)
-        return SimpleNamespace(advance=advance, completions=lambda: [completion] * len(asked))
+        return RecordingGeneration(self._name, self._log, self._slow, len(asked))
 
 
-def test_replicas_of_one_process_overlap() -> None:
-    """Every replica has a step under way while the others' tokens are taken in."""
+class RecordingGeneration:
+    def __init__(self, name: str, log: list[str], slow: int, rows: int):
+        self._name, self._log, self._slow, self._rows = name, log, slow, rows
+        self._steps = ["launch 1", "collect 1, launch 2", "collect 2"]
+
+    @property
+    def ready(self) -> bool:
+        waits = len(self._steps) == 2 and self._slow > 0
+        self._slow -= waits
+        return not waits
+
+    def advance(self) -> bool:
+        step = self._steps.pop(0)
+        self._log.append(f"{self._name} {step}")
+        return "launch" in step
+
+    def completions(self) -> list[Completion]:
+        return [Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)] * self._rows
+
+
+@pytest.mark.parametrize(
+    ("slow", "order"),
+    [
+        (0, "a launch 1; b launch 1; a collect 1, launch 2; b collect 1, launch 2; a collect 2; b collect 2"),
+        (9, "a launch 1; b launch 1; b collect 1, launch 2; b collect 2; a collect 1, launch 2; a collect 2"),
+    ],
+)
+def test_replicas_of_one_process_overlap_and_do_not_wait_for_each_other(slow: int, order: str) -> None:
+    """Every replica has a launch under way while the others' tokens are taken in; a slow one holds up none."""
     log: list[str] = []
-    engines: Any = {number: RecordingEngine("ab"[number], log) for number in (0, 1)}
+    engines: Any = {0: RecordingEngine("a", log, slow), 1: RecordingEngine("b", log)}
     replicas = Replicas([Replica(0, (), (0,)), Replica(1, (), (0,))], engines, Hosts())
     assert len(replicas.generate(requests())) == len(PROMPTS)
-    assert log == [
-        "a launch 1",
-        "b launch 1",
-        "a collect 1, launch 2",
-        "b collect 1, launch 2",
-        "a collect 2",
-        "b collect 2",
-    ]
+    assert log == order.split("; ")

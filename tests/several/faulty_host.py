@@ -81,18 +81,17 @@ def version(name: str) -> None:
 
 @fault
 def sampled_token(_: str) -> None:
-    """The third step of the engine takes in another token."""
-    from tpu_grpo.rollout.scheduler import StepInFlight, SteppedScheduler
+    """The third launch of the engine takes in other tokens."""
+    from tpu_grpo.rollout.decode_loop import Sampled
 
-    original = SteppedScheduler.finish_step
+    original, calls = Sampled.of, []
 
-    def finish_step(self: Any) -> None:
-        step = self.in_flight
-        if step is not None and self.forward_ct == 3:
-            self.in_flight = StepInFlight(step.batch, step.output._replace(tokens=step.output.tokens ^ 1))
-        original(self)
+    def sampled(*args: Any) -> Any:
+        found = original(*args)
+        calls.append(found)
+        return found._replace(tokens=found.tokens ^ 1) if len(calls) == 3 else found
 
-    SteppedScheduler.finish_step = finish_step  # type: ignore
+    Sampled.of = sampled  # type: ignore
 
 
 @fault
@@ -216,11 +215,17 @@ def pressure(_: str) -> None:
 
 @fault
 def lost(text: str) -> None:
-    """SIGKILL, SIGSTOP or an abort in a stage: ``lost:SIGKILL,rollout of step 2``; ``start-up`` is before the start."""
+    """SIGKILL, SIGSTOP or an abort in a stage: ``lost:SIGKILL,rollout of step 2``; ``start-up`` is before the start.
+
+    ``launch 4`` is while the devices compute that launch of an engine.
+    """
     name, _, stage = text.partition(",")
     number = signal.Signals[name]
     if stage == "start-up":
         os.kill(os.getpid(), number)
+        return
+    if stage.startswith("launch "):
+        lose_in_launch(number, int(stage.removeprefix("launch ")))
         return
     from tpu_grpo.hosts.watch import Watch
 
@@ -232,6 +237,20 @@ def lost(text: str) -> None:
         return original(self, entered)
 
     Watch.stage = watched  # type: ignore
+
+
+def lose_in_launch(number: signal.Signals, launch: int) -> None:
+    from tpu_grpo.rollout.scheduler import SteppedScheduler
+
+    original = SteppedScheduler._launch
+
+    def launched(self: Any, *args: Any) -> Any:
+        output = original(self, *args)
+        if self.forward_ct == launch:
+            os.kill(os.getpid(), number)
+        return output
+
+    SteppedScheduler._launch = launched  # type: ignore
 
 
 @fault

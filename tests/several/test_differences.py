@@ -103,10 +103,10 @@ def test_a_reward_that_returns_another_number_on_one_host(files: Path, tmp_path:
         assert "on host 1 for " in own
 
 
-def test_the_first_step_that_differs_is_named(files: Path, tmp_path: Path) -> None:
-    """Step 3 takes in another token on host 1, so the hosts disagree when they would launch step 4."""
+def test_the_first_launch_that_differs_is_named(files: Path, tmp_path: Path) -> None:
+    """Launch 3 takes in other tokens on host 1, so the hosts disagree before launch 4."""
     tree = settings(tmp_path, meshes={"sampler": {"tensor": 4}})
-    ended = run_hosts(2, 2, files, tree, "hosts.check=step", fault="sampled_token")
+    ended = run_hosts(2, 2, files, tree, "hosts.check=step", "rollout.steps_per_launch=2", fault="sampled_token")
     assert ended.code == 3, ended.errors
     for host in (0, 1):
-        assert "scheduling of engine step 4 of replica 0 differs: host 0 has " in ended.of_host(host)
+        assert "scheduling of launch 4 of replica 0 differs: host 0 has " in ended.of_host(host)

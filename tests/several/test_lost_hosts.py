@@ -16,7 +16,7 @@ def fails(completions):
         raise ValueError("no luck")
     return [0.0] * len(completions)
 """
-STAGES = ["rollout of step 2", "rewards of step 2", "update of step 2", "weight sync of step 2"]
+STAGES = ["rollout of step 2", "launch 3", "rewards of step 2", "update of step 2", "weight sync of step 2"]
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
+from tpu_grpo.config.counts import AutoOrCount
 from tpu_grpo.config.section import LayerRanges, PlainName, PositiveInt, Section, regular_expression
 
 
@@ -97,9 +98,8 @@ class RolloutSection(Section):
     """Keep computed prefixes, so that a group's prompt is prefilled once."""
     batch_paddings: tuple[PositiveInt, ...] | None = None
     """Compile decode steps for these batch sizes; powers of 2 from 8 up to max_running_requests when unset."""
-    steps_per_launch: Literal["auto"] | PositiveInt = "auto"
-    """Decode up to this many tokens of each row in one launch, while the host waits; auto: 4 to 32, more for a smaller
-    model. The tokens stay the same."""
+    steps_per_launch: AutoOrCount = "auto"
+    """Decode up to this many tokens of each row before the host looks at them; auto: 4 to 32 by the model's size."""
     release_during_update: bool = False
     """Free the engines' KV cache, and weights they do not share with the trainer, during the update; the weight sync
     brings the weights back and the cache is made anew. The tokens stay the same."""

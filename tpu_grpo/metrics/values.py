@@ -27,6 +27,7 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, float | str]:
         "rollout/seconds": float(rollout.seconds),
         "rollout/tokens_per_second": rollout.total_tokens / rollout.seconds if rollout.seconds > 0 else float("nan"),
         "rollout/tokens_digest": tokens_digest(rollout.completions),
+        **rollout.figures,
     }
 
 

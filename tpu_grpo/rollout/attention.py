@@ -1,6 +1,6 @@
 """The attention modes of an engine: what each takes from a scheduled batch, and the backend it runs in the step.
 
-A prefill step has metadata of its own. The decode steps of a launch share what ``launch_metadata`` builds for the rows as
+A prefill step has metadata of its own. The decode steps of a launch share what ``launch_metadata`` builds for rows as
 long as they may get, and ``at_step`` makes of it what one step needs.
 
 Suffixes: b rows of the batch, B rows (padded), L context, S cache slots of all rows.
@@ -185,12 +185,12 @@ class FlashMode(NativeMode):
     ) -> FlashAttentionMetadata:
         """Compute the library's metadata on the host; it goes to the devices with the other inputs of the step."""
         del slots_bL
-        rows = np.sum(columns["seq_lens"] > 0, dtype=np.int32)
+        rows = int(np.sum(columns["seq_lens"] > 0))
         return self._metadata(columns["seq_lens"], columns["extend_lens"], cache_loc, (0, rows, rows))
 
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
         """Compute the library's metadata for rows as long as they may get; the pages stay during a launch."""
-        rows = np.sum(ends_B > 0, dtype=np.int32)
+        rows = int(np.sum(ends_B > 0))
         return self._metadata(ends_B, np.ones_like(ends_B), self.cache_loc(slots_bL, ends_B), (rows, rows, rows))
 
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
@@ -200,8 +200,8 @@ class FlashMode(NativeMode):
         """
         rows_B = jnp.arange(len(seq_lens_B))
         ended_B = (rows_B < metadata.distribution[0]) & (seq_lens_B == 0)
-        first_page_B = jnp.where(ended_B, metadata.cu_kv_lens[:-1] // self._runner.page_size, metadata.page_indices.size)
-        pages = metadata.page_indices.at[first_page_B].set(0, mode="drop")
+        first_B, nowhere = metadata.cu_kv_lens[:-1] // self._runner.page_size, metadata.page_indices.size
+        pages = metadata.page_indices.at[jnp.where(ended_B, first_B, nowhere)].set(0, mode="drop")
         lengths = jnp.where(ended_B, 1, seq_lens_B)
         return replace(metadata, page_indices=pages, seq_lens=lengths), jnp.zeros(0, jnp.int32)
 

@@ -67,16 +67,19 @@ class LaunchOutput(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """The tokens of b rows in a launch or a prefill step, on the host; row r has the first ``count[r]`` of its column."""
+    """The tokens of b rows in a launch or a prefill step, on the host: the first ``count`` of each row's column."""
 
     count: Int[np.ndarray, " b"]
     tokens: Int[np.ndarray, "k b"]
     logprobs: Float[np.ndarray, "k b"]
 
     @classmethod
-    def of_launch(cls, results: Int[np.ndarray, "results B"], rows: int) -> "Sampled":
-        """Read the first ``rows`` rows of LaunchOutput.results."""
-        results = np.ascontiguousarray(results[:, :rows])
+    def of(cls, output: "StepOutput | LaunchOutput", rows: int) -> "Sampled":
+        """Read the first ``rows`` rows of what has come to the host; each has one token after a prefill step."""
+        if isinstance(output, StepOutput):
+            tokens, logprobs = np.asarray(output.tokens), np.asarray(output.logprobs)
+            return cls(np.ones(rows, np.int32), tokens[None, :rows], logprobs[None, :rows])
+        results = np.ascontiguousarray(np.asarray(output.results)[:, :rows])
         tokens, bits = np.split(results[1:], 2)
         return cls(results[0], tokens, bits.view(np.float32))
 

@@ -44,6 +44,8 @@ class Engine:
     def __init__(self, scheduler: SteppedScheduler, options: EngineOptions):
         self._scheduler = scheduler
         self.options = options
+        self.figures: Mapping[str, float] = {}
+        """What the last ``generate`` took, under the metrics' names."""
 
     @classmethod
     def build(cls, checkpoint: Path, mesh: Mesh, options: EngineOptions) -> "Engine":
@@ -176,13 +178,14 @@ class Engine:
         Raises:
             RequestError: if the engine can never serve one of them; none is started then.
         """
-        generation = self.begin(requests)
+        generation, before = self.begin(requests), self.use
         while generation.advance():
             pass
+        self.figures = (self.use - before).figures
         return generation.completions()
 
     def begin(self, requests: Sequence[Request]) -> Generation:
-        """Start a generation, one at a time, which the caller advances launch by launch. Raises what ``generate`` does."""
+        """Start a generation, which the caller advances launch by launch. Raises what ``generate`` does."""
         assert self.has_weights, "install_weights comes before a generation"
         self.check(requests)
         return Generation(self._scheduler, requests, self.options.stop_token_ids, share=self.options.prefix_cache)

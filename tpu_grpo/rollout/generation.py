@@ -4,11 +4,15 @@ Requests with equal prompts form a group. The first of them prefills the prompt;
 cached keys and values.
 """
 
+import time
 from collections.abc import Sequence
 
 from tpu_grpo.rollout.running import RunningRequest
 from tpu_grpo.rollout.scheduler import SteppedScheduler
 from tpu_grpo.types import Completion, Request
+
+POLL_SECONDS = 0.0002
+"""While no engine is ready, this long passes between two looks."""
 
 
 class Generation:
@@ -70,3 +74,26 @@ def prompt_groups(requests: Sequence[Request], *, share: bool = True) -> list[tu
     for index, request in enumerate(requests):
         members.setdefault(request.token_ids, []).append(index)
     return [(first, rest) for first, *rest in members.values()]
+
+
+def advance_all(generations: Sequence[Generation]) -> float:
+    """Advance several generations to their ends, each as soon as its engine's devices have finished a launch.
+
+    No engine waits for another. Engines of one process lie inside its host, so that the order of their launches, which
+    may differ from host to host, is nobody else's business; an engine over several hosts is the only one of each.
+
+    Returns:
+        The seconds in which no engine was ready.
+    """
+    active, waited = list(generations), 0.0
+    while len(active) > 1:
+        ready = [generation for generation in active if generation.ready]
+        if not ready:
+            start = time.perf_counter()
+            time.sleep(POLL_SECONDS)
+            waited += time.perf_counter() - start
+        ended = [generation for generation in ready if not generation.advance()]
+        active = [generation for generation in active if generation not in ended]
+    while active and active[0].advance():
+        pass
+    return waited

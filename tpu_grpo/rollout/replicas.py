@@ -17,7 +17,7 @@ serves a request: see sampling.py.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,9 @@ from tpu_grpo.errors import ConfigError, LockstepError
 from tpu_grpo.hosts import Hosts, devices_per_host, hosts_of, progress
 from tpu_grpo.rollout.engine import Engine, engine_mesh, partition_spec
 from tpu_grpo.rollout.exchange import Exchange
-from tpu_grpo.rollout.generation import prompt_groups
+from tpu_grpo.rollout.generation import advance_all, prompt_groups
 from tpu_grpo.rollout.options import EngineOptions
+from tpu_grpo.rollout.use import EngineUse, total_use
 from tpu_grpo.types import Completion, Request
 
 
@@ -93,6 +94,8 @@ class Replicas:
         self.replicas = tuple(replicas)
         self.engines = dict(engines)
         self._hosts = hosts
+        self.figures: Mapping[str, float] = {}
+        """What the last ``generate`` took of this host's engines, under the metrics' names."""
 
     @classmethod
     def build(
@@ -112,7 +115,7 @@ class Replicas:
         engines = {r.number: Engine.build(checkpoint, engine_mesh(r.devices), options) for r in mine}
         for replica in mine:
             if len(replica.hosts) > 1:
-                engines[replica.number].before_every_step(_step_hook(replica.number))
+                engines[replica.number].before_every_launch(_launch_hook(replica.number))
         return cls(replicas, engines, hosts)
 
     @cached_property
@@ -125,11 +128,11 @@ class Replicas:
         """The digest of decisions and tokens of each replica that this host drives, by the replica's number."""
         return {number: engine.digest for number, engine in self.engines.items()}
 
-    def check_every_step(self) -> None:
-        """Let hosts that drive a replica together compare its digest before each of its steps."""
+    def check_every_launch(self) -> None:
+        """Let hosts that drive a replica together compare its digest before each of its launches."""
         for number, engine in self.engines.items():
             if len(members := self.replicas[number].hosts) > 1:
-                engine.before_every_step(_step_hook(number, self._hosts.among(members)))
+                engine.before_every_launch(_launch_hook(number, self._hosts.among(members)))
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
         """Sample with these parameters from now on. They lie on all replicas, and each engine takes its copy as it is.
@@ -178,14 +181,16 @@ class Replicas:
         generations = {
             number: engine.begin([requests[i] for i in assigned[number]]) for number, engine in self.engines.items()
         }
-        active = list(generations.values())
-        while active:
-            active = [generation for generation in active if generation.advance()]
+        before, waited = self._use(), advance_all(list(generations.values()))
+        self.figures = dict(replace(spent := self._use() - before, wait=spent.wait + waited).figures)
         own = {number: generation.completions() for number, generation in generations.items()}
         if self._hosts.count == 1:
             return in_request_order(own, assigned)
         self._compare()
         return self._exchange(own, requests, assigned)
+
+    def _use(self) -> EngineUse:
+        return total_use(engine.use for engine in self.engines.values())
 
     def _compare(self) -> None:
         """Check that hosts decided and sampled alike in the replicas they share; all hosts take part, so all raise."""
@@ -213,16 +218,16 @@ class Replicas:
         return completions
 
 
-def _step_hook(number: int, partners: Hosts | None = None) -> Callable[[int, str], None]:
-    """Make the call before each step of a replica that spans hosts.
+def _launch_hook(number: int, partners: Hosts | None = None) -> Callable[[int, str], None]:
+    """Make the call before each launch of a replica that spans hosts.
 
-    It notes the step for the watch over lost hosts, and compares its digest with those of ``partners``, if given.
+    It notes the launch for the watch over lost hosts, and compares its digest with those of ``partners``, if given.
     """
 
-    def note(step: int, digest: str) -> None:
-        progress.note(f"replica {number}", step, digest)
+    def note(launch: int, digest: str) -> None:
+        progress.note(f"replica {number}", launch, digest)
         if partners is not None:
-            partners.agree(f"scheduling of engine step {step} of replica {number}", digest)
+            partners.agree(f"scheduling of launch {launch} of replica {number}", digest)
 
     return note
 

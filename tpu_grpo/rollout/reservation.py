@@ -1,21 +1,21 @@
 """Cache slots for several decode steps, taken from the scheduler's own allocator before a launch.
 
 The scheduler gives every row of a decode batch the slot of one token. ``reserve`` takes those of the tokens after it,
-for as many steps as free slots last, and ``keep`` gives back what a launch did not use. A launch ends where single steps
-would have evicted prefixes or put rows back. So eviction, retraction and admission find what they would find after
-single steps, and decide alike.
+for as many steps as free slots last, and ``keep`` gives back what a launch did not use. A launch ends where single
+steps would have evicted prefixes or put rows back. So eviction, retraction and admission find what they would find
+after single steps, and decide alike.
 
     reservation = reserve(batch, most_steps=16, left=8)
     ...                                     # the launch
     keep(batch, reservation, counts)        # the tokens that each row has sampled
 
-Suffixes: b rows of the batch, k steps of the launch.
+Suffixes: b rows of the batch (B padded), k steps of the launch, T tokens, L layers, K experts per token.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, Integer
 from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
 
 
@@ -71,6 +71,23 @@ def keep(batch: ScheduleBatch, reservation: Reservation, counts_b: Int[np.ndarra
         req.kv_allocated_len = req.kv_committed_len
     batch.seq_lens = ends_b.astype(first_b.dtype)
     batch.seq_lens_sum = int(ends_b.sum())
+
+
+def computed_experts(
+    batch: ScheduleBatch,
+    reservation: Reservation | None,
+    counts_b: Int[np.ndarray, " b"],
+    experts: Integer[np.ndarray, "*tokens L K"],
+) -> tuple[Int[np.ndarray, " T"], Integer[np.ndarray, "T L K"]]:
+    """Return the cache slots of the tokens that were computed, and their experts.
+
+    ``experts`` are those of a launch, [k, B, L, K], or without a reservation of a prefill step, [T, L, K].
+    """
+    if reservation is None:
+        return batch.out_cache_loc, experts[: len(batch.out_cache_loc)]
+    taken = np.arange(reservation.steps) < counts_b[:, None]
+    by_row = experts[: reservation.steps, : len(counts_b)].swapaxes(0, 1)
+    return reservation.slots[taken], by_row[taken]
 
 
 def _affordable(

@@ -1,10 +1,13 @@
-"""A request while it is inside the scheduler."""
+"""What is inside the scheduler: requests, and the launch that the devices are computing."""
 
 from dataclasses import dataclass, field
 
 import numpy as np
-from sgl_jax.srt.managers.schedule_batch import FINISH_LENGTH, Req
+from sgl_jax.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
 
+from tpu_grpo.rollout.decode_loop import LaunchOutput
+from tpu_grpo.rollout.reservation import Reservation
+from tpu_grpo.rollout.step_arrays import StepOutput
 from tpu_grpo.types import Completion, Request
 
 
@@ -33,3 +36,13 @@ class RunningRequest:
             cached_tokens=self.req.cached_tokens,
             experts=self.req.routed_experts,
         )
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A prefill step, or a launch of decode steps, that the devices are computing."""
+
+    batch: ScheduleBatch
+    reservation: Reservation | None
+    """The cache slots of a launch of decode steps."""
+    output: StepOutput | LaunchOutput

@@ -1,7 +1,7 @@
 """The rollout stage: it turns a batch of prompts into requests with keys, completions and decoded texts."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerFast
@@ -25,6 +25,9 @@ def sampling_params(config: RunConfig) -> SamplingParams:
 
 class CompletionEngine(Protocol):
     """Serves requests: one Engine, or all Replicas of a run."""
+
+    figures: Mapping[str, float]
+    """What the last ``generate`` took, under the metrics' names."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Return a completion for every request, in their order."""
@@ -64,7 +67,7 @@ class Sampler:
         ]
         completions = self._generate(requests, f"step {batch.step}")
         seconds = time.perf_counter() - start
-        return Rollout(batch, self._group_size, completions, self._texts(completions), seconds)
+        return Rollout(batch, self._group_size, completions, self._texts(completions), seconds, self._engine.figures)
 
     def answer(self, prompts: Sequence[Prompt], modes: Sequence[AnswerMode]) -> tuple[Rollout, ...]:
         """Sample completions for an evaluation in every mode, with keys that are the same every time.

@@ -6,7 +6,6 @@ Its decisions depend on the submitted requests alone: no clock, free memory, thr
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,10 +24,10 @@ from sgl_jax.srt.server_args import PortArgs, ServerArgs
 from tpu_grpo.errors import RequestError
 from tpu_grpo.rollout import repairs
 from tpu_grpo.rollout.decode_loop import LaunchOutput, Sampled
-from tpu_grpo.rollout.reservation import Reservation, keep, reserve
+from tpu_grpo.rollout.reservation import Reservation, computed_experts, keep, reserve
 from tpu_grpo.rollout.routed_experts import ExpertTable
 from tpu_grpo.rollout.runner import Runner
-from tpu_grpo.rollout.running import RunningRequest
+from tpu_grpo.rollout.running import InFlight, RunningRequest
 from tpu_grpo.rollout.shapes import rows_left
 from tpu_grpo.rollout.step_arrays import StepOutput
 from tpu_grpo.rollout.use import EngineUse
@@ -45,16 +44,6 @@ class _NoPeers(CommunicationBackend):
     def send_pyobj(self, data: Any) -> None:
         """Refuse: the library sends only that it gave a request up, which ``Engine.check`` rules out."""
         raise AssertionError(f"sglang-jax gave a request up: {data}")
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """A prefill step, or a launch of decode steps, that the devices are computing."""
-
-    batch: ScheduleBatch
-    reservation: Reservation | None
-    """The cache slots of a launch of decode steps."""
-    output: StepOutput | LaunchOutput
 
 
 class SteppedScheduler(Scheduler):
@@ -137,10 +126,11 @@ class SteppedScheduler(Scheduler):
         start = time.perf_counter()
         output = jax.device_get(flight.output)
         waited = time.perf_counter()
-        sampled = self._sampled(batch, output)
+        sampled = Sampled.of(output, len(batch.reqs))
         if reservation is not None:
             self._keep(batch, reservation, sampled)
-        self._keep_experts(batch, reservation, sampled, output.experts)
+        if self._experts is not None and output.experts is not None:
+            self._experts.store(*computed_experts(batch, reservation, sampled.count, output.experts))
         self._log.update(sampled.count.tobytes() + sampled.tokens.tobytes())
         self._collect(batch, sampled)
         if reservation is not None:
@@ -173,23 +163,12 @@ class SteppedScheduler(Scheduler):
         self.use.launch += time.perf_counter() - start
         return output
 
-    def _sampled(self, batch: ScheduleBatch, output: StepOutput | LaunchOutput) -> Sampled:
-        """Read the tokens of a batch from what the devices left; those of a prompt's chunk are not used."""
-        rows = len(batch.reqs)
-        if isinstance(output, LaunchOutput):
-            return Sampled.of_launch(output.results, rows)
-        return Sampled(np.ones(rows, np.int32), output.tokens[None, :rows], output.logprobs[None, :rows])
-
     def _keep(self, batch: ScheduleBatch, reservation: Reservation, sampled: Sampled) -> None:
         """Give back the slots that a launch did not use, and count its steps, as the library counts single ones."""
         keep(batch, reservation, sampled.count)
-        steps = int(sampled.count.max())
-        decayed = self.new_token_ratio - (steps - 1) * self.new_token_ratio_decay
-        self.new_token_ratio = max(decayed, self.min_new_token_ratio)
-        self.use.launches += 1
-        self.use.steps += steps
-        self.use.tokens += int(sampled.count.sum())
-        self.use.places += steps * self.max_running_requests
+        self.use.count_launch(sampled.count, self.max_running_requests)
+        for _ in range(int(sampled.count.max()) - 1):
+            self.new_token_ratio = max(self.new_token_ratio - self.new_token_ratio_decay, self.min_new_token_ratio)
 
     def _collect(self, batch: ScheduleBatch, sampled: Sampled) -> None:
         """Append the sampled tokens and their log-probabilities to their requests."""
@@ -216,19 +195,6 @@ class SteppedScheduler(Scheduler):
         batch.filter_batch()
         if batch.batch_size() < rows:
             batch.reqs_info[0].batch_is_full = False
-
-    def _keep_experts(
-        self, batch: ScheduleBatch, reservation: Reservation | None, sampled: Sampled, experts: Any
-    ) -> None:
-        """Store the experts of every token that was computed by the token's cache slot."""
-        if self._experts is None or experts is None:
-            return
-        if reservation is None:
-            self._experts.store(batch.out_cache_loc, experts[: len(batch.out_cache_loc)])
-            return
-        taken = np.arange(reservation.steps) < sampled.count[:, None]
-        by_row = experts[: reservation.steps, : len(batch.reqs)].swapaxes(0, 1)
-        self._experts.store(reservation.slots[taken], by_row[taken])
 
     def maybe_collect_routed_experts(self, req: Req) -> None:
         """Take a finished request's experts; the library calls this before it frees the cache slots."""

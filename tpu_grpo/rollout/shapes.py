@@ -78,8 +78,8 @@ def pad_to(rungs: Sequence[int], size: int) -> int:
 def choose_steps(weight_bytes: int, platform: str) -> int:
     """Choose the most decode steps of a launch: a power of two, for the bytes of weights on each device.
 
-    Reading the weights so many times takes LAUNCH_SECONDS, within FEWEST_STEPS and MOST_STEPS. With 1e12 bytes a second:
-    0.6B parameters in bfloat16 (1.2 GB) get 32 steps, 8B on four devices (4 GB) 16, 32B on four devices (16 GB) 4.
+    Reading the weights so many times takes LAUNCH_SECONDS, within FEWEST_STEPS and MOST_STEPS. On a TPU, 0.6B
+    parameters in bfloat16 (1.2 GB) get 32 steps, 8B on four devices (4 GB) 16, and 32B on four devices (16 GB) 4.
     """
     step_seconds, steps = weight_bytes / BYTES_PER_SECOND[platform], FEWEST_STEPS
     while steps < MOST_STEPS and steps * step_seconds < LAUNCH_SECONDS:

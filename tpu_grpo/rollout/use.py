@@ -3,6 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
+import numpy as np
+from jaxtyping import Int
+
 
 @dataclass
 class EngineUse:
@@ -26,6 +29,14 @@ class EngineUse:
     """Tokens that decode steps sampled."""
     places: int = 0
     """Tokens that they would have sampled with as many rows as run at once."""
+
+    def count_launch(self, counts_b: Int[np.ndarray, " b"], places: int) -> None:
+        """Add a launch of decode steps that sampled so many tokens of each row, with ``places`` rows at once."""
+        steps = int(counts_b.max())
+        self.launches += 1
+        self.steps += steps
+        self.tokens += int(counts_b.sum())
+        self.places += steps * places
 
     def __sub__(self, before: "EngineUse") -> "EngineUse":
         return EngineUse(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})

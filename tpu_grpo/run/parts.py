@@ -213,7 +213,7 @@ def open_engines(
     _agree_on_engines(options, hosts)
     replicas = Replicas.build(checkpoint.directory, meshes.sampler_devices, meshes.tensor, options, hosts)
     if config.hosts.check == "step":
-        replicas.check_every_step()
+        replicas.check_every_launch()
     return SyncedEngines(replicas, checkpoint.weight_rules, tokenizer, config, hosts)
 
 
