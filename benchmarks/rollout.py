@@ -1,13 +1,18 @@
-"""Rollout tokens per second: python -m benchmarks.rollout [--rounds N]
+"""Rollout tokens per second: python -m benchmarks.rollout [samplers | launches] [--rounds N]
 
 One model (4-layer, 256-wide Qwen3, random weights, float32), 8 prompts of 30 tokens x 8 samples, on the CPU; every
 contender samples the same workload in turn, round after round in one process, and the medians are compared.
+
+``samplers``:
 
     gather        this package's engine as it runs off TPU
     native 64     the library's scheduler with its native attention, 64 rows at a time (inside our step: the library's
                   own sampler does not trace off TPU)
     native 16     the same with 16 rows at a time, which suits its rows x rows attention better
     tunix         Tunix's own sampler: one compiled loop for the whole batch, up to the longest row
+
+``launches``: this package's engine with 1, 4, 16 and 64 decode steps in a launch, for all rows at once and, so that
+requests wait, for 16 at a time; each with the host's time per token by stage.
 
 Workloads: *even*, 64 tokens each; *uneven*, lengths from a long tail up to 256, the same for every contender (each
 request has its own limit; Tunix's sampler has none, so it runs to the longest row and only the wanted tokens count).
@@ -18,7 +23,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 
@@ -53,6 +57,9 @@ def uneven_lengths() -> list[int]:
     lengths = np.clip(drawn.round().astype(int), 4, LONGEST)
     lengths[lengths.argmax()] = LONGEST
     return lengths.tolist()
+
+
+WORKLOADS = {"even": [64] * PROMPTS * GROUP, "uneven": uneven_lengths()}
 
 
 def prompt_ids(prompt: int) -> tuple[int, ...]:
@@ -126,10 +133,16 @@ def tunix_workload(model: nnx.Module, lengths: Sequence[int]) -> Workload:
     return run
 
 
-def build_engine(directory: Path, model: nnx.Module, attention: str, rows: int) -> Engine:
+def build_engine(directory: Path, model: nnx.Module, attention: str, rows: int, steps: int | None = None) -> Engine:
     """An engine with the model's weights, everything compiled."""
     context = PROMPT_TOKENS + LONGEST
-    options = engine_options(context_tokens=context, attention=attention, max_running_requests=rows, prefill_tokens=512)
+    options = engine_options(
+        context_tokens=context,
+        attention=attention,
+        max_running_requests=rows,
+        prefill_tokens=512,
+        steps_per_launch=steps,
+    )
     engine = Engine.build(directory, engine_mesh(jax.devices()[:1]), options)
     leaves = named_leaves(nnx.state(model, nnx.Param))
     engine.install_weights(WeightSync(read_checkpoint(directory).weight_rules, leaves, engine.weight_specs)(leaves)[0])
@@ -137,14 +150,12 @@ def build_engine(directory: Path, model: nnx.Module, attention: str, rows: int) 
     return engine
 
 
-def step_times(engine: Engine, run: Workload) -> str:
-    """Milliseconds per step of one more generation, by what they were spent on."""
-    before = asdict(engine.seconds)
-    run(10_000)
-    spent = {name: value - before[name] for name, value in asdict(engine.seconds).items()}
-    steps = spent.pop("steps")
-    parts = ", ".join(f"{name} {1e3 * value / steps:.2f}" for name, value in spent.items())
-    return f"{steps} steps; ms per step: {parts}"
+def stage_times(engine: Engine, run: Workload) -> str:
+    """Microseconds per sampled token of one more generation, by what the host spent them on."""
+    before = engine.use
+    tokens, use = run(10_000), engine.use - before
+    parts = (f"{stage} {1e6 * getattr(use, stage) / tokens:.1f}" for stage in ("schedule", "launch", "wait", "collect"))
+    return f"{use.prefills} prefills, {use.steps} steps in {use.launches} launches; us per token: {', '.join(parts)}"
 
 
 def measure(contenders: dict[str, Workload], rounds: int) -> dict[str, list[float]]:
@@ -162,9 +173,10 @@ def measure(contenders: dict[str, Workload], rounds: int) -> dict[str, list[floa
 def main() -> None:
     """Build everything, measure both workloads, print a table each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("contenders", nargs="?", choices=("samplers", "launches"), default="samplers")
     parser.add_argument("--rounds", type=int, default=5)
-    rounds = parser.parse_args().rounds
-    console = Console(width=110)
+    asked = parser.parse_args()
+    console = Console(width=130)
     with tempfile.TemporaryDirectory() as temporary:
         directory = write_random_qwen3(
             Path(temporary) / "model",
@@ -178,25 +190,47 @@ def main() -> None:
         )
         mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
         model = load_model(read_checkpoint(directory), mesh, dtype=jnp.float32, remat="none")
+        if asked.contenders == "samplers":
+            compare_samplers(directory, model, asked.rounds, console)
+        else:
+            compare_launches(directory, model, asked.rounds, console)
+
+
+def compare_samplers(directory: Path, model: nnx.Module, rounds: int, console: Console) -> None:
+    """Our engine beside the library's scheduler and Tunix's sampler."""
+    engines = {
+        "gather": build_engine(directory, model, "gather", 64),
+        "native 64": build_engine(directory, model, "native", 64),
+        "native 16": build_engine(directory, model, "native", 16),
+    }
+    for workload, lengths in WORKLOADS.items():
+        contenders = {name: engine_workload(engine, lengths) for name, engine in engines.items()}
+        contenders["tunix"] = tunix_workload(model, lengths)
+        console.print(report(workload, lengths, measure(contenders, rounds)))
+        console.print(f"gather: {stage_times(engines['gather'], contenders['gather'])}\n")
+
+
+def compare_launches(directory: Path, model: nnx.Module, rounds: int, console: Console) -> None:
+    """Our engine with more and more decode steps in a launch."""
+    for rows in (64, 16):
         engines = {
-            "gather": build_engine(directory, model, "gather", 64),
-            "native 64": build_engine(directory, model, "native", 64),
-            "native 16": build_engine(directory, model, "native", 16),
+            f"{steps} steps": build_engine(directory, model, "gather", rows, steps=steps) for steps in (1, 4, 16, 64)
         }
-        for workload, lengths in (("even", [64] * PROMPTS * GROUP), ("uneven", uneven_lengths())):
+        for workload, lengths in WORKLOADS.items():
             contenders = {name: engine_workload(engine, lengths) for name, engine in engines.items()}
-            contenders["tunix"] = tunix_workload(model, lengths)
-            speeds = measure(contenders, rounds)
-            console.print(report(workload, lengths, speeds))
-            console.print(f"gather: {step_times(engines['gather'], contenders['gather'])}\n")
+            console.print(report(f"{workload}, {rows} rows at a time", lengths, measure(contenders, rounds)))
+            for name, engine in engines.items():
+                console.print(f"{name}: {stage_times(engine, contenders[name])}")
+            console.print()
 
 
 def report(workload: str, lengths: Sequence[int], speeds: dict[str, list[float]]) -> Table:
-    """Medians, and the median over rounds of gather's speed against each contender's."""
+    """Medians, and the median over rounds of each contender's speed against the first's."""
     title = f"{workload}: {sum(lengths)} tokens, median length {median(lengths):.0f}, longest {max(lengths)}"
-    table = Table("sampler", "tokens/s (median)", "min", "max", "gather is x times as fast", title=title)
+    first = next(iter(speeds))
+    table = Table("contender", "tokens/s (median)", "min", "max", f"times {first}", title=title)
     for name, values in speeds.items():
-        ratios = [ours / theirs for ours, theirs in zip(speeds["gather"], values, strict=True)]
+        ratios = [theirs / ours for ours, theirs in zip(speeds[first], values, strict=True)]
         figures = (f"{median(values):,.0f}", f"{min(values):,.0f}", f"{max(values):,.0f}", f"{median(ratios):.2f}")
         table.add_row(name, *figures)
     return table
