@@ -57,6 +57,14 @@ def test_steps_counted_at_once_are_those_walked_one_by_one(seed: int) -> None:
     assert decode([lengths], prompt=7, slots=5, step=step) == pytest.approx(walked([lengths], prompt=7, slots=5))
 
 
+def test_steps_of_a_launch_share_the_hosts_time() -> None:
+    """Lengths 6 and 2 for two slots, then 4 for the second: launches of 4 steps; the first ends with the row."""
+    found = decode([[6, 2, 4]], prompt=10, slots=2, step=step, launch_steps=4)
+    entering, first, rest = 20 + 10, 20, 20 * 4 / 4
+    assert found["host"] == entering + first + rest
+    assert found["weights"] == (1 + 2 + 1 + 4) * 100
+
+
 def test_engines_of_a_host_go_through_rounds_together() -> None:
     """The first engine is the slowest in every round while it runs, and it runs longest."""
     engines = [[9, 8, 9], [2, 3], []]

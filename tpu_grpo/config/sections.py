@@ -161,8 +161,8 @@ class HostsSection(Section):
     index: int = Field(default=0, ge=0)
     """Give this process its number among them, counted from 0; process 0 coordinates the start."""
     check: Literal["rollout", "step"] = "rollout"
-    """Let processes that share a replica compare its scheduling and tokens after every rollout, or before every step of
-    the engine, which names the first step that differs."""
+    """Let processes that share a replica compare its scheduling and tokens after every rollout, or before every
+    launch of the engine, which names the first launch that differs."""
     start_timeout_seconds: float = Field(default=300.0, gt=0.0)
     """Wait this many seconds for the other processes at start-up."""
     lost_timeout_seconds: float = Field(default=40.0, ge=2.0)

@@ -1,8 +1,9 @@
 """The decoding of a whole step, simulated: rows take slots, leave them when they end, and others take their places.
 
 The engines of a host go through it together, a step each in a round (engine_steps.py), until the last row has ended.
-The tail, in which few long rows keep the devices from anything else, is in it. Rounds between which no row ends or
-enters are alike but for the growing context, and are counted at once:
+One launch makes several steps, so that the host's time is shared by them; a launch ends early where a row ends and
+others wait. The tail, in which few long rows keep the devices from anything else, is in it. Rounds between which no row
+ends or enters are alike but for the growing context, and are counted at once:
 
     slots 2, lengths 3 1 2      round   1 2 3 4 5
                                 slot 0  - a - a a       - rows enter: a step of their own
@@ -10,6 +11,7 @@ enters are alike but for the growing context, and are counted at once:
 """
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -70,10 +72,13 @@ class _Engine:
             self.begins -= heapq.heappop(self.ends)[1]
 
 
-def decode(engines: Sequence[Sequence[int]], *, prompt: int, slots: int, step: StepSeconds) -> dict[str, float]:
+def decode(
+    engines: Sequence[Sequence[int]], *, prompt: int, slots: int, step: StepSeconds, launch_steps: int = 1
+) -> dict[str, float]:
     """Return the seconds of decoding rows of these lengths, by engine of one host, after prompts of ``prompt`` tokens.
 
-    Rows that take slots cost their engine a step, in which their prompts are found in the cache.
+    Rows that take slots cost their engine a step, in which their prompts are found in the cache. Other steps share
+    the host's time with those of their launch, of which there are at most ``launch_steps``.
     """
     states, total = [_Engine(list(reversed(lengths)), prompt, slots) for lengths in engines], dict[str, float]()
     while any(state.ends or state.waiting for state in states):
@@ -81,10 +86,17 @@ def decode(engines: Sequence[Sequence[int]], *, prompt: int, slots: int, step: S
         running = [(state, count) for state, count in zip(states, entered, strict=True) if state.ends]
         rounds = 1 if any(entered) else min(state.steps_left for state, _ in running)
         costs = [
-            step(count, count * prompt) if count else step(len(state.ends), state.cached(rounds))
+            step(count, count * prompt) if count else _shared(state, rounds, step, launch_steps)
             for state, count in running
         ]
         add(total, round_seconds(costs), rounds)
         for state, count in running:
             state.advance(0 if count else rounds)
     return total
+
+
+def _shared(state: _Engine, rounds: int, step: StepSeconds, launch_steps: int) -> tuple[Seconds, float]:
+    """Return the seconds of one of an engine's next ``rounds`` steps; the host's are those of a launch, shared out."""
+    device, host = step(len(state.ends), state.cached(rounds))
+    launches = math.ceil(rounds / launch_steps) if state.waiting else rounds / launch_steps
+    return device, host * launches / rounds

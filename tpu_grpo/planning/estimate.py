@@ -34,8 +34,8 @@ ASSUMPTIONS = (
     f"of a chip's products {rates.PRODUCTS:.0%} are reached by the learner and {rates.PREFILL:.0%} by prefills, of its "
     f"memory's speed {rates.MEMORY:.0%}, of its usable links' {rates.LINKS:.0%}; attention gets through at most "
     f"{rates.CACHE_BYTES_PER_SECOND / 1e9:.0f} GB/s of keys and values",
-    "an engine's step takes its host half a millisecond, and more for arrays, devices and rows; one thread drives the "
-    "engines of a host",
+    "a launch of an engine takes its host half a millisecond, and more for arrays, devices and rows; one thread drives "
+    "the engines of a host",
     f"every prompt has data.max_prompt_tokens tokens; training rows are packed to {rates.FILL:.0%}",
     "rewards, evaluation, checkpoints, and the filters top-k, top-p and min-p take no time",
 )
@@ -107,6 +107,8 @@ class StepWork:
     """What a weight sync moves to each of the sampler's devices."""
     devices: int
     """The devices of trainer and sampler."""
+    launch_steps: int = 1
+    """The decode steps of a launch."""
 
     @classmethod
     def of(
@@ -124,6 +126,7 @@ class StepWork:
             accessed_bytes={program.name: program.accessed_bytes for program in programs if program.stage != "rollout"},
             synced_bytes=moved / len(run.meshes.sampler_devices),
             devices=len({*run.meshes.sampler_devices, *run.meshes.trainer.devices.flat}),
+            launch_steps=run.engine.steps_per_launch,
         )
 
     def step(self, mean_new_tokens: float | None = None) -> StepTime:
@@ -162,7 +165,8 @@ class StepWork:
         for host in self.hosts:
             engines = [[next(dealt) for _ in range(rows)] for rows in host]
             prompt = self.config.data.max_prompt_tokens
-            found.append(decode(engines, prompt=prompt, slots=self.rungs[-1], step=step))
+            slots, together = self.rungs[-1], self.launch_steps
+            found.append(decode(engines, prompt=prompt, slots=slots, step=step, launch_steps=together))
             if len(set(lengths)) == 1:
                 break  # the first host has the most rows
         return max(found, key=lambda seconds: sum(seconds.values()))
