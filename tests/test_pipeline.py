@@ -22,7 +22,8 @@ from tpu_grpo.run.engines import SyncedEngines
 CONTRACT = {
     "step", "rewards/mean", "rewards/std", "rewards/exact_answer/mean", "rewards/ascii_share/mean", "rewards/seconds",
     "groups/zero_variance_fraction", "completions/mean_tokens", "completions/truncated_fraction", "rollout/seconds",
-    "rollout/tokens_per_second", "rollout/tokens_digest", "agreement/logprob_abs_diff_max",
+    "rollout/tokens_per_second", "rollout/tokens_digest", "rollout/wait_seconds", "rollout/tokens_per_launch",
+    "rollout/occupied_rows", "agreement/logprob_abs_diff_max",
     "agreement/logprob_abs_diff_mean", "agreement/ratio_mean", "agreement/kl", "agreement/effective_sample_size",
     "update/loss", "update/grad_norm", "update/step_kept", "update/kl", "update/entropy", "update/clip_fraction",
     "update/learning_rate", "update/seconds", "weights/sync_seconds", "weights/bytes_moved", "compile/count",

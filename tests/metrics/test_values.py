@@ -33,6 +33,7 @@ def test_values_of_a_step_worked_out_by_hand() -> None:
             "completions/truncated_fraction": 0.25,
             "rollout/seconds": 4.0,
             "rollout/tokens_per_second": 3.0,  # 12 tokens in 4 s
+            "rollout/wait_seconds": 2.5,  # as the engines said
         }
     )
 

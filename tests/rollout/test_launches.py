@@ -26,6 +26,7 @@ from tpu_grpo.rollout.engine import Engine
 from tpu_grpo.rollout.reservation import keep, reserve
 from tpu_grpo.rollout.sampling import SamplingColumns
 from tpu_grpo.rollout.step_arrays import StepInputs, StepOutput
+from tpu_grpo.rollout.use import total_use
 from tpu_grpo.types import Completion, Request, SamplingParams
 
 SMALL = {"batch_paddings": (8,), "prefill_tokens": 64}
@@ -169,6 +170,23 @@ def test_experts_do_not_depend_on_the_steps_of_a_launch(tmp_path: Path) -> None:
             np.testing.assert_array_equal(other.token_ids, single.token_ids)
             np.testing.assert_array_equal(other.experts, single.experts)
             assert other.logprobs.tobytes() == single.logprobs.tobytes()
+
+
+def test_what_an_engine_says_of_its_use(checkpoint: Path, model: nnx.Module) -> None:
+    """Two rows of 1 and 11 tokens; of the second, 10 are decoded, in launches of 4 steps, with 8 places in each."""
+    engine = build_engine(checkpoint, model, steps_per_launch=4, **SMALL)
+    asked = requests()[:2]
+    engine.generate(
+        [replace(r, sampling=replace(SAMPLED, max_new_tokens=n)) for r, n in zip(asked, (1, 11), strict=True)]
+    )
+    use = engine.use
+    assert (use.prefills, use.launches, use.steps, use.tokens, use.places) == (1, 3, 10, 10, 80)
+    figures = dict(engine.figures)
+    assert figures.pop("rollout/wait_seconds") == use.wait > 0
+    assert figures == {"rollout/tokens_per_launch": 10 / 3, "rollout/occupied_rows": 1 / 8}
+    engine.generate(asked[:1])
+    assert total_use([use, use]).tokens == 20
+    assert engine.figures["rollout/tokens_per_launch"] == 15 / 4  # 16 tokens, one of them by the prefill
 
 
 # --- the loop, with a model whose next token is the last one plus one ------------------------------------------------

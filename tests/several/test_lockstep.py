@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def one_process(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
-    """What one process with four devices samples, and the parameters it ends with."""
+    """What one process with four devices samples, a decode step at a time, and the parameters it ends with."""
     run_dir = tmp_path_factory.mktemp("one") / "run"
-    ended = run_hosts(1, 4, files, settings(run_dir), "run.max_steps=3")
+    ended = run_hosts(1, 4, files, settings(run_dir), "run.max_steps=3", "rollout.steps_per_launch=1")
     assert ended.code == 0, ended.errors
     return outcome(run_dir)
 
