@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         WeightsError,
     )
     from tpu_grpo.types import (
+        AnswerMode,
         Completion,
         Figure,
         Prompt,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AnswerMode",
     "CheckpointError",
     "Completion",
     "ConfigError",

@@ -35,8 +35,8 @@ def test_tokens_and_parameters_are_those_of_one_process(
     assert sorted(logs) == [f"host_{index}.log" for index in range(hosts)]
     for index in range(hosts):
         assert f"host {index} INFO tpu_grpo.host: update of step 3 ends after" in logs[f"host_{index}.log"]
-    # the batch of 4 x 4 rows is not doubled: what the loss is traced with on every host
-    assert re.findall(r"traced rows (.*)", ended.out) == ["(16, 6) (16, 6) (16, 6)"] * hosts
+    # the batch of 4 x 4 rows, of 12 + 6 tokens, is not doubled: what the loss is traced with on every host
+    assert re.findall(r"traced rows (.*)", ended.out) == ["(16, 18) (16, 18) (16, 18)"] * hosts
 
 
 def mesh(fsdp: int, tp: int, tensor: int) -> dict[str, Any]:
