@@ -92,10 +92,7 @@ def train_rows(
             few; names the row.
         NonFiniteError: for a log-probability that is not finite; names the row.
     """
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        _check_length("prompts", "data.max_prompt_tokens", shape.max_prompt_tokens, row, len(prompt))
-        _check_length("completions", "rollout.max_new_tokens", shape.max_new_tokens, row, len(completion.token_ids))
-        _check_logprobs(row, completion)
+    check_sequences(prompts, completions, shape.max_prompt_tokens, shape.max_new_tokens)
     counts = np.array([len(completion.token_ids) for completion in completions])
     lengths = [len(prompt) + int(count) for prompt, count in zip(prompts, counts, strict=True)]
     packing = pack(lengths, row_tokens=shape.tokens, multiple=shape.micro_batch)
@@ -159,6 +156,20 @@ def group_advantages(
             f"{group}; repair the algorithm's method advantages"
         )
     return advantages_B
+
+
+def check_sequences(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Completion], max_prompt_tokens: int, max_new_tokens: int
+) -> None:
+    """Refuse prompts and completions that do not fit, and log-probabilities that are missing, too few or not finite.
+
+    Raises:
+        DataError, NonFiniteError: for such a row; names it.
+    """
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        _check_length("prompts", "data.max_prompt_tokens", max_prompt_tokens, row, len(prompt))
+        _check_length("completions", "rollout.max_new_tokens", max_new_tokens, row, len(completion.token_ids))
+        _check_logprobs(row, completion)
 
 
 def _check_length(what: str, setting: str, most: int, row: int, count: int) -> None:

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.errors import DataError
 from tpu_grpo.learner.forward import ModelRows
+from tpu_grpo.learner.rows import check_sequences
 from tpu_grpo.learner.token_weights import token_weights
 from tpu_grpo.types import Completion
 
@@ -58,9 +59,17 @@ def padded_rows(
     """Pad B prompts (token ids) and the completions that the engine sampled after them.
 
     Raises:
-        DataError: for a prompt that does not fit or holds the pad token; names the row.
+        DataError: for what does not fit, a pad token where Tunix would not see it, or log-probabilities that are
+            missing or too few; names the row.
+        NonFiniteError: for a log-probability that is not finite; names the row.
     """
-    for row, prompt in enumerate(prompts):
+    check_sequences(prompts, completions, shape.prompt_tokens, shape.completion_tokens)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        if shape.pad_id in completion.token_ids[:-1]:
+            raise DataError(
+                f"the pad token {shape.pad_id} must end a completion, found before the end of row {row}; make it a "
+                "stop token of the engine"
+            )
         if shape.pad_id in prompt:
             raise DataError(
                 f"prompts must not contain the pad token {shape.pad_id}, found in row {row}; the trainer would not "
