@@ -122,6 +122,18 @@ def test_tokens_depend_on_no_order(engine: Engine, reference_tokens: list[list[i
     assert [shuffled[i] for i in np.argsort(order)] == reference_tokens
 
 
+def test_each_completion_is_told_once_as_soon_as_it_ends(engine: Engine) -> None:
+    """The long one is still being sampled when the short ones are told."""
+    lengths = [16, 1, 50, 2]
+    asked = [replace(r, sampling=replace(SAMPLED, max_new_tokens=n)) for r, n in zip(requests(), lengths, strict=True)]
+    told: list[tuple[int, int, int]] = []
+    steps = engine.use.steps
+    completions = engine.generate(asked, lambda i, c: told.append((i, len(c.token_ids), engine.use.steps - steps)))
+    assert [len(c.token_ids) for c in completions] == lengths
+    assert [entry[:2] for entry in told] == [(1, 1), (0, 16), (3, 2), (2, 50)]  # two end in the same launch
+    assert told[2][2] <= engine.steps_per_launch < told[3][2]  # decode steps until then
+
+
 def test_a_group_prefills_its_prompt_once(engine: Engine) -> None:
     engine.forget_prefixes()
     completions = engine.generate(requests([PROMPTS[1]], group=8))

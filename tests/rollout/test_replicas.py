@@ -143,7 +143,10 @@ def test_tokens_do_not_depend_on_the_assignment(
 ) -> None:
     replicas, weights = build(checkpoint, model, tensor)
     assert len(replicas.engines) == 4 // tensor
-    assert tokens(replicas.generate(requests(group=4))) == one_replica_tokens
+    told: list[tuple[int, list[int]]] = []
+    found = replicas.generate(requests(group=4), lambda index, ended: told.append((index, ended.token_ids.tolist())))
+    assert tokens(found) == one_replica_tokens
+    assert sorted(told) == list(enumerate(one_replica_tokens))  # each once, with its own tokens
     assert tokens(replicas.generate(requests(group=4)[::-1])) == one_replica_tokens[::-1]
     assert len({*replicas.digests.values()}) == 4 // tensor  # each did something else
     for engine in replicas.engines.values():  # one sync reached all, and no replica holds a copy of its copy
@@ -176,7 +179,8 @@ class RecordingEngine:
     def check(self, asked: Sequence[Request]) -> None:
         del asked
 
-    def begin(self, asked: Sequence[Request]) -> Any:
+    def begin(self, asked: Sequence[Request], finished: Any) -> Any:
+        del finished
         return RecordingGeneration(self._name, self._log, self._slow, len(asked))
 
 

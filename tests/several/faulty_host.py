@@ -100,7 +100,7 @@ def order(_: str) -> None:
     from tpu_grpo.rollout.engine import Engine
 
     original = Engine.begin
-    Engine.begin = lambda self, requests: original(self, list(requests)[::-1])  # type: ignore
+    Engine.begin = lambda self, requests, *rest: original(self, list(requests)[::-1], *rest)  # type: ignore
 
 
 @fault

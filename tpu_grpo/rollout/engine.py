@@ -24,7 +24,7 @@ from tpu_grpo.errors import RequestError
 from tpu_grpo.rollout import repairs
 from tpu_grpo.rollout.experts import check_tokens
 from tpu_grpo.rollout.flash_attention import check_pages
-from tpu_grpo.rollout.generation import Generation
+from tpu_grpo.rollout.generation import Finished, Generation
 from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.routed_experts import ExpertLayout
 from tpu_grpo.rollout.runner import Runner, RunnerSettings
@@ -169,8 +169,12 @@ class Engine:
         """Lower the program of decode steps of ``size`` rows or a prefill of ``size`` tokens; it needs no weights."""
         return self._scheduler.runner.lower(ForwardMode.DECODE if mode == "decode" else ForwardMode.EXTEND, size)
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], finished: Finished | None = None) -> list[Completion]:
         """Sample a completion for every request.
+
+        Args:
+            requests: what to sample.
+            finished: is called with the index and the completion of each request as it ends.
 
         Returns:
             The completions in the order of ``requests``.
@@ -178,17 +182,18 @@ class Engine:
         Raises:
             RequestError: if the engine can never serve one of them; none is started then.
         """
-        generation, before = self.begin(requests), self.use
+        generation, before = self.begin(requests, finished), self.use
         while generation.advance():
             pass
         self.figures = (self.use - before).figures
         return generation.completions()
 
-    def begin(self, requests: Sequence[Request]) -> Generation:
+    def begin(self, requests: Sequence[Request], finished: Finished | None = None) -> Generation:
         """Start a generation, which the caller advances launch by launch. Raises what ``generate`` does."""
         assert self.has_weights, "install_weights comes before a generation"
         self.check(requests)
-        return Generation(self._scheduler, requests, self.options.stop_token_ids, share=self.options.prefix_cache)
+        options = self.options
+        return Generation(self._scheduler, requests, options.stop_token_ids, finished, share=options.prefix_cache)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise RequestError if the engine can never serve one of these requests."""

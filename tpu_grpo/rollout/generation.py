@@ -5,7 +5,7 @@ cached keys and values.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tpu_grpo.rollout.running import RunningRequest
 from tpu_grpo.rollout.scheduler import SteppedScheduler
@@ -13,6 +13,8 @@ from tpu_grpo.types import Completion, Request
 
 POLL_SECONDS = 0.0002
 """While no engine is ready, this long passes between two looks."""
+Finished = Callable[[int, Completion], None]
+"""Is told the index of a request and its completion, once, as soon as it has ended; on the thread that generates."""
 
 
 class Generation:
@@ -23,12 +25,20 @@ class Generation:
     """
 
     def __init__(
-        self, scheduler: SteppedScheduler, requests: Sequence[Request], stop_ids: frozenset[int], *, share: bool
+        self,
+        scheduler: SteppedScheduler,
+        requests: Sequence[Request],
+        stop_ids: frozenset[int],
+        finished: Finished | None = None,
+        *,
+        share: bool,
     ):
         self._scheduler = scheduler
         self._requests = requests
         self._stop_ids = stop_ids
+        self._finished = finished
         self._rows: list[RunningRequest | None] = [None] * len(requests)
+        self._completions: dict[int, Completion] = {}
         self._followers: dict[int, list[int]] = {}
         for leader, members in prompt_groups(requests, share=share):
             self._submit(leader)
@@ -41,21 +51,41 @@ class Generation:
         return self._scheduler.ready
 
     def advance(self) -> bool:
-        """Finish the launch in flight and start the next; returns False once every request is finished."""
+        """Finish the launch in flight and start the next; returns False once every request is finished.
+
+        Whoever waits for completions is told while the devices work at the next launch.
+        """
         self._scheduler.finish()
-        if not self._followers and all(row is not None and row.req.finished() for row in self._rows):
+        ended = self._ended()
+        self._completions |= ended
+        if len(self._completions) == len(self._requests):
             self._scheduler.start()  # an empty one, which hands back the slots of the last rows
             self._scheduler.running.clear()
+            self._tell(ended)
             return False
         for leader in [i for i in self._followers if (row := self._rows[i]) is not None and row.prefilled]:
             for member in self._followers.pop(leader):
                 self._submit(member)
         self._scheduler.start()
+        self._tell(ended)
         return True
 
     def completions(self) -> list[Completion]:
         """List the completions in the order of the requests; call it once all are finished."""
-        return [row.completion() for row in self._rows if row is not None]
+        return [self._completions[index] for index in range(len(self._requests))]
+
+    def _ended(self) -> dict[int, Completion]:
+        """Return what has ended since the last call, by the index of the request."""
+        return {
+            index: row.completion()
+            for index, row in enumerate(self._rows)
+            if row is not None and index not in self._completions and row.req.finished()
+        }
+
+    def _tell(self, ended: Mapping[int, Completion]) -> None:
+        if self._finished is not None:
+            for index, completion in ended.items():
+                self._finished(index, completion)
 
     def _submit(self, index: int) -> None:
         self._rows[index] = self._scheduler.submit(self._requests[index], self._stop_ids)

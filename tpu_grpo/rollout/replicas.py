@@ -32,7 +32,7 @@ from tpu_grpo.errors import ConfigError, LockstepError
 from tpu_grpo.hosts import Hosts, devices_per_host, hosts_of, progress
 from tpu_grpo.rollout.engine import Engine, engine_mesh, partition_spec
 from tpu_grpo.rollout.exchange import Exchange
-from tpu_grpo.rollout.generation import advance_all, prompt_groups
+from tpu_grpo.rollout.generation import Finished, advance_all, prompt_groups
 from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.use import EngineUse, total_use
 from tpu_grpo.types import Completion, Request
@@ -169,8 +169,13 @@ class Replicas:
         with ThreadPoolExecutor(len(self.engines)) as pool:
             return sum(pool.map(Engine.compile_all, self.engines.values()))
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], finished: Finished | None = None) -> list[Completion]:
         """Sample a completion for every request; every host passes the same requests and gets all completions.
+
+        Args:
+            requests: what to sample.
+            finished: is called with the index and the completion of each request as it ends, on one host: the first
+                of those that drive the replica which serves it.
 
         Raises:
             RequestError: if no engine can ever serve one of them; none is started then.
@@ -179,7 +184,10 @@ class Replicas:
         next(iter(self.engines.values())).check(requests)
         assigned = assign_requests(requests, len(self.replicas))
         generations = {
-            number: engine.begin([requests[i] for i in assigned[number]]) for number, engine in self.engines.items()
+            number: engine.begin(
+                [requests[i] for i in assigned[number]], self._tell(number, assigned[number], finished)
+            )
+            for number, engine in self.engines.items()
         }
         before, waited = self._use(), advance_all(list(generations.values()))
         self.figures = dict(replace(spent := self._use() - before, wait=spent.wait + waited).figures)
@@ -188,6 +196,12 @@ class Replicas:
             return in_request_order(own, assigned)
         self._compare()
         return self._exchange(own, requests, assigned)
+
+    def _tell(self, number: int, indices: Sequence[int], finished: Finished | None) -> Finished | None:
+        """Make the call for a replica's completions; only its first host makes any."""
+        if finished is None or self.replicas[number].hosts[0] != self._hosts.index:
+            return None
+        return lambda own, completion: finished(indices[own], completion)
 
     def _use(self) -> EngineUse:
         return total_use(engine.use for engine in self.engines.values())

@@ -1,13 +1,14 @@
 """The rollout stage: it turns a batch of prompts into requests with keys, completions and decoded texts."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import NonFiniteError
+from tpu_grpo.rollout.generation import Finished
 from tpu_grpo.types import AnswerMode, Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, SamplingParams
 
 EVALUATION_SAMPLE = 2**31
@@ -15,6 +16,12 @@ EVALUATION_SAMPLE = 2**31
 PROBE_SAMPLE = EVALUATION_SAMPLE - 1
 TEXTS_SAMPLE = EVALUATION_SAMPLE - 2
 """The sample numbers of requests that belong to neither training nor evaluation."""
+GroupEnded = Callable[[int, Sequence[Completion], Sequence[str]], None]
+"""Is told the number of a prompt, its completions and their texts, both in the order of the samples."""
+
+
+def nobody(prompt: int, completions: Sequence[Completion], texts: Sequence[str]) -> None:
+    """Take no notice of a group that has ended."""
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:
@@ -29,8 +36,8 @@ class CompletionEngine(Protocol):
     figures: Mapping[str, float]
     """What the last ``generate`` took, under the metrics' names."""
 
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Return a completion for every request, in their order."""
+    def generate(self, requests: Sequence[Request], finished: Finished | None = None) -> list[Completion]:
+        """Return a completion for every request, in their order, and call ``finished`` for each as it ends."""
         ...
 
     def forget_prefixes(self) -> None:
@@ -49,8 +56,12 @@ class Sampler:
         self._sampling = sampling_params(config)
         self._return_experts = config.algorithm.routing_replay
 
-    def rollout(self, batch: PromptBatch) -> Rollout:
+    def rollout(self, batch: PromptBatch, ended: GroupEnded = nobody) -> Rollout:
         """Sample a group of completions for every prompt of a step.
+
+        ``ended`` is called in the middle of the rollout, on the calling thread, once for every prompt whose completions
+        have all been sampled: on the one host whose engine sampled them. It should take little time, because that
+        host's engines wait for it, and it must not raise, because the other hosts would wait for this one.
 
         The cache is emptied first. What an evaluation or a probe left in it would change the chunks in which prompts
         are prefilled and thereby the last bits, so that a run's numbers would depend on when it was evaluated.
@@ -65,9 +76,11 @@ class Sampler:
             for p, prompt in enumerate(batch.prompts)
             for g in range(self._group_size)
         ]
-        completions = self._generate(requests, f"step {batch.step}")
-        seconds = time.perf_counter() - start
-        return Rollout(batch, self._group_size, completions, self._texts(completions), seconds, self._engine.figures)
+        groups = _Groups(self._group_size, self._text, ended)
+        completions = self._generate(requests, f"step {batch.step}", groups.finished)
+        seconds, known = time.perf_counter() - start, groups.texts
+        texts = tuple(known[row] if row in known else self._text(c) for row, c in enumerate(completions))
+        return Rollout(batch, self._group_size, completions, texts, seconds, self._engine.figures)
 
     def answer(self, prompts: Sequence[Prompt], modes: Sequence[AnswerMode]) -> tuple[Rollout, ...]:
         """Sample completions for an evaluation in every mode, with keys that are the same every time.
@@ -91,8 +104,10 @@ class Sampler:
         keys = (SampleKey(self._seed, 0, index, EVALUATION_SAMPLE + sample) for sample in range(mode.samples))
         return [Request(prompt.token_ids, sampling, key) for key in keys]
 
-    def _generate(self, requests: Sequence[Request], what: str) -> tuple[Completion, ...]:
-        completions = tuple(self._engine.generate(requests))
+    def _generate(
+        self, requests: Sequence[Request], what: str, finished: Finished | None = None
+    ) -> tuple[Completion, ...]:
+        completions = tuple(self._engine.generate(requests, finished))
         for row, completion in enumerate(completions):
             if not all(-float("inf") < value <= 0 for value in completion.logprobs):
                 raise NonFiniteError(
@@ -102,4 +117,31 @@ class Sampler:
         return completions
 
     def _texts(self, completions: Sequence[Completion]) -> tuple[str, ...]:
-        return tuple(self._tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions)
+        return tuple(map(self._text, completions))
+
+    def _text(self, completion: Completion) -> str:
+        return self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+
+
+class _Groups:
+    """Collects the completions of a step as they end, until a group is whole; each text is decoded once."""
+
+    def __init__(self, group_size: int, decode: Callable[[Completion], str], ended: GroupEnded):
+        self._group_size = group_size
+        self._decode = decode
+        self._ended = ended
+        self._found: dict[int, dict[int, Completion]] = {}
+        self.texts: dict[int, str] = {}
+        """The texts of whole groups, by row."""
+
+    def finished(self, row: int, completion: Completion) -> None:
+        """Take a completion, and pass its group on if it was the last one."""
+        prompt, sample = divmod(row, self._group_size)
+        group = self._found.setdefault(prompt, {})
+        group[sample] = completion
+        if len(group) < self._group_size:
+            return
+        completions = [group[g] for g in range(self._group_size)]
+        texts = [self._decode(c) for c in completions]
+        self.texts |= enumerate(texts, prompt * self._group_size)
+        self._ended(prompt, completions, texts)
