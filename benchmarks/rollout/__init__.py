@@ -1,0 +1,1 @@
+"""What rollouts cost; see __main__.py."""

@@ -1,0 +1,115 @@
+"""Who samples: this package's engines, the library's scheduler with its own attention, and Tunix's sampler."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from tunix.generate.sampler import CacheConfig, Sampler
+
+from benchmarks.rollout.workloads import (
+    GROUP,
+    HEAD_DIM,
+    KV_HEADS,
+    LAYERS,
+    LONGEST,
+    NO_FILTER,
+    PROMPT_TOKENS,
+    VOCABULARY,
+    Workload,
+    make_requests,
+    prompt_ids,
+)
+from tests.rollout.building import engine_options
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.models import read_checkpoint
+from tpu_grpo.rollout.options import EngineOptions
+from tpu_grpo.rollout.replicas import Replicas
+from tpu_grpo.types import SamplingParams
+from tpu_grpo.weights.plan import named_leaves
+from tpu_grpo.weights.sync import WeightSync
+
+
+def build_engines(directory: Path, model: nnx.Module, count: int = 1, **changed: Any) -> Replicas:
+    """``count`` engines with the model's weights, a device each, everything compiled."""
+    context = {"context_tokens": PROMPT_TOKENS + LONGEST, "prefill_tokens": 512}
+    options: EngineOptions = engine_options(**context | {"max_running_requests": 64} | changed)
+    engines = Replicas.build(directory, jax.devices()[:count], 1, options, Hosts())
+    everywhere = NamedSharding(next(iter(engines.weight_specs.values())).sharding.mesh, PartitionSpec())
+    leaves = {
+        name: jax.device_put(leaf, everywhere) for name, leaf in named_leaves(nnx.state(model, nnx.Param)).items()
+    }
+    engines.install_weights(
+        WeightSync(read_checkpoint(directory).weight_rules, leaves, engines.weight_specs)(leaves)[0]
+    )
+    engines.compile_all()
+    return engines
+
+
+def engine_workload(engines: Replicas, lengths: Sequence[int], sampling: SamplingParams = NO_FILTER) -> Workload:
+    """Generations of our engines, prefixes forgotten before each as after a weight sync."""
+
+    def run(number: int) -> int:
+        engines.forget_prefixes()
+        completions = engines.generate(make_requests(lengths, number, sampling))
+        return sum(len(completion.token_ids) for completion in completions)
+
+    return run
+
+
+def host_times(engines: Replicas, run: Workload) -> str:
+    """Microseconds per sampled token of one more generation, by what the host spent them on."""
+    (engine,) = engines.engines.values()
+    before = engine.use
+    tokens, use = run(10_000), engine.use - before
+    parts = (f"{stage} {1e6 * getattr(use, stage) / tokens:.1f}" for stage in ("schedule", "launch", "wait", "collect"))
+    return f"{use.prefills} prefills, {use.steps} steps in {use.launches} launches; us per token: {', '.join(parts)}"
+
+
+class IdTokenizer:
+    """Tunix's sampler takes strings: decimal ids, separated by spaces."""
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        """Ids of a string."""
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids: Sequence[int], **_: object) -> str:
+        """Nothing reads the texts."""
+        return ""
+
+    def bos_id(self) -> int:
+        """None is added: the id is the first of no prompt."""
+        return 2
+
+    def eos_id(self) -> int:
+        """Beyond the vocabulary: never sampled."""
+        return VOCABULARY
+
+    def pad_id(self) -> int:
+        """Fills prompts on the left."""
+        return 0
+
+
+def tunix_workload(model: nnx.Module, lengths: Sequence[int]) -> Workload:
+    """Tunix's sampler with a cache no larger than this workload needs: it runs to the longest row."""
+    longest, width = max(lengths), PROMPT_TOKENS + 2
+    cache = CacheConfig(cache_size=width + longest, num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+    sampler = Sampler(model, IdTokenizer(), cache)
+    texts = [" ".join(map(str, prompt_ids(row // GROUP))) for row in range(len(lengths))]
+
+    def run(number: int) -> int:
+        out = sampler(
+            texts,
+            max_generation_steps=longest,
+            max_prompt_length=width,
+            temperature=1.0,
+            top_p=1.0,
+            seed=number,
+            eos_tokens=[VOCABULARY],
+        )
+        assert all(len(tokens) == longest for tokens in out.tokens)
+        return sum(lengths)
+
+    return run
