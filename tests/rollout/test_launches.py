@@ -204,10 +204,21 @@ def test_what_an_engine_says_of_its_use(checkpoint: Path, model: nnx.Module) -> 
     assert (use.prefills, use.launches, use.steps, use.tokens, use.places) == (1, 3, 10, 10, 80)
     figures = dict(engine.figures)
     assert figures.pop("rollout/wait_seconds") == use.wait > 0
-    assert figures == {"rollout/tokens_per_launch": 10 / 3, "rollout/occupied_rows": 1 / 8}
+    assert figures == {
+        "rollout/prefills": 1,
+        "rollout/accepted_rows": 2,
+        "rollout/tokens_per_launch": 10 / 3,
+        "rollout/occupied_rows": 1 / 8,
+    }
     engine.generate(asked[:1])
     assert total_use([use, use]).tokens == 20
     assert engine.figures["rollout/tokens_per_launch"] == 15 / 4  # 16 tokens, one of them by the prefill
+    before = engine.use
+    engine.forget_prefixes()
+    engine.generate(requests())  # prompts of 10, 37 and 3 tokens and 14 of 31, then the other 17
+    spent = engine.use - before
+    assert (spent.prefills, spent.accepted) == (2, 4)
+    assert engine.figures["rollout/accepted_rows"] == 2
 
 
 # --- the loop, with a model whose next token is the last one plus one ------------------------------------------------

@@ -90,6 +90,9 @@ class RolloutSection(Section):
     """Decode up to this many rows at once in each engine."""
     kv_tokens: PositiveInt | None = None
     """Give each engine's KV cache this many tokens; enough for max_running_requests full-length rows when unset."""
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"
+    """Keep keys and values in this type. auto: model.dtype; fp8: 8 bits each; int8: 8 bits and a scale for every head,
+    not with flash. 8 bits halve the cache of a bfloat16 model, and engine and trainer agree less."""
     page_size: PositiveInt = 1
     """Divide the KV cache into pages of this many tokens."""
     prefill_tokens: PositiveInt = 2048

@@ -13,6 +13,7 @@ sampling.py          draws tokens from logits
 vocabulary.py        shards embedding and output head, and the logits for token sampling
 attention.py         the attention modes: gather, flash and native
 gather_attention.py  paged attention for any device
+kv_formats.py        numbers of the cache, in the model's type or in 8 bits
 flash_attention.py   the library's kernel for TPUs
 flash_blocks.py      the sizes of that kernel's blocks on each generation of TPUs
 native_attention.py  the library's reference

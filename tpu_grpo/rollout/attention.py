@@ -23,8 +23,9 @@ from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
 from tpu_grpo.rollout import gather_attention
-from tpu_grpo.rollout.flash_attention import BlockedFlashAttention
+from tpu_grpo.rollout.flash_attention import BlockedFlashAttention, check_fp8
 from tpu_grpo.rollout.gather_attention import GatherAttention, block_metadata, decode_metadata
+from tpu_grpo.rollout.kv_formats import FP8
 from tpu_grpo.rollout.native_attention import CutNativeAttention, check_soft_cap
 
 AttentionName = Literal["flash", "gather", "native"]
@@ -129,10 +130,11 @@ class NativeMode:
         return CutNativeAttention(self._runner.num_attn_heads, self._runner.num_kv_heads, self._runner.mesh)
 
     def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
-        """Describe a layer as the library does, whose heads are padded to multiples of 128."""
-        packing = 4 // np.dtype(pool.dtype).itemsize
+        """Describe a layer as the library does, whose heads are padded to multiples of 128, and rows to 32 bits."""
+        packing, tensor = 4 // np.dtype(pool.dtype).itemsize, pool.mesh.shape["tensor"]
         pages = (pool.size + pool.page_size) // pool.page_size
-        shape = (pages, pool.page_size, pool.head_num * 2 // packing, packing, pool.head_dim)
+        words = tensor * -(-2 * pool.head_num // tensor // packing)
+        shape = (pages, pool.page_size, words, packing, pool.head_dim)
         sharding = NamedSharding(pool.mesh, P("data", None, "tensor", None, None))
         return jax.ShapeDtypeStruct(shape, pool.dtype, sharding=sharding)
 
@@ -179,6 +181,17 @@ class NativeMode:
 
 class FlashMode(NativeMode):
     """sglang-jax's Pallas kernel, which runs on TPUs only. It writes new keys and values at the end of each row."""
+
+    def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
+        """Describe a layer as the kernel takes it.
+
+        Raises:
+            ConfigError: for fp8 where the devices cannot read it, or where it would save nothing.
+        """
+        if pool.dtype == FP8:
+            own, device = pool.head_num // pool.mesh.shape["tensor"], pool.mesh.devices.flat[0]
+            check_fp8(own, jnp.dtype(self._runner.dtype), device.device_kind)
+        return super().cache_layer(pool)
 
     def prefill_metadata(
         self, columns: Columns, slots_bL: Int[np.ndarray, "b L"], cache_loc: Int[np.ndarray, " S"]

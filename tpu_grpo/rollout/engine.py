@@ -75,6 +75,7 @@ class Engine:
             steps_per_launch=options.steps_per_launch,
             return_experts=options.return_experts,
             experts=options.experts,
+            kv_dtype=options.kv_dtype,
         )
         build_runner = functools.partial(Runner, settings)
         return cls(SteppedScheduler(_server_args(checkpoint, mesh, options), mesh, build_runner), options)

@@ -20,10 +20,13 @@ from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch
 
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.rollout.flash_blocks import choose_blocks
+from tpu_grpo.rollout.kv_formats import encode
 
 PAGE_TABLE = 2**17
 """The most pages that all rows may have together. The library lets their table take half of the 1 MiB of scalar memory,
 and silently runs fewer rows at once beyond that."""
+WITHOUT_FP8 = ("TPU v4",)
+"""There the compiler refuses the kernel's products of float32 and float8."""
 PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """The page sizes that are suggested."""
 
@@ -50,6 +53,32 @@ def check_pages(*, rows: int, context_tokens: int, page_size: int) -> None:
         )
 
 
+def check_fp8(kv_heads: int, model_dtype: jnp.dtype, device_kind: str) -> None:
+    """Refuse a cache of 8 bits that the devices cannot read, or that would be no smaller.
+
+    The kernel packs rows, a key or a value of a head each, into words of 32 bits, and pads them to whole words.
+
+    Args:
+        kv_heads: key-value heads of a device.
+        model_dtype: the type that a cache would have otherwise.
+        device_kind: jax's name of the devices.
+
+    Raises:
+        ConfigError: if they cannot, or if it would not.
+    """
+    if device_kind in WITHOUT_FP8:
+        raise ConfigError(
+            f"rollout.kv_dtype=fp8 with rollout.attention=flash needs a TPU from v5 on, got {device_kind}, for which "
+            "the kernel does not compile; use rollout.kv_dtype=auto"
+        )
+    if -(-2 * kv_heads // 4) * 4 >= 2 * kv_heads * model_dtype.itemsize:
+        raise ConfigError(
+            f"rollout.kv_dtype=fp8 with rollout.attention=flash needs two key-value heads on a device, whose rows fill "
+            f"a word of 32 bits, got {kv_heads}, which takes as much memory as in {model_dtype}; lower "
+            "meshes.sampler.tensor, or use rollout.kv_dtype=auto"
+        )
+
+
 class BlockedFlashAttention(FlashAttention):
     """FlashAttention with our block sizes, and with float32 queries.
 
@@ -73,6 +102,7 @@ class BlockedFlashAttention(FlashAttention):
             The output [T, H D] and the layer's cache.
         """
         cache = token_to_kv_pool.get_fused_kv_buffer(layer.layer_id)
+        k, v = (encode(new, cache.dtype) for new in (k, v))
         output, cache = self._attend(q.astype(jnp.float32), k, v, cache, layer)
         return output.reshape(len(q), -1).astype(q.dtype), cache
 

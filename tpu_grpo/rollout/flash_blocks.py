@@ -62,7 +62,9 @@ def choose_blocks(
         raise ConfigError(
             f"rollout.attention=flash needs a TPU out of {sorted(VMEM_BYTES)}, got {device_kind}; use gather on others"
         )
-    heads = 2 * kv_heads + 2  # keys and values, and the gap that the kernel leaves against bank conflicts
+    packing = 4 // np.dtype(dtype).itemsize  # keys and values share words of 32 bits
+    words = -(-2 * kv_heads // packing)
+    heads = words * packing + max(2, packing)  # with the gap that the kernel leaves against bank conflicts
     fitting = min(BUFFER_BYTES, vmem_bytes // 2) // (2 * heads * head_dim * np.dtype(dtype).itemsize)
 
     def sizes(queries: int, most_keys: int) -> Block:

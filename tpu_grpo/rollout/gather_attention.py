@@ -9,7 +9,8 @@ Queries of a prefill are split into blocks of QUERY_BLOCK tokens of one row, so 
 whole prompt beside rows that found theirs in the cache) cost what they are long.
 
 Suffixes: B rows, N pages of a row, T new tokens of all rows, R rows or blocks that attend together, Q queries of each,
-K key-value heads, G query heads per key-value head, D head width, C tokens of a chunk.
+K key-value heads, G query heads per key-value head, D head width, W what the cache has for it (kv_formats.py), C tokens
+of a chunk.
 """
 
 from dataclasses import dataclass
@@ -20,12 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from tpu_grpo.rollout.arrays import AnyArray
+from tpu_grpo.rollout.kv_formats import cache_width, decode, encode
 
 QUERY_BLOCK = 16
 BLOCKS_AT_ONCE = 8
@@ -109,7 +111,7 @@ class GatherAttention:
         layer: RadixAttention,
         forward_batch: ForwardBatch,
         token_to_kv_pool: MHATokenToKVPool,
-    ) -> tuple[Float[Array, "T H*D"], Float[Array, "pages page K 2 D"]]:
+    ) -> tuple[Float[Array, "T H*D"], Shaped[Array, "pages page K 2 W"]]:
         """Write the new keys and values into the cache, attend, and return the output and the layer's new cache.
 
         Heads are sharded over the axis "tensor" of the mesh, and each device attends with its own.
@@ -138,29 +140,29 @@ class GatherAttention:
 
 
 def cache_layer(pool: MHATokenToKVPool, head_dim: int) -> jax.ShapeDtypeStruct:
-    """Describe a layer of the cache: [pages, page, K, 2, D], with keys and values in turn."""
-    pages = (pool.size + pool.page_size) // pool.page_size
+    """Describe a layer of the cache: [pages, page, K, 2, W], with keys and values in turn."""
+    pages, width = (pool.size + pool.page_size) // pool.page_size, cache_width(head_dim, jnp.dtype(pool.dtype))
     sharding = NamedSharding(pool.mesh, CACHE_PARTITION)
-    return jax.ShapeDtypeStruct((pages, pool.page_size, pool.head_num, 2, head_dim), pool.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct((pages, pool.page_size, pool.head_num, 2, width), pool.dtype, sharding=sharding)
 
 
 def write_cache(
-    paged: Float[Array, "pages page K 2 D"],
+    paged: Shaped[Array, "pages page K 2 W"],
     slots_T: Int[Array, " T"],
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
-) -> Float[Array, "pages page K 2 D"]:
+) -> Shaped[Array, "pages page K 2 W"]:
     """Write keys and values of new tokens into their cache slots; those with slot -1 are dropped.
 
     The cache keeps its shape on the way: with pages of one token, XLA copied it whole for a reshape.
     """
     page_T, offset_T = jnp.where(slots_T >= 0, slots_T // paged.shape[1], len(paged)), slots_T % paged.shape[1]
-    return paged.at[page_T, offset_T].set(jnp.stack([k, v], axis=2).astype(paged.dtype), mode="drop")
+    return paged.at[page_T, offset_T].set(encode(jnp.stack([k, v], axis=2), paged.dtype), mode="drop")
 
 
 def _decode(
     q: Float[Array, "B K G D"],
-    paged: Float[Array, "pages page K 2 D"],
+    paged: Shaped[Array, "pages page K 2 W"],
     metadata: GatherMetadata,
     seq_lens_B: Int[Array, " B"],
     scoring: Scoring,
@@ -170,7 +172,7 @@ def _decode(
 
 def decode_attention(
     q: Float[Array, "B K G D"],
-    paged: Float[Array, "pages page K 2 D"],
+    paged: Shaped[Array, "pages page K 2 W"],
     pages_BN: Int[Array, "B N"],
     seq_lens_B: Int[Array, " B"],
     scoring: Scoring,
@@ -184,7 +186,7 @@ def decode_attention(
 
 def prefill_attention(
     q: Float[Array, "T K G D"],
-    paged: Float[Array, "pages page K 2 D"],
+    paged: Shaped[Array, "pages page K 2 W"],
     metadata: GatherMetadata,
     prefix_lens_B: Int[Array, " B"],
     scoring: Scoring,
@@ -207,7 +209,7 @@ def paged_attention(
     q: Float[Array, "R Q K G D"],
     pages_RN: Int[Array, "R N"],
     visible_RQ: Int[Array, "R Q"],
-    paged: Float[Array, "pages page K 2 D"],
+    paged: Shaped[Array, "pages page K 2 W"],
     scoring: Scoring,
 ) -> Float[Array, "R Q K G D"]:
     """Attend with each query to the first ``visible`` tokens of its row's pages, with scores and softmax in float32.
@@ -223,7 +225,8 @@ def paged_attention(
     def attend_chunk(index: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         peak, mass, out = carry
         pages = jax.lax.dynamic_slice_in_dim(pages_RN, index * pages_per_chunk, pages_per_chunk, axis=1)
-        cached = paged[pages].reshape(len(pages), chunk, *paged.shape[2:])  # R C K 2 D
+        cached = decode(paged[pages])
+        cached = cached.reshape(len(pages), chunk, *cached.shape[3:])  # R C K 2 D
         scores = _seen_scores(q, cached[..., 0, :], index * chunk + jnp.arange(chunk), visible_RQ, scoring)
         new_peak = jnp.maximum(peak, scores.max(-1))
         shrink, weights = jnp.exp(peak - new_peak), jnp.exp(scores - new_peak[..., None])

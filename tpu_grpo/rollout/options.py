@@ -8,7 +8,9 @@ from tpu_grpo.config import CACHE_MARGIN_TOKENS, RunConfig
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.rollout.attention import AttentionName
 from tpu_grpo.rollout.experts import ExpertsName
+from tpu_grpo.rollout.kv_formats import KVDtype
 from tpu_grpo.rollout.shapes import Shapes, choose_shapes
+from tpu_grpo.types import Request
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class EngineOptions:
     experts: ExpertsName = "ragged"
     steps_per_launch: int | None = None
     """The most decode steps of a launch; None chooses by the model's size and the devices."""
+    kv_dtype: KVDtype = "auto"
+    """What the KV cache keeps its numbers in; auto is ``dtype``."""
 
     @classmethod
     def from_config(
@@ -42,11 +46,12 @@ class EngineOptions:
         """Derive the options of every engine of a run with ``replicas`` engines on devices of a platform."""
         rollout = config.rollout
         rows = -(-config.data.prompts_per_step // replicas) * config.algorithm.group_size
+        attention = choose_attention(rollout.attention, platform)
         return cls(
             context_tokens=config.context_tokens,
             stop_token_ids=frozenset(stop_token_ids),
             dtype=config.model.dtype,
-            attention=choose_attention(rollout.attention, platform),
+            attention=attention,
             max_running_requests=min(rollout.max_running_requests, rows),
             kv_tokens=rollout.kv_tokens,
             page_size=rollout.page_size,
@@ -57,6 +62,7 @@ class EngineOptions:
             return_experts=config.algorithm.routing_replay,
             experts=check_experts(rollout.experts, platform),
             steps_per_launch=None if rollout.steps_per_launch == "auto" else rollout.steps_per_launch,
+            kv_dtype=check_kv_dtype(rollout.kv_dtype, attention),
         )
 
     @property
@@ -77,6 +83,18 @@ class EngineOptions:
             return self.kv_tokens // self.page_size * self.page_size
         return self.max_running_requests * self.tokens_of_request(self.context_tokens)
 
+    def places(self, requests: Sequence[Request], expected: Sequence[int]) -> int:
+        """Return how many of these requests the engine can run at once, about: as many as its cache holds on average.
+
+        ``expected`` are the tokens that are expected of each.
+        """
+        needed = sum(
+            self.tokens_of_request(len(request.token_ids) + tokens)
+            for request, tokens in zip(requests, expected, strict=True)
+        )
+        fitting = self.cache_tokens * len(requests) // max(1, needed)
+        return max(1, min(self.max_running_requests, fitting))
+
     def tokens_of_request(self, tokens: int) -> int:
         """Return the cache tokens that a request of ``tokens`` needs, with the library's margin, in whole pages."""
         return -(-(tokens + CACHE_MARGIN_TOKENS) // self.page_size) * self.page_size
@@ -95,6 +113,25 @@ def choose_attention(name: Literal["auto", "flash", "gather", "native"], platfor
         raise ConfigError(
             f"rollout.attention=flash needs a TPU, the sampler's devices are {platform}; "
             "use gather (any device) or auto"
+        )
+    return name
+
+
+def check_kv_dtype(name: KVDtype, attention: AttentionName) -> KVDtype:
+    """Return ``name`` if this attention can read a cache of that type.
+
+    Raises:
+        ConfigError: for 8 bits with native attention, and for int8 with flash.
+    """
+    if name != "auto" and attention == "native":
+        raise ConfigError(
+            f"rollout.kv_dtype={name} needs rollout.attention=flash or gather, got native, the library's reference, "
+            "which computes with the cache's numbers as they are; use gather, or rollout.kv_dtype=auto"
+        )
+    if name == "int8" and attention == "flash":
+        raise ConfigError(
+            "rollout.kv_dtype=int8 needs rollout.attention=gather, got flash, whose kernel takes no whole numbers and "
+            "no scale for each token; use rollout.kv_dtype=fp8, or auto"
         )
     return name
 

@@ -33,6 +33,7 @@ from tpu_grpo.rollout.attention import AttentionMode, AttentionName, FlashMode, 
 from tpu_grpo.rollout.decode_loop import LaunchInputs, LaunchOutput, decode_loop
 from tpu_grpo.rollout.experts import EXPERTS, ExpertsName
 from tpu_grpo.rollout.forward_batch import forward_batch, logits_metadata
+from tpu_grpo.rollout.kv_formats import KVDtype, cache_dtype
 from tpu_grpo.rollout.reservation import Reservation
 from tpu_grpo.rollout.routed_experts import ExpertLayout
 from tpu_grpo.rollout.shapes import Shapes, choose_steps
@@ -53,6 +54,7 @@ class RunnerSettings:
     """The most decode steps of a launch; None chooses by the model's size."""
     return_experts: bool = False
     experts: ExpertsName = "ragged"
+    kv_dtype: KVDtype = "auto"
 
 
 class Runner(ModelRunner):
@@ -103,6 +105,10 @@ class Runner(ModelRunner):
         with repairs.cache_without_arrays(self._attention.cache_layer):
             super().init_memory_pool(*args, **kwargs)
         self.cache_specs = self.token_to_kv_pool.kv_buffer
+
+    def _init_kv_cache_dtype(self) -> None:
+        """Choose the cache's type, of which the library knows none of 8 bits."""
+        self.kv_cache_dtype = cache_dtype(self.settings.kv_dtype, self.dtype)
 
     def init_routed_experts_capturer(self) -> None:
         """Keep no record on the devices of the experts that served each token; the step returns them."""

@@ -4,7 +4,6 @@ Its decisions depend on the submitted requests alone: no clock, free memory, thr
 """
 
 import hashlib
-import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -90,22 +89,26 @@ class SteppedScheduler(Scheduler):
         self.running[rid] = running
         return running
 
-    def start(self) -> None:
+    def start(self, *, most_steps: int | None = None, more_wait: bool = False) -> None:
         """Schedule one batch and launch it on the devices; call ``finish`` next.
+
+        Args:
+            most_steps: decode steps of a launch, if it is to have fewer than others.
+            more_wait: whether requests wait for a place that have not been submitted.
 
         Raises:
             RequestError: if requests wait but none of them can ever run.
         """
         assert self.in_flight is None, "the launch before has not been finished"
-        start = time.perf_counter()
-        with repairs.without_sampling_info():
-            batch = self.get_next_batch_to_run()
-        self.cur_batch, reservation = batch, None
-        if batch and batch.forward_mode.is_decode():
-            rungs, waiting = self.runner.settings.shapes.batch, bool(self.waiting_queue)
-            left = rows_left(rungs, batch.batch_size(), waiting=waiting)
-            reservation = reserve(batch, self.runner.steps_per_launch, left)
-        self.use.schedule += time.perf_counter() - start
+        with self.use.time("schedule"):
+            with repairs.without_sampling_info():
+                batch = self.get_next_batch_to_run()
+            self.cur_batch, reservation = batch, None
+            if batch and batch.forward_mode.is_decode():
+                rungs, waiting = self.runner.settings.shapes.batch, more_wait or bool(self.waiting_queue)
+                left = rows_left(rungs, batch.batch_size(), waiting=waiting)
+                steps = self.runner.steps_per_launch
+                reservation = reserve(batch, steps if most_steps is None else min(most_steps, steps), left)
         if batch:
             self.in_flight = InFlight(batch, reservation, self._launch(batch, reservation))
         else:
@@ -122,22 +125,10 @@ class SteppedScheduler(Scheduler):
         if self.in_flight is None:
             return
         flight, self.in_flight = self.in_flight, None
-        batch, reservation = flight.batch, flight.reservation
-        start = time.perf_counter()
-        output = jax.device_get(flight.output)
-        waited = time.perf_counter()
-        sampled = Sampled.of(output, len(batch.reqs))
-        if reservation is not None:
-            self._keep(batch, reservation, sampled)
-        if self._experts is not None and output.experts is not None:
-            self._experts.store(*computed_experts(batch, reservation, sampled.count, output.experts))
-        self._log.update(sampled.count.tobytes() + sampled.tokens.tobytes())
-        self._collect(batch, sampled)
-        if reservation is not None:
-            self._drop_finished(batch)
-        self.last_batch = batch
-        self.use.wait += waited - start
-        self.use.collect += time.perf_counter() - waited
+        with self.use.time("wait"):
+            output = jax.device_get(flight.output)
+        with self.use.time("collect"):
+            self._take_in(flight.batch, flight.reservation, output)
 
     @property
     def digest(self) -> str:
@@ -146,22 +137,36 @@ class SteppedScheduler(Scheduler):
 
     def _launch(self, batch: ScheduleBatch, reservation: Reservation | None) -> StepOutput | LaunchOutput:
         """Launch a scheduled batch, and let what it leaves on the devices come to the host as soon as it is there."""
-        start = time.perf_counter()
-        self.forward_ct += 1
-        self._note_decision(batch, reservation)
-        if self.before_launch is not None:
-            self.before_launch()
-        if reservation is None:
-            self.use.prefills += 1
-            for row, req in zip(batch.req_pool_indices, batch.reqs, strict=True):
-                self.runner.inputs.admit(row, self.running[req.rid].request)
-            output = self.runner.prefill(batch)
-        else:
-            output = self.runner.launch(batch, reservation)
-        for array in jax.tree.leaves(output):
-            array.copy_to_host_async()
-        self.use.launch += time.perf_counter() - start
+        with self.use.time("launch"):
+            self.forward_ct += 1
+            self._note_decision(batch, reservation)
+            if self.before_launch is not None:
+                self.before_launch()
+            if reservation is None:
+                self.use.prefills += 1
+                for row, req in zip(batch.req_pool_indices, batch.reqs, strict=True):
+                    self.runner.inputs.admit(row, self.running[req.rid].request)
+                output = self.runner.prefill(batch)
+            else:
+                output = self.runner.launch(batch, reservation)
+            for array in jax.tree.leaves(output):
+                array.copy_to_host_async()
         return output
+
+    def _take_in(self, batch: ScheduleBatch, reservation: Reservation | None, output: Any) -> None:
+        """Take in a StepOutput or LaunchOutput, whose arrays are on the host now."""
+        sampled = Sampled.of(output, len(batch.reqs))
+        if reservation is not None:
+            self._keep(batch, reservation, sampled)
+        if self._experts is not None and output.experts is not None:
+            self._experts.store(*computed_experts(batch, reservation, sampled.count, output.experts))
+        self._log.update(sampled.count.tobytes() + sampled.tokens.tobytes())
+        if reservation is None:
+            self.use.accepted += sum(req.is_chunked <= 0 for req in batch.reqs)  # before the library counts a chunk off
+        self._collect(batch, sampled)
+        if reservation is not None:
+            self._drop_finished(batch)
+        self.last_batch = batch
 
     def _keep(self, batch: ScheduleBatch, reservation: Reservation, sampled: Sampled) -> None:
         """Give back the slots that a launch did not use, and count its steps, as the library counts single ones."""
