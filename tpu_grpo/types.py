@@ -113,6 +113,8 @@ class Rollout:
     seconds: float
     figures: Mapping[str, float] = field(default_factory=dict)
     """What this host's engines did, under its names in the metrics."""
+    told: tuple[int, ...] = ()
+    """For every prompt the host that was told of its group while others were sampled, and scores it; empty if none."""
 
     @property
     def row_prompts(self) -> tuple[Prompt, ...]:
@@ -144,6 +146,7 @@ class Scores:
     by_name: Mapping[str, Float[np.ndarray, " B"]]
     """float64 per reward before weighting; NaN where a reward does not apply."""
     seconds: float
+    """The time that scoring took after the rollout."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
     """What the rewards cost and logged, under their names in the metrics."""
 

@@ -145,7 +145,7 @@ def test_a_config_is_frozen() -> None:
         (
             "rewards=[gsm8k]",
             "rewards.0 must be a section, got 'gsm8k'; known in rewards.0: name, label, weight, options, "
-            "only_if, workers, timeout, on_error, error_value, messages, recycle, memory_gb, deterministic",
+            "only_if, workers, early, timeout, on_error, error_value, messages, recycle, memory_gb, deterministic",
         ),
         ("rewards=[{weight: 1}]", f"rewards.0.name: field required, got {{'weight': 1}}; {HELP}"),
         ("rewards=gsm8k", "rewards must be a list, got 'gsm8k'; write it in brackets: rewards='[...]'"),

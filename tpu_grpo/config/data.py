@@ -109,8 +109,11 @@ class RewardSpec(Section):
     """Run the reward in this many processes of its own; 0 calls it in the main process, for what is cheap and cannot
     hang. Unset: 1 for your own rewards and for shipped ones that run foreign code or long computations, 0 for the
     rest."""
+    early: bool | None = None
+    """Score a group once its completions are all there, in a call of its own, while others are still sampled. Unset:
+    true where no value can depend on it, for functions of one row in workers and for shipped rewards."""
     timeout: float = Field(default=60.0, gt=0.0)
-    """Give the reward this many seconds for a batch."""
+    """Give the reward this many seconds for a batch, and for all that is left after the rollout."""
     on_error: Literal["stop", "skip", "value"] = "stop"
     """Do this when the reward raises, is late, dies or returns what is not a number. stop: the run ends and says why;
     skip: the rows concerned go without this reward, and one left without any takes its group's mean; value: they get

@@ -2,7 +2,10 @@
 
 distributed.py   each host scores some of the groups, and all get the scores of all
 scoring.py       a rollout -> Scores: every reward asked, weighted and summed
+early.py         groups that are complete while others are still sampled
+asking.py        one reward is asked about rows, and on_error decides about its problems
 batches.py       what goes to a reward and comes back: the rows in batches, the answers with their problems
+feed.py          batches on their way to where a reward runs, and their deadlines
 executors.py     where a reward runs: in a pool of workers, or on a thread
 worker.py        a worker process, from both ends
 calling.py       one call of a reward: exceptions and bad return values become Problems

@@ -9,13 +9,13 @@ answer = Answer([1.0, nan], [Problem("raised", "...", row=1)])      # comes back
 import math
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal
 
 from tpu_grpo.errors import RewardError
 from tpu_grpo.rewards.protocol import TEXT_ARGUMENTS
-from tpu_grpo.types import Rollout
+from tpu_grpo.types import PromptBatch, Rollout
 
 SHORT_REPR = reprlib.Repr(maxstring=120, maxother=120)
 """It shortens the texts and values that error messages show."""
@@ -141,6 +141,8 @@ class Table:
     """Each column, by its name, has one value per row: [B]."""
     step: int
     group_size: int
+    numbers: Sequence[int]
+    """Each row's number in the whole rollout, for messages."""
 
     @property
     def size(self) -> int:
@@ -152,8 +154,28 @@ class Table:
         return RewardBatch({name: [self.columns[name][row] for row in rows] for name in names}, self.step, len(rows))
 
 
-def build_table(rollout: Rollout, names: Collection[str], *, token_ids: bool) -> Table:
+def select_prompts(rollout: Rollout, prompts: Sequence[int]) -> Rollout:
+    """Select the rows of some of a rollout's prompts."""
+    rows = rows_of(prompts, rollout.group_size)
+    return replace(
+        rollout,
+        batch=PromptBatch(rollout.batch.step, tuple(rollout.batch.prompts[p] for p in prompts)),
+        completions=tuple(rollout.completions[row] for row in rows),
+        texts=tuple(rollout.texts[row] for row in rows),
+    )
+
+
+def rows_of(prompts: Sequence[int], group_size: int) -> list[int]:
+    """List the rows of some prompts."""
+    return [p * group_size + g for p in prompts for g in range(group_size)]
+
+
+def build_table(
+    rollout: Rollout, names: Collection[str], *, token_ids: bool, numbers: Sequence[int] | None = None
+) -> Table:
     """Collect the texts, the data columns called ``names``, and with ``token_ids`` those of the completions.
+
+    ``numbers`` are those that messages give the rows, where the rollout is part of a larger one.
 
     Raises:
         RewardError: for a row that lacks one of the columns.
@@ -162,7 +184,7 @@ def build_table(rollout: Rollout, names: Collection[str], *, token_ids: bool) ->
     columns: dict[str, Sequence[Any]] = {"prompts": [p.text for p in rows], "completions": list(rollout.texts)}
     if token_ids:
         columns["completion_ids"] = [c.token_ids.tolist() for c in rollout.completions]
-    table = Table(columns, rollout.batch.step, rollout.group_size)
+    table = Table(columns, rollout.batch.step, rollout.group_size, range(len(rows)) if numbers is None else numbers)
     for name in sorted(set(names) - set(TEXT_ARGUMENTS)):
         lacking = next((i for i, p in enumerate(rows) if name not in p.columns), None)
         if lacking is not None:
@@ -181,13 +203,9 @@ def split_rows(rows: Sequence[int], group_size: int, workers: int, call: Call) -
     0 to 7 become ``[[0, 1], [2, 3], [4, 5], [6, 7]]``. Async functions of one row get one batch per worker, since a
     worker awaits all rows of a batch together.
     """
-    by_row = call.concurrency is not None
-    if not rows or (workers <= 1 and not by_row):
-        return [list(rows)] if rows else []
-    most = max(1, workers) * (1 if call.is_async else _BATCHES_PER_WORKER)
-    keys = list(range(len(rows))) if by_row else [row // group_size for row in rows]
+    keys = [row // group_size for row in rows] if call.concurrency is None else list(range(len(rows)))
     distinct = list(dict.fromkeys(keys))
-    each = math.ceil(len(distinct) / most)
+    each = max(1, math.ceil(len(distinct) / most_batches(workers, call)))
     batch_of = {key: i // each for i, key in enumerate(distinct)}
     batches: list[list[int]] = [[] for _ in range(math.ceil(len(distinct) / each))]
     for row, key in zip(rows, keys, strict=True):
@@ -195,7 +213,24 @@ def split_rows(rows: Sequence[int], group_size: int, workers: int, call: Call) -
     return batches
 
 
+def most_batches(workers: int, call: Call) -> int:
+    """Return how many batches the rows of a step are split into at most."""
+    if workers <= 1 and call.concurrency is None:
+        return 1
+    return max(1, workers) * (1 if call.is_async else _BATCHES_PER_WORKER)
+
+
+def split_group(rows: Sequence[int], workers: int, call: Call) -> list[list[int]]:
+    """Split the rows of one group: a synchronous function of one row gets a batch per worker, any other a single one.
+
+    With two workers, rows 0 to 4 become ``[[0, 1, 2], [3, 4]]``.
+    """
+    batches = 1 if call.concurrency is None or call.is_async else max(1, min(workers, len(rows)))
+    each = max(1, math.ceil(len(rows) / batches))
+    return [list(rows[start : start + each]) for start in range(0, len(rows), each)]
+
+
 def describe_row(row: int, table: Table) -> str:
     """Name a row in an error message by its number and the beginnings and ends of its texts."""
     prompt, completion = table.columns["prompts"][row], table.columns["completions"][row]
-    return f"row {row} (prompt {SHORT_REPR.repr(prompt)}, completion {SHORT_REPR.repr(completion)})"
+    return f"row {table.numbers[row]} (prompt {SHORT_REPR.repr(prompt)}, completion {SHORT_REPR.repr(completion)})"

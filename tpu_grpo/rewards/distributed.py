@@ -7,19 +7,19 @@ one group of every step, the witness, is scored by all hosts, and their values a
 import json
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from tpu_grpo.errors import LockstepError
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.rewards.scoring import RewardSet
-from tpu_grpo.types import Figure, PromptBatch, Rollout, Scores
+from tpu_grpo.rewards.batches import select_prompts
+from tpu_grpo.rewards.scoring import RewardSet, Scoring
+from tpu_grpo.types import Completion, Figure, PromptBatch, Rollout, Scores
 
 
 class DistributedRewards:
-    """Score like a RewardSet, with the work split by groups: host i of N takes prompts i, i + N, ... of a step.
+    """Score like a RewardSet, with the work split by groups: a rollout says which host scores which prompts.
 
     A reward sees the rows of its host only, so one that compares rows with each other must do so within a group.
     """
@@ -36,43 +36,82 @@ class DistributedRewards:
         return self._rewards.names
 
     def score(self, rollout: Rollout) -> Scores:
-        """Return the rewards of all B rows, the same on every host.
-
-        Raises:
-            RewardError: if a reward fails on this host.
-            LockstepError: if a compared reward differs between hosts, or another host does not answer.
-        """
+        """Return the rewards of all B rows of a rollout that is there; see ``DistributedScoring.finish``."""
         if self._hosts.count == 1:
             return self._rewards.score(rollout)
-        start = time.perf_counter()
-        prompts = len(rollout.batch.prompts)
-        own_prompts = range(self._hosts.index, prompts, self._hosts.count)
-        scores = self._rewards.score(select_prompts(rollout, own_prompts)) if own_prompts else None
-        witness = select_prompts(rollout, range(rollout.batch.step % prompts, rollout.batch.step % prompts + 1))
-        witness_values = self._rewards.repeatable_values(witness, self._compared)
-        figures = {} if scores is None else encode_figures(scores.figures)
-        message = json.dumps([_columns(scores, self.names), witness_values, figures]).encode()
-        gathered = self._hosts.gather("rewards", message)
-        columns, witnesses, host_figures = zip(*map(json.loads, gathered), strict=True)
-        _compare_witness(witness, witnesses)
-        total, *by_name = _interleave(columns, rollout)
-        seconds = time.perf_counter() - start
-        return Scores(total, dict(zip(self.names, by_name, strict=True)), seconds, merge_figures(host_figures))
+        with self.begin(rollout.batch) as scoring:
+            return scoring.finish([rollout])[0]
+
+    def begin(self, batch: PromptBatch, rollouts: int = 1) -> "DistributedScoring":
+        """Begin to score rollouts of a batch's prompts, before they are sampled; use it in a ``with`` block."""
+        return DistributedScoring(self._rewards, self._hosts, self._compared, batch, rollouts)
 
     def close(self) -> None:
         """Let the rewards close and end their processes."""
         self._rewards.close()
 
 
-def select_prompts(rollout: Rollout, prompts: range) -> Rollout:
-    """Select the rows of some of a rollout's prompts."""
-    rows = [p * rollout.group_size + g for p in prompts for g in range(rollout.group_size)]
-    return replace(
-        rollout,
-        batch=PromptBatch(rollout.batch.step, tuple(rollout.batch.prompts[p] for p in prompts)),
-        completions=tuple(rollout.completions[row] for row in rows),
-        texts=tuple(rollout.texts[row] for row in rows),
-    )
+class DistributedScoring:
+    """Scores rollouts whose groups it may be told of before the rollouts are there: each on the host that scores it."""
+
+    def __init__(
+        self, rewards: RewardSet, hosts: Hosts, compared: Sequence[str], batch: PromptBatch, rollouts: int
+    ) -> None:
+        self._rewards = rewards
+        self._hosts = hosts
+        self._compared = compared
+        self._scoring: Scoring = rewards.begin(batch, rollouts)
+
+    def add(self, prompt: int, completions: Sequence[Completion], texts: Sequence[str], rollout: int = 0) -> None:
+        """Have the group of a prompt scored as soon as this host's rewards find time; see ``Scoring.add``."""
+        self._scoring.add(prompt, completions, texts, rollout)
+
+    def finish(self, rollouts: Sequence[Rollout]) -> list[Scores]:
+        """Return the rewards of all B rows of every rollout, the same on every host. Their prompts are the same.
+
+        Raises:
+            RewardError: if a reward fails on this host.
+            LockstepError: if a compared reward differs between hosts, or another host does not answer.
+        """
+        if self._hosts.count == 1:
+            return self._scoring.finish(rollouts)
+        start, scorers = time.perf_counter(), scorers_of(rollouts[0], self._hosts.count)
+        own = [prompt for prompt, host in enumerate(scorers) if host == self._hosts.index]
+        scored: Sequence[Scores | None] = self._scoring.finish(rollouts, own) if own else [None] * len(rollouts)
+        self._scoring.close()
+        found = []
+        for rollout, scores in zip(rollouts, scored, strict=True):
+            found.append(self._gathered(rollout, scores, scorers, start))
+            start = time.perf_counter()
+        return found
+
+    def _gathered(self, rollout: Rollout, own: Scores | None, scorers: Sequence[int], start: float) -> Scores:
+        """Put the scores of all hosts together, and compare those of the witness."""
+        witness = select_prompts(rollout, [rollout.batch.step % len(scorers)])
+        witness_values = self._rewards.repeatable_values(witness, self._compared)
+        names = self._rewards.names
+        figures = {} if own is None else encode_figures(own.figures)
+        message = json.dumps([_columns(own, names), witness_values, figures]).encode()
+        columns, witnesses, host_figures = zip(*map(json.loads, self._hosts.gather("rewards", message)), strict=True)
+        _compare_witness(witness, witnesses)
+        total, *by_name = _interleave(columns, rollout, scorers)
+        seconds = time.perf_counter() - start
+        return Scores(total, dict(zip(names, by_name, strict=True)), seconds, merge_figures(host_figures))
+
+    def close(self) -> None:
+        """Give up what is not scored yet."""
+        self._scoring.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def scorers_of(rollout: Rollout, hosts: int) -> list[int]:
+    """Return the host that scores each prompt: the one that was told of its group, or else hosts in turn."""
+    return list(rollout.told) or [prompt % hosts for prompt in range(len(rollout.batch.prompts))]
 
 
 def _compare_witness(witness: Rollout, by_host: Sequence[Mapping[str, Sequence[float] | None]]) -> None:
@@ -97,14 +136,15 @@ def _columns(scores: Scores | None, names: Sequence[str]) -> list[list[Any]]:
     return [scores.total.tolist(), *(scores.by_name[name].tolist() for name in names)]
 
 
-def _interleave(columns_by_host: Sequence[Sequence[Sequence[float]]], rollout: Rollout) -> list[np.ndarray]:
-    """Put the rows of all hosts into the order of the rollout: prompt p was scored by host p mod N."""
-    hosts, group = len(columns_by_host), rollout.group_size
+def _interleave(
+    columns_by_host: Sequence[Sequence[Sequence[float]]], rollout: Rollout, scorers: Sequence[int]
+) -> list[np.ndarray]:
+    """Put the rows of all hosts into the order of the rollout."""
     merged = []
     for column in range(len(columns_by_host[0])):
-        values_PG = np.empty((len(rollout.batch.prompts), group))
+        values_PG = np.empty((len(scorers), rollout.group_size))
         for host, columns in enumerate(columns_by_host):
-            values_PG[host::hosts] = np.asarray(columns[column], np.float64).reshape(-1, group)
+            values_PG[np.array(scorers) == host] = np.reshape(columns[column], (-1, rollout.group_size))
         merged.append(values_PG.reshape(-1))
     return merged
 

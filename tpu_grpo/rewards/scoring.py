@@ -2,13 +2,19 @@
 
 B rows; row ``p * G + g`` is completion ``g`` of prompt ``p``. With weights 1 and 0.5, a row scored ``(1.0, None)``
 totals 1.0, ``(1.0, 0.4)`` totals 1.2, and ``(None, None)`` is an error: nothing can be learned from it.
+
+    scores = rewards.score(rollout)               # a rollout that is there
+
+    with rewards.begin(batch) as scoring:         # one that is only now sampled
+        rollout = sampler.rollout(batch, scoring.add)
+        [scores] = scoring.finish([rollout])
 """
 
-import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 import numpy as np
@@ -16,13 +22,16 @@ from jaxtyping import Bool, Float
 
 from tpu_grpo.config import RewardSpec, check_rewards
 from tpu_grpo.errors import RewardError
-from tpu_grpo.rewards.batches import Problem, Table, build_table, describe_row, split_rows
+from tpu_grpo.rewards.asking import OpenReward, RewardResult, ask_reward
+from tpu_grpo.rewards.batches import Table, build_table, describe_row, rows_of, select_prompts
+from tpu_grpo.rewards.early import EarlyGroups
 from tpu_grpo.rewards.executors import Executor, ThreadExecutor, WorkerPool
 from tpu_grpo.rewards.loading import LoadedReward, load_reward, workers_of
 from tpu_grpo.rewards.worker import WorkerJob
-from tpu_grpo.types import Figure, Rollout, Scores
+from tpu_grpo.types import Completion, Figure, PromptBatch, Rollout, Scores
 
-LOG = logging.getLogger("tpu_grpo.rewards")
+EarlyResults = Mapping[str, Callable[[], RewardResult]]
+"""Waits for the result of a reward that was asked early, by its name."""
 
 
 def open_rewards(specs: Sequence[RewardSpec], columns: Collection[str]) -> "RewardSet":
@@ -47,15 +56,6 @@ def executor_of(spec: RewardSpec, loaded: LoadedReward) -> Executor:
     if count := workers_of(spec):
         return WorkerPool(WorkerJob(loaded.call, int(spec.memory_gb * 2**30)), count, spec.recycle)
     return ThreadExecutor(loaded.call, loaded.target)
-
-
-@dataclass(frozen=True)
-class OpenReward:
-    """An OpenReward joins what the config says of a reward, how it is called, and where it runs."""
-
-    spec: RewardSpec
-    loaded: LoadedReward
-    executor: Executor
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class RewardSet:
         chosen = self._with_gates(names)
         return {
             name: None if result.timeouts + result.errors else result.values.tolist()
-            for name, result in chosen._ask_all(chosen._table(rollout)).items()
+            for name, result in chosen._ask_all(chosen._table(rollout), {}).items()
             if name in names
         }
 
@@ -105,18 +105,11 @@ class RewardSet:
                 raises, is late, dies, or returns anything but one finite number or None per row. The message names the
                 reward and the row.
         """
-        started = time.perf_counter()
-        table = self._table(rollout)
-        results = self._ask_all(table)
-        weights = [reward.spec.weight_at(table.step) for reward in self.rewards]
-        total_B = _weighted_sum(results, weights, table)
-        return Scores(
-            total=total_B,
-            by_name={name: result.values for name, result in results.items()},
-            seconds=time.perf_counter() - started,
-            figures={k: f for (name, r) in results.items() for k, f in r.figures(name).items()}
-            | self._scheduled_weights(table.step),
-        )
+        return self._scores(self._table(rollout), time.perf_counter(), {})
+
+    def begin(self, batch: PromptBatch, rollouts: int = 1) -> "Scoring":
+        """Begin to score rollouts of a batch's prompts, before they are sampled; use it in a ``with`` block."""
+        return Scoring(self, batch, rollouts)
 
     def close(self) -> None:
         """Let the rewards close and end their processes."""
@@ -129,20 +122,34 @@ class RewardSet:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _table(self, rollout: Rollout) -> Table:
+    def _table(self, rollout: Rollout, numbers: Sequence[int] | None = None) -> Table:
         loaded = [reward.loaded for reward in self.rewards]
         names = {name for reward in loaded for name in reward.arguments}
-        return build_table(rollout, names, token_ids=any(reward.needs_token_ids for reward in loaded))
+        token_ids = any(reward.needs_token_ids for reward in loaded)
+        return build_table(rollout, names, token_ids=token_ids, numbers=numbers)
 
-    def _ask_all(self, table: Table) -> dict[str, "RewardResult"]:
+    def _scores(self, table: Table, started: float, early: EarlyResults) -> Scores:
+        """Ask the rewards whose results are not early ones, and put everything together."""
+        results = self._ask_all(table, early)
+        weights = [reward.spec.weight_at(table.step) for reward in self.rewards]
+        return Scores(
+            total=_weighted_sum(results, weights, table),
+            by_name={name: result.values for name, result in results.items()},
+            seconds=time.perf_counter() - started,
+            figures={k: f for (name, r) in results.items() for k, f in r.figures(name).items()}
+            | self._scheduled_weights(table.step),
+        )
+
+    def _ask_all(self, table: Table, early: EarlyResults) -> dict[str, RewardResult]:
         """Ask each on a thread of its own, which waits for the reward's gate first; gates cannot form a cycle."""
         futures: dict[str, Future[RewardResult]] = {name: Future() for name in self.names}
 
         def ask_one(reward: OpenReward) -> None:
-            future = futures[reward.spec.shown]
+            name, gate = reward.spec.shown, reward.spec.only_if
+            future = futures[name]
             try:
-                gate_B = None if reward.spec.only_if is None else futures[reward.spec.only_if].result().values
-                future.set_result(ask_reward(reward, table, gate_B))
+                gate_B = None if gate is None else futures[gate].result().values
+                future.set_result(early[name]() if name in early else ask_reward(reward, table, gate_B))
             except BaseException as error:  # raised again where the result is awaited
                 future.set_exception(error)
 
@@ -157,98 +164,56 @@ class RewardSet:
         return {f"rewards/{s.shown}/weight": Figure(s.weight_at(step), "max") for s in scheduled}
 
 
-# --- one reward ------------------------------------------------------------------------------------------------------
+class Scoring:
+    """A Scoring scores rollouts whose groups it may be told of before the rollouts are there."""
 
+    def __init__(self, rewards: RewardSet, batch: PromptBatch, rollouts: int):
+        self._rewards = rewards
+        self._prompts = range(len(batch.prompts))
+        self._early = EarlyGroups(rewards.rewards, batch, rollouts)
 
-@dataclass
-class RewardResult:
-    """A RewardResult holds what one reward gave for the B rows of a step."""
+    def add(self, prompt: int, completions: Sequence[Completion], texts: Sequence[str], rollout: int = 0) -> None:
+        """Have the group of a prompt scored as soon as the rewards find time.
 
-    values: Float[np.ndarray, " B"]
-    """Values are float64, and NaN where the reward does not apply."""
-    skipped: Bool[np.ndarray, " B"]
-    """These rows go without the reward because of a problem."""
-    seconds: float = 0.0
-    timeouts: int = 0
-    """It counts the rows without an answer in time."""
-    errors: int = 0
-    """It counts the rows with any other problem."""
-    logged: dict[str, list[float]] = field(default_factory=dict)
+        Args:
+            prompt: the number of the prompt in the batch.
+            completions: all of its completions in a rollout.
+            texts: what they say.
+            rollout: the number of the rollout.
 
-    def figures(self, name: str) -> dict[str, Figure]:
-        """Return the values for the metrics, by full name."""
-        return {
-            f"rewards/{name}/seconds": Figure(self.seconds, "max"),
-            f"rewards/{name}/timeouts": Figure(self.timeouts, "sum"),
-            f"rewards/{name}/errors": Figure(self.errors, "sum"),
-            **{f"rewards/{name}/{k}": Figure(float(np.mean(v)), "mean", len(v)) for k, v in self.logged.items()},
-        }
+        Raises:
+            RewardError: if a reward had a problem with an earlier group that ends the run.
+        """
+        self._early.add(prompt, completions, texts, rollout)
 
+    def finish(self, rollouts: Sequence[Rollout], prompts: Sequence[int] | None = None) -> list[Scores]:
+        """Return the scores of the rollouts, or of the rows of some prompts of each; raises as ``RewardSet.score``.
 
-class RemoteError(Exception):
-    """A RemoteError holds what a reward raised, as the text of its traceback."""
+        The seconds are those after this call.
+        """
+        started, own = time.perf_counter(), self._prompts if prompts is None else prompts
+        for number, rollout in enumerate(rollouts):
+            for prompt in own:
+                rows = slice(prompt * rollout.group_size, (prompt + 1) * rollout.group_size)
+                self._early.add(prompt, rollout.completions[rows], rollout.texts[rows], number)
+        self._early.end()
+        found = []
+        for number, rollout in enumerate(rollouts):
+            table = self._rewards._table(select_prompts(rollout, own), rows_of(own, rollout.group_size))
+            early = {name: partial(self._early.result, name, number, own) for name in self._early.names}
+            found.append(self._rewards._scores(table, started, early))
+            started = time.perf_counter()
+        return found
 
+    def close(self) -> None:
+        """Give up what is not scored yet."""
+        self._early.close()
 
-def ask_reward(reward: OpenReward, table: Table, gate_B: Float[np.ndarray, " B"] | None) -> RewardResult:
-    """Return one reward's values for all rows.
+    def __enter__(self) -> Self:
+        return self
 
-    A row that the gate scored 0 or less gets 0, one the gate does not apply to gets NaN; neither is asked about.
-
-    Raises:
-        RewardError: for a problem, if ``on_error`` is stop.
-    """
-    started = time.perf_counter()
-    spec, loaded = reward.spec, reward.loaded
-    rows = range(table.size) if gate_B is None else [int(row) for row in np.flatnonzero(gate_B > 0)]
-    result = RewardResult(np.full(table.size, np.nan), np.zeros(table.size, dtype=bool))
-    if gate_B is not None:
-        result.values[gate_B <= 0] = 0.0
-    row_lists = split_rows(rows, table.group_size, workers_of(spec), loaded.call)
-    answers = reward.executor.run([table.batch(loaded.batch_columns, batch) for batch in row_lists], spec.timeout)
-    for batch, answer in zip(row_lists, answers, strict=True):
-        result.values[batch] = answer.values
-        for name, values in answer.logged.items():
-            result.logged.setdefault(name, []).extend(values)
-        for problem in answer.problems:
-            _apply_on_error(spec, problem, batch, table, result)
-    result.seconds = time.perf_counter() - started
-    return result
-
-
-def _apply_on_error(
-    spec: RewardSpec, problem: Problem, batch: Sequence[int], table: Table, result: RewardResult
-) -> None:
-    rows = list(batch) if problem.row is None else [batch[problem.row]]
-    message = _describe(spec, problem, batch, rows, table)
-    if spec.on_error == "stop":
-        raise RewardError(message) from (RemoteError(problem.trace) if problem.trace else None)
-    if result.timeouts + result.errors == 0:  # the metrics count the rest
-        LOG.warning("step %d: %s", table.step, message)
-    if problem.kind == "late":
-        result.timeouts += len(rows)
-    else:
-        result.errors += len(rows)
-    result.values[rows] = np.nan if spec.on_error == "skip" else spec.error_value
-    result.skipped[rows] = spec.on_error == "skip"
-
-
-def _describe(spec: RewardSpec, problem: Problem, batch: Sequence[int], rows: Sequence[int], table: Table) -> str:
-    """Say what happened where, and what to do about it."""
-    what = f"reward {spec.shown} {problem.text}"
-    where = describe_row(rows[0], table) if len(rows) == 1 else f"{len(rows)} rows from {rows[0]} to {rows[-1]}"
-    match problem.kind:
-        case "late":
-            return f"{what} within its timeout of {spec.timeout:g} s, for {where}; make it faster, or raise timeout"
-        case "died":
-            return f"{what}, for {where}; a reward must not end its process, nor want more memory than there is"
-        case "raised" if problem.failing_row is not None:
-            failing = describe_row(batch[problem.failing_row], table)
-            return f"{what}; {failing} raises on its own. Return None for rows the reward does not apply to"
-        case "raised" if problem.row is None:
-            return f"{what}; no row raises on its own, so it takes several together"
-        case "raised":
-            return f"{what}; for {where}. Return None for rows the reward does not apply to"
-    return what if problem.row is None else f"{what} for {where}"
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 # --- all rewards -----------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ import psutil
 from tpu_grpo.errors import RewardError
 from tpu_grpo.rewards.batches import Call
 from tpu_grpo.rewards.calling import Caller
+from tpu_grpo.rewards.feed import Task
 from tpu_grpo.rewards.loading import find_reward
 
 WORKER_MARK = "TPU_GRPO_REWARD_WORKER"
@@ -88,9 +89,9 @@ class WorkerProcess:
         self.connection.send(job)
         self.ready = False
         self._told_to_close = False
-        self.batch_index: int | None = None
-        """The worker works on the batch of this index, or on none."""
-        self.calls = 0
+        self.task: Task | None = None
+        """The worker works on this task, or on none."""
+        self.calls = 0.0
 
     @property
     def ended(self) -> bool:
@@ -109,7 +110,7 @@ class WorkerProcess:
 
     def request_close(self) -> None:
         """Tell the worker to close its reward and to end, if it is idle."""
-        if self.ready and self.batch_index is None and not self._told_to_close:
+        if self.ready and self.task is None and not self._told_to_close:
             self._told_to_close = True
             with contextlib.suppress(OSError):
                 self.send(None)

@@ -1,0 +1,193 @@
+"""A feed brings batches to an executor, which answers them while others are still to come.
+
+    feed = Feed(60.0, expected=3, answered=take)    # take(key, answer) is called once for every batch
+    executor.serve(feed)                            # on a thread of its own; returns once the feed is over
+    feed.add("a", batch)                            # on any thread
+    feed.add("b", batch)
+    feed.end()                                      # no more: the feed is over when these are answered
+
+Two limits hold. The executor may take ``timeout`` seconds for a batch from the moment at which it is handed to a worker
+or thread. All batches must be answered ``timeout`` seconds after the executor finds that no more will come.
+"""
+
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from typing import Any, Self
+
+from tpu_grpo.rewards.batches import Answer, Problem, RewardBatch, failed_answer
+
+Answered = Callable[[Any, Answer], None]
+"""Is told the key of a batch and its answer, on the thread that serves."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A Task is what a worker is asked at once: one batch, or several that were put together."""
+
+    keys: tuple[Any, ...]
+    sizes: tuple[int, ...]
+    """It has the number of rows of each key's batch."""
+    batch: RewardBatch
+    until: float
+    """It is given up on at this value of time.monotonic()."""
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Any, RewardBatch]], until: float) -> Self:
+        """Put batches of one step together, one after the other."""
+        keys, batches = zip(*parts, strict=True)
+        first = batches[0]
+        columns = {name: [value for b in batches for value in b.columns[name]] for name in first.columns}
+        sizes = tuple(batch.size for batch in batches)
+        return cls(keys, sizes, RewardBatch(columns, first.step, sum(sizes)), until)
+
+    def split(self, answer: Answer) -> list[Answer]:
+        """Divide an answer among the batches.
+
+        A problem of the whole task is one of each batch. The first takes what was logged, which belongs to no row.
+        """
+        found, start = [], 0
+        for size in self.sizes:
+            rows = range(start, start + size)
+            own = [replace(p, row=p.row - start) for p in answer.problems if p.row is not None and p.row in rows]
+            of_all = [p for p in answer.problems if p.row is None]
+            logged = {} if start else answer.logged
+            found.append(Answer(answer.values[start : start + size], of_all + own, logged))
+            start += size
+        return found
+
+
+class Feed:
+    """Batches of one reward that come one by one; see the top of this file.
+
+    Args:
+        timeout: the seconds of both limits.
+        expected: about how many batches will come, for the number of workers that are started.
+        answered: is told the answers.
+        joins: whether batches that wait may be put together, as is good for functions that await all rows at once.
+        weight: the share of a call, as ``recycle`` counts them, that a batch is.
+    """
+
+    def __init__(
+        self, timeout: float, expected: int, answered: Answered, *, joins: bool = False, weight: float = 1.0
+    ) -> None:
+        self.timeout = timeout
+        self.expected = expected
+        self.weight = weight
+        self.seconds = 0.0
+        """It adds up the time in which some batch was waiting for its answer."""
+        self.cancelled = False
+        self._answered = answered
+        self._joins = joins
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Any, RewardBatch]] = deque()
+        self._unanswered: dict[Any, int] = {}
+        self._done = 0
+        self._rounds = 0
+        """No more batches will come once it is 1 or more; the second limit is so many times the timeout."""
+        self._deadline = math.inf
+        self._busy_since = 0.0
+        self._bell, self._button = os.pipe()
+        self._rung = self._closed = False
+
+    # --- whoever has batches ---
+
+    def add(self, key: Any, batch: RewardBatch) -> None:
+        """Add a batch under a key of its own."""
+        with self._lock:
+            if not self._unanswered:
+                self._busy_since = time.monotonic()
+            self._unanswered[key] = batch.size
+            self._waiting.append((key, batch))
+        self.ring()
+
+    def end(self, rounds: int = 1) -> None:
+        """Say that no more will come; with ``rounds`` the time for what is left is so many times the timeout."""
+        self._rounds = rounds
+        self.ring()
+
+    def cancel(self) -> None:
+        """Say that no answer is of use any more."""
+        self.cancelled = True
+        self.ring()
+
+    def close(self) -> None:
+        """Free the feed; nobody may serve it any more."""
+        with self._lock:
+            self._closed = True
+            os.close(self._bell)
+            os.close(self._button)
+
+    # --- the executor ---
+
+    def ring(self) -> None:
+        """Wake the thread that serves."""
+        with self._lock:
+            if not self._rung and not self._closed:
+                self._rung = True
+                os.write(self._button, b"\0")
+
+    def wait(self, seconds: float | None, others: Sequence[Connection] = ()) -> list[Connection]:
+        """Wait until the feed rings or one of the others has something to say; return these."""
+        found = wait([self._bell, *others], None if seconds is None else max(0.0, seconds))
+        if self._bell in found:
+            with self._lock:
+                self._rung = False
+                os.read(self._bell, 1)
+        return [other for other in others if other in found]
+
+    @property
+    def over(self) -> bool:
+        """Return whether nothing is left to do."""
+        with self._lock:
+            return self.cancelled or (self._rounds > 0 and not self._unanswered)
+
+    @property
+    def left(self) -> int:
+        """Return how many batches are to be answered yet, as far as is known."""
+        with self._lock:
+            still_to_come = 0 if self._rounds else self.expected - self._done
+            return max(len(self._unanswered), still_to_come)
+
+    @property
+    def deadline(self) -> float:
+        """Return when all must be answered, as time.monotonic(); infinity as long as more may come."""
+        if self._rounds and self._deadline == math.inf:
+            self._deadline = time.monotonic() + self._rounds * self.timeout
+        return self._deadline
+
+    def take(self, places: int = 1) -> Task | None:
+        """Take the next batch, or the first of ``places`` shares of those that wait if they may be put together."""
+        until = min(time.monotonic() + self.timeout, self.deadline)
+        with self._lock:
+            if not self._waiting:
+                return None
+            count = math.ceil(len(self._waiting) / places) if self._joins else 1
+            parts = [self._waiting.popleft() for _ in range(count)]
+        return Task.of(parts, until)
+
+    def answer(self, task: Task, answer: Answer) -> None:
+        """Pass on what a worker said, or what happened to it."""
+        for key, part in zip(task.keys, task.split(answer), strict=True):
+            self._settle(key, part)
+
+    def answer_all(self, problem: Problem) -> None:
+        """Answer everything that is unanswered with a problem."""
+        with self._lock:
+            self._waiting.clear()
+            unanswered = dict(self._unanswered)
+        for key, size in unanswered.items():
+            self._settle(key, failed_answer(size, problem))
+
+    def _settle(self, key: Any, answer: Answer) -> None:
+        with self._lock:
+            del self._unanswered[key]
+            self._done += 1
+            if not self._unanswered:
+                self.seconds += time.monotonic() - self._busy_since
+        self._answered(key, answer)
