@@ -17,13 +17,14 @@ from tpu_grpo.hosts import Hosts, Watch, host_log
 from tpu_grpo.metrics.compilations import CompilationCounter
 from tpu_grpo.metrics.jsonl import read_records
 from tpu_grpo.metrics.report import write_report
-from tpu_grpo.metrics.run_files import ADAPTERS_DIR, LOGS_DIR, METRICS_FILE
+from tpu_grpo.metrics.run_files import ADAPTERS_DIR, LOGS_DIR, METRICS_FILE, PROFILE_DIR
 from tpu_grpo.metrics.run_log import RunLog, open_run_log
 from tpu_grpo.metrics.summary import build_summary, versions, write_summary
 from tpu_grpo.metrics.values import rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.models.adapters import write_adapters
 from tpu_grpo.run.directory import continue_data, prepare_run_dir
 from tpu_grpo.run.parts import Parts, build_parts, evaluate_policy
+from tpu_grpo.run.timeline import Timeline
 from tpu_grpo.types import ScoredRollout, UpdateResult
 
 ALONE = Hosts()
@@ -92,15 +93,18 @@ class Run:
             self.log.note(f"continuing after step {start}")
         if not start:
             self._evaluate_if_due(0)
-        for step in range(start + 1, self.config.run.max_steps + 1):
-            self._step(step)
-            stopping = self._any_host(stop_requested()) and step < self.config.run.max_steps
-            if stopping or self._is_best(step) or self._due(step, self.config.checkpoint.every):
-                with self.watch.stage(f"saving step {step}"):
-                    self._save(step)
-            if stopping:
-                self.parts.learner.close()
-                raise Interrupted(f"stopped after step {step} as asked; start the same command again to continue")
+        steps, last = self.config.logging.profile_steps, self.config.run.max_steps
+        with Timeline(steps, self.config.run_dir / PROFILE_DIR, self.hosts.index, self.log.note) as timeline:
+            for step in range(start + 1, last + 1):
+                with timeline.step(step):
+                    self._step(step)
+                    stopping = self._any_host(stop_requested()) and step < last
+                    if stopping or self._is_best(step) or self._due(step, self.config.checkpoint.every):
+                        with self.watch.stage(f"saving step {step}"):
+                            self._save(step)
+                if stopping:
+                    self.parts.learner.close()
+                    raise Interrupted(f"stopped after step {step} as asked; start the same command again to continue")
         self.parts.learner.close()
 
     def _step(self, step: int) -> None:

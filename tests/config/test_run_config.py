@@ -85,6 +85,14 @@ def test_the_cache_holds_one_whole_request(page_size: int, needed: int) -> None:
     assert load_config(None, [*sizes, f"rollout.kv_tokens={needed}"]).rollout.kv_tokens == needed
 
 
+def test_a_timeline_is_of_steps_that_come() -> None:
+    steps = "logging.profile_steps=[3, 4, 10]"
+    assert message("run.max_steps=4", steps) == (
+        "logging.profile_steps must be at most run.max_steps=4, got [10]; drop them, or raise run.max_steps"
+    )
+    assert load_config(None, ["run.max_steps=10", steps]).logging.profile_steps == (3, 4, 10)
+
+
 def test_releasing_memory_needs_shared_devices() -> None:
     assert message("rollout.release_during_update=true", "meshes.layout=split") == (
         "rollout.release_during_update=true needs meshes.layout=shared, got split; the engines then hold nothing on "

@@ -28,6 +28,7 @@ HELP = "`--help` lists every setting with its type and default"
         ("rollout.max_new_tokens", 256),
         ("rollout.batch_paddings", None),
         ("rollout.steps_per_launch", "auto"),
+        ("rollout.kv_dtype", "auto"),
         ("rollout.release_during_update", False),
         ("algorithm.name", "grpo"),
         ("algorithm.options", {}),
@@ -61,6 +62,7 @@ HELP = "`--help` lists every setting with its type and default"
         ("checkpoint.resume", "auto"),
         ("evaluation.every", 0),
         ("logging.wandb", "off"),
+        ("logging.profile_steps", ()),
     ],
 )
 def test_defaults(name: str, value: Any) -> None:
@@ -108,6 +110,15 @@ def test_a_config_is_frozen() -> None:
         ("rollout.top_p=0", f"rollout.top_p: input should be greater than 0, got 0; {HELP}"),
         ("model.dtype=fp16", f"model.dtype: input should be 'float32' or 'bfloat16', got 'fp16'; {HELP}"),
         ("model.param_dtype=int8", f"model.param_dtype: input should be 'float32' or 'bfloat16', got 'int8'; {HELP}"),
+        ("rollout.kv_dtype=fp4", f"rollout.kv_dtype: input should be 'auto', 'int8' or 'fp8', got 'fp4'; {HELP}"),
+        (
+            "logging.profile_steps=[3, 0]",
+            f"logging.profile_steps.1: input should be greater than or equal to 1, got 0; {HELP}",
+        ),
+        (
+            "logging.profile_steps=3",
+            "logging.profile_steps must be a list, got 3; write it in brackets: logging.profile_steps='[...]'",
+        ),
         ("optimizer.state=tiny", f"optimizer.state: input should be 'full' or 'compact', got 'tiny'; {HELP}"),
         (
             "optimizer.schedule=step",

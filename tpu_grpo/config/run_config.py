@@ -242,6 +242,15 @@ def _evaluation_tells_something(config: RunConfig) -> None:
             )
 
 
+def _recorded_steps_come(config: RunConfig) -> None:
+    steps, last = config.logging.profile_steps, config.run.max_steps
+    if beyond := [step for step in steps if step > last]:
+        raise ValueError(
+            f"logging.profile_steps must be at most run.max_steps={last}, got {beyond}; drop them, or raise "
+            "run.max_steps"
+        )
+
+
 _RULES = (
     _rows_hold_sequences,
     _rewards_fit_together,
@@ -255,4 +264,5 @@ _RULES = (
     _decay_is_used,
     _one_kind_of_source,
     _evaluation_tells_something,
+    _recorded_steps_come,
 )

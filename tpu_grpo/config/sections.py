@@ -196,3 +196,5 @@ class LoggingSection(Section):
     """Also log to Weights & Biases; online without an API key falls to offline, and says so."""
     wandb_project: str = "tpu_grpo"
     """Log to this project of Weights & Biases."""
+    profile_steps: tuple[PositiveInt, ...] = ()
+    """Record a timeline of these steps, e.g. [3, 4], in run.dir/profile, for Perfetto and TensorBoard."""

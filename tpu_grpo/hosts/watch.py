@@ -62,11 +62,17 @@ class Watch:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Name what the block does, for the last message of a process that ends in it, or by an error raised in it."""
+        """Name what the block does, for the last message of a process that ends in it, or by an error raised in it.
+
+        A timeline of the run shows the block under this name, too.
+        """
+        from jax.profiler import TraceAnnotation
+
         before, here.stage = here.stage, name
         began = time.monotonic()
         logger.info("%s begins", name)
-        yield
+        with TraceAnnotation(name):
+            yield
         logger.info("%s ends after %.3f s", name, time.monotonic() - began)
         here.stage = before  # not after an error: that is where this process was when it happened
 

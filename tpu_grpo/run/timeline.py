@@ -1,0 +1,116 @@
+"""Records what the host and its devices did in the steps of ``logging.profile_steps``; every host records its own.
+
+    with Timeline(steps, directory, host=0, note=print) as timeline:
+        for step in ...:
+            with timeline.step(step):
+                ...
+
+Steps that follow each other come into one recording. For the steps 3, 4 and 10 there are two, of host 0 these files:
+
+    steps_3-4_host_0.json.gz                        for Perfetto (https://ui.perfetto.dev), a trace in its JSON format
+    plugins/profile/steps_3-4/host_0.xplane.pb      for TensorBoard with its profile plugin, where it looks for them
+    step_10_host_0.json.gz
+    plugins/profile/step_10/host_0.xplane.pb
+
+The stages (`Watch.stage`) and what an engine's host does (`EngineUse`) name the spans of the main thread.
+"""
+
+import gzip
+import json
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import jax
+from jax.profiler import ProfileOptions, StepTraceAnnotation
+
+from tpu_grpo.hosts.log import logger
+
+TENSORBOARD_DIR = Path("plugins") / "profile"
+"""Below its log directory, TensorBoard's plugin looks for recordings here."""
+
+
+class Timeline:
+    """Records the given steps of this host, and leaves the files in a directory.
+
+    A recording that cannot be written ends no run: a note and the host's log say so, and nothing more is recorded.
+    """
+
+    def __init__(self, steps: Collection[int], directory: Path, host: int, note: Callable[[str], None]):
+        self._steps = frozenset(steps)
+        self._directory = directory
+        self._host = f"host_{host}"
+        self._note = note
+        self._recording: list[int] = []
+        """The steps so far of the recording in progress."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End a recording that an error or the end of the run cut short; it is written as far as it goes."""
+        if self._recording:
+            self._end()
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Record the block if the step is one of those asked for."""
+        if step in self._steps:
+            if not self._recording:
+                self._begin()
+            self._recording.append(step)
+        with StepTraceAnnotation("step", step_num=step):
+            yield
+        if self._recording and step + 1 not in self._steps:
+            self._end()
+
+    @property
+    def _own(self) -> Path:
+        """Where the profiler writes, before the files get their names."""
+        return self._directory / f".{self._host}"
+
+    def _begin(self) -> None:
+        options = ProfileOptions()
+        options.python_tracer_level = 0  # every call of every function would slow the run and hide the stages
+        jax.profiler.start_trace(self._own, profiler_options=options)
+
+    def _end(self) -> None:
+        first, last = self._recording[0], self._recording[-1]
+        name, self._recording = f"step_{first}" if first == last else f"steps_{first}-{last}", []
+        try:
+            jax.profiler.stop_trace()
+            self._name_files(name)
+            self._note(f"the timeline {name} is in {self._directory}")
+        except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
+            self._steps = frozenset()
+            logger.warning("the timeline %s was not written to %s: %s", name, self._directory, error)
+            self._note(f"the timeline {name} was not written to {self._directory}: {error}; the run goes on")
+        finally:
+            shutil.rmtree(self._own, ignore_errors=True)
+
+    def _name_files(self, name: str) -> None:
+        """Move what the profiler wrote to where it belongs.
+
+        Raises:
+            ValueError: if the profiler did not write one file of each kind.
+        """
+        (xplane,) = self._own.glob("plugins/profile/*/*.xplane.pb")
+        (trace,) = self._own.glob("plugins/profile/*/*.trace.json.gz")
+        write_for_perfetto(trace, self._directory / f"{name}_{self._host}.json.gz")
+        target = self._directory / TENSORBOARD_DIR / name / f"{self._host}.xplane.pb"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        xplane.replace(target)
+
+
+def write_for_perfetto(trace: Path, target: Path) -> None:
+    """Copy the profiler's trace without its metadata, which Perfetto does not read."""
+    with gzip.open(trace, "rt", encoding="utf-8") as file:
+        events = json.load(file)
+    del events["metadata"]
+    with gzip.open(target, "wt", encoding="utf-8") as file:
+        json.dump(events, file)
