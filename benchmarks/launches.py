@@ -63,7 +63,7 @@ class Case:
         """Seconds from one token of a row to the next, in the middle of its completion."""
         device = decode_step(self.sizes, self.generation, rows, rows * (PROMPT + LONGEST / 2))
         launch = {cause: seconds * steps for cause, seconds in device.items()}
-        return sum(round_seconds([(launch, host_seconds(self.sizes, rows))] * self.engines).values()) / steps
+        return sum(round_seconds([(launch, host_seconds(self.sizes, rows, steps))] * self.engines).values()) / steps
 
 
 CASES = (
@@ -110,7 +110,7 @@ class Rollout:
         steps = min(self.case.steps, sorted(self.running)[rows - left - 1])
         context = rows * (PROMPT + MEAN)
         device = decode_step(self.case.sizes, self.case.generation, pad_to(rungs, rows), context)
-        self.seconds += steps * sum(device.values()) + host_seconds(self.case.sizes, rows)
+        self.seconds += steps * sum(device.values()) + host_seconds(self.case.sizes, rows, steps)
         self.running = [length - steps for length in self.running if length > steps]
 
 

@@ -10,9 +10,9 @@ from tpu_grpo.planning.engine_steps import Seconds, round_seconds
 from tpu_grpo.planning.lengths import check_mean, completion_lengths
 
 
-def step(rows: int, cached: float) -> tuple[Seconds, float]:
-    """Seconds that are easy to tell apart: 100 for weights, 1 for a cached token; the host takes 10 a row."""
-    return {"weights": 100.0, "cache": cached}, 10.0 * rows
+def step(rows: int, cached: float, steps: float) -> tuple[Seconds, float]:
+    """Seconds that are easy to tell apart: 100 for weights, 1 for a cached token; the host's 9 a row and 1 a token."""
+    return {"weights": 100.0, "cache": cached}, (9.0 + steps) * rows
 
 
 def walked(engines: Sequence[Sequence[int]], *, prompt: int, slots: int) -> dict[str, float]:
@@ -25,11 +25,11 @@ def walked(engines: Sequence[Sequence[int]], *, prompt: int, slots: int) -> dict
         for rows, queue in zip(running, waiting, strict=True):
             entered = [(queue.pop(0), prompt) for _ in range(min(slots - len(rows), len(queue)))]
             if entered:
-                costs.append(step(len(entered), prompt * len(entered)))
+                costs.append(step(len(entered), prompt * len(entered), 1))
                 rows += entered
             elif rows:
                 rows[:] = [(left - 1, cached + 1) for left, cached in rows]
-                costs.append(step(len(rows), sum(cached for _, cached in rows)))
+                costs.append(step(len(rows), sum(cached for _, cached in rows), 1))
                 rows[:] = [row for row in rows if row[0]]
         (device, host) = max(costs, key=lambda cost: sum(cost[0].values()) + cost[1])
         working = sum(device.values())
@@ -60,7 +60,7 @@ def test_steps_counted_at_once_are_those_walked_one_by_one(seed: int) -> None:
 def test_steps_of_a_launch_share_the_hosts_time() -> None:
     """Lengths 6 and 2 for two slots, then 4 for the second: launches of 4 steps; the first ends with the row."""
     found = decode([[6, 2, 4]], prompt=10, slots=2, step=step, launch_steps=4)
-    entering, first, rest = 20 + 10, 20, 20 * 4 / 4
+    entering, first, rest = 20 + 10, 2 * 9 + 4, 2 * 9 + 8
     assert found["host"] == entering + first + rest
     assert found["weights"] == (1 + 2 + 1 + 4) * 100
 

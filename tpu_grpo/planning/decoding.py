@@ -19,16 +19,17 @@ from tpu_grpo.launching.tpus import Generation
 from tpu_grpo.planning.engine_steps import Seconds, add, decode_step, host_seconds, round_seconds
 from tpu_grpo.planning.sizes import EngineSizes
 
-StepSeconds = Callable[[int, float], tuple[Seconds, float]]
-"""Takes the rows of a step and the tokens of their context together; returns (seconds on devices, of the host)."""
+StepSeconds = Callable[[int, float, float], tuple[Seconds, float]]
+"""Takes the rows of a step, the tokens of their context together, and the steps of its launch; returns (seconds on
+devices of the step, seconds of the host of the launch)."""
 
 
 def step_seconds(sizes: EngineSizes, generation: Generation, rungs: Sequence[int]) -> StepSeconds:
     """Make the seconds of an engine's steps, whose rows are padded to the first of ``rungs`` that is large enough."""
 
-    def seconds(rows: int, cached_tokens: float) -> tuple[Seconds, float]:
+    def seconds(rows: int, cached_tokens: float, steps: float) -> tuple[Seconds, float]:
         padded = next(rung for rung in rungs if rung >= rows)
-        return decode_step(sizes, generation, padded, cached_tokens), host_seconds(sizes, rows)
+        return decode_step(sizes, generation, padded, cached_tokens), host_seconds(sizes, rows, steps)
 
     return seconds
 
@@ -86,7 +87,7 @@ def decode(
         running = [(state, count) for state, count in zip(states, entered, strict=True) if state.ends]
         rounds = 1 if any(entered) else min(state.steps_left for state, _ in running)
         costs = [
-            step(count, count * prompt) if count else _shared(state, rounds, step, launch_steps)
+            step(count, count * prompt, 1) if count else _shared(state, rounds, step, launch_steps)
             for state, count in running
         ]
         add(total, round_seconds(costs), rounds)
@@ -97,6 +98,6 @@ def decode(
 
 def _shared(state: _Engine, rounds: int, step: StepSeconds, launch_steps: int) -> tuple[Seconds, float]:
     """Return the seconds of one of an engine's next ``rounds`` steps; the host's are those of a launch, shared out."""
-    device, host = step(len(state.ends), state.cached(rounds))
     launches = math.ceil(rounds / launch_steps) if state.waiting else rounds / launch_steps
+    device, host = step(len(state.ends), state.cached(rounds), rounds / launches)
     return device, host * launches / rounds

@@ -24,6 +24,7 @@ from tpu_grpo.planning.rates import (
     PREFILL,
     PRODUCTS,
     ROW_SECONDS,
+    TOKEN_SECONDS,
 )
 from tpu_grpo.planning.sizes import EngineSizes
 
@@ -69,9 +70,10 @@ def allreduce_seconds(sizes: EngineSizes, generation: Generation, tokens: float)
     return (2 * sizes.layers + 1) * each
 
 
-def host_seconds(sizes: EngineSizes, rows: int) -> float:
-    """Seconds that the host takes to schedule and launch a step of ``rows`` rows and to take its tokens in."""
-    return LAUNCH_SECONDS + ARRAY_SECONDS * sizes.arrays * sizes.tensor + ROW_SECONDS * rows
+def host_seconds(sizes: EngineSizes, rows: int, steps: float = 1) -> float:
+    """Seconds that the host takes to schedule and launch ``steps`` steps of ``rows`` rows and to take in the tokens."""
+    arrays = ARRAY_SECONDS * sizes.arrays * sizes.tensor
+    return LAUNCH_SECONDS + arrays + (ROW_SECONDS + TOKEN_SECONDS * steps) * rows
 
 
 def round_seconds(engines: Sequence[tuple[Seconds, float]]) -> dict[str, float]:
