@@ -1,4 +1,4 @@
-"""Replicas on four devices: how devices are divided and requests assigned, and that neither changes a token."""
+"""Replicas on four devices: how devices are divided, and that it changes no token."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,9 +17,10 @@ from tests.rollout.building import CONTEXT, PROMPTS, disagreement, engine_option
 from tpu_grpo.errors import ConfigError, RequestError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models import read_checkpoint
+from tpu_grpo.rollout.dealing import Group
 from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.packing import pack, unpack
-from tpu_grpo.rollout.replicas import Replica, Replicas, assign_requests, make_replicas
+from tpu_grpo.rollout.replicas import Replica, Replicas, idle_share, make_replicas
 from tpu_grpo.rollout.use import EngineUse
 from tpu_grpo.types import Completion, Request, SamplingParams
 from tpu_grpo.weights.plan import named_leaves
@@ -34,7 +35,7 @@ def slice_of(hosts: int, per_host: int) -> list[Any]:
     return [SimpleNamespace(id=number, process_index=number // per_host) for number in numbers]
 
 
-# --- dividing devices and assigning requests ------------------------------------------------------------------------
+# --- dividing devices -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -64,14 +65,6 @@ def test_three_hosts_of_two_make_no_replica_of_two_hosts() -> None:
         make_replicas(slice_of(3, 2), 4)
 
 
-def test_whole_groups_are_assigned_in_turn() -> None:
-    asked = requests([(1, 2), (3,), (1, 2), (4, 4, 4)], group=2)  # prompts 0 and 2 are one group
-    assert assign_requests(asked, 2) == [[0, 1, 4, 5, 6, 7], [2, 3]]
-    assert assign_requests(asked, 3) == [[0, 1, 4, 5], [2, 3], [6, 7]]
-    assert assign_requests(asked, 5) == [[0, 1, 4, 5], [2, 3], [6, 7], [], []]
-    assert assign_requests(asked, 1) == [list(range(8))]
-
-
 # --- passing completions between hosts -------------------------------------------------------------------------------
 
 
@@ -93,6 +86,16 @@ def test_completions_survive_being_packed() -> None:
         np.testing.assert_array_equal(after.token_ids, before.token_ids)
         assert after.logprobs.tobytes() == before.logprobs.tobytes()
         assert (after.finish_reason, after.cached_tokens) == (before.finish_reason, before.cached_tokens)
+
+
+# --- what replicas did ----------------------------------------------------------------------------------------------
+
+
+def test_idle_shares_count_decode_steps_up_to_the_latest_end() -> None:
+    """The second replica worked 30 of 60 steps, the third had nothing to do in 10 of its first 40."""
+    assert idle_share([(60, 60), (30, 30), (30, 40)]) == {"rollout/idle_share": 1 - 120 / 180}
+    assert idle_share([(5, 5), (5, 5)]) == {"rollout/idle_share": 0.0}
+    assert idle_share([(5, 5)]) == idle_share([(0, 0), (0, 0)]) == {}
 
 
 # --- real engines ----------------------------------------------------------------------------------------------------
@@ -157,6 +160,25 @@ def test_tokens_do_not_depend_on_the_assignment(
                 assert shard.data.unsafe_buffer_pointer() == there[shard.device], name
 
 
+def test_tokens_do_not_depend_on_what_is_expected_nor_on_what_waits(checkpoint: Path, model: nnx.Module) -> None:
+    """Eight groups of two; two replicas with four places each, so that groups wait and are dealt again."""
+    prompts = [tuple(range(10 * p, 10 * p + 9)) for p in range(1, 9)]
+    asked = [
+        replace(request, sampling=SamplingParams(4 + 9 * (i // 2), ignore_stop=True))
+        for i, request in enumerate(requests(prompts, group=2))
+    ]
+    options = replace(OPTIONS, max_running_requests=4, batch_paddings=None)
+    replicas, _ = build(checkpoint, model, 2, options)
+    known = [float(request.sampling.max_new_tokens) for request in asked]
+    blind = replicas.generate(asked)
+    assert [len(completion.token_ids) for completion in blind] == known
+    assert sorted({*replicas.told}) == [0]
+    assert tokens(replicas.generate(asked, None, known)) == tokens(blind)
+    assert 0 <= replicas.figures["rollout/idle_share"] < 0.2
+    half = [value if i % 4 < 2 else None for i, value in enumerate(known)]
+    assert tokens(replicas.generate(asked, None, half)) == tokens(blind)
+
+
 def test_a_request_nobody_can_serve_is_refused_with_its_place_in_the_batch(checkpoint: Path, model: nnx.Module) -> None:
     replicas, _ = build(checkpoint, model, 4)
     asked = requests()
@@ -172,6 +194,7 @@ class RecordingEngine:
     """An engine of two launches that notes what it is asked; ``slow`` looks find its devices still at the first."""
 
     use = EngineUse()
+    options, digest = OPTIONS, ""
 
     def __init__(self, name: str, log: list[str], slow: int = 0):
         self._name, self._log, self._slow = name, log, slow
@@ -179,15 +202,21 @@ class RecordingEngine:
     def check(self, asked: Sequence[Request]) -> None:
         del asked
 
-    def begin(self, asked: Sequence[Request], finished: Any) -> Any:
-        del finished
-        return RecordingGeneration(self._name, self._log, self._slow, len(asked))
+    def begin(self, asked: Sequence[Request], expected: Sequence[int], finished: Any) -> Any:
+        del asked, expected, finished
+        return RecordingGeneration(self._name, self._log, self._slow)
 
 
 class RecordingGeneration:
-    def __init__(self, name: str, log: list[str], slow: int, rows: int):
-        self._name, self._log, self._slow, self._rows = name, log, slow, rows
+    steps = clock = 0
+
+    def __init__(self, name: str, log: list[str], slow: int):
+        self._name, self._log, self._slow = name, log, slow
         self._steps = ["launch 1", "collect 1, launch 2", "collect 2"]
+
+    def hold(self, groups: Sequence[Group]) -> None:
+        token = np.zeros(1, np.int32), np.zeros(1, np.float32)
+        self.completions = {index: Completion(*token, "stop", 0) for group in groups for index in group.members}
 
     @property
     def ready(self) -> bool:
@@ -195,13 +224,11 @@ class RecordingGeneration:
         self._slow -= waits
         return not waits
 
-    def advance(self) -> bool:
+    def advance(self, until: int | None) -> bool:
+        assert until is None, "all requests fit at once, so that nothing is dealt later"
         step = self._steps.pop(0)
         self._log.append(f"{self._name} {step}")
         return "launch" in step
-
-    def completions(self) -> list[Completion]:
-        return [Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)] * self._rows
 
 
 @pytest.mark.parametrize(

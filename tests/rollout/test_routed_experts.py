@@ -134,7 +134,7 @@ def test_the_smallest_type_has_room_for_none(experts: int, dtype: type) -> None:
 @pytest.mark.parametrize("experts", [8, 300])
 @pytest.mark.parametrize("piece_bytes", [1, 10**9])
 def test_experts_reach_every_host(experts: int, piece_bytes: int) -> None:
-    """Replica 0 and 2 are host 0's, and replica 1 is host 1's; pieces of one row, and all rows in one."""
+    """Replica 0 and 2 are host 0's, and replica 1 is host 1's, which sends 5 of 8 rows: in pieces of 4, and of one."""
     rng = np.random.default_rng(0)
     layout = ExpertLayout(layers=3, per_token=5, dtype=routing_dtype(experts))
     asked = [replace(request, token_ids=tuple(range(2, 3 + i))) for i, request in enumerate(asking(2))]
@@ -149,8 +149,8 @@ def test_experts_reach_every_host(experts: int, piece_bytes: int) -> None:
         )
         for r, n in zip(asked, lengths, strict=True)
     ]
-    assigned, senders = [[0, 3, 6], [1, 4, 5, 7], [2]], [0, 1, 0]
-    own = [{0: [made[i] for i in assigned[0]], 2: [made[2]]}, {1: [made[i] for i in assigned[1]]}]
+    assigned, senders = [[0, 3], [1, 4, 5, 6, 7], [2]], [0, 1, 0]
+    own = [{i: made[i] for i in (0, 2, 3)}, {i: made[i] for i in assigned[1]}]
     found = _exchanged(asked, assigned, senders, own, layout, piece_bytes)
     for completions in found:
         for before, after in zip(made, completions, strict=True):
@@ -164,16 +164,17 @@ def _exchanged(
     asked: Sequence[Request],
     assigned: Sequence[Sequence[int]],
     senders: Sequence[int],
-    own: Sequence[dict[int, list[Completion]]],
+    own: Sequence[dict[int, Completion]],
     layout: ExpertLayout,
     piece_bytes: int,
 ) -> list[list[Completion]]:
     """Both hosts' exchanges, on two threads that meet at every ``gather_array``."""
-    barrier, slots = threading.Barrier(2), {}
+    barrier, slots, shapes = threading.Barrier(2), {}, set()
 
     def gather(host: int) -> Any:
         def gather_array(name: str, array: np.ndarray) -> np.ndarray:
             slots[host] = name, array
+            shapes.add((name, array.shape))
             barrier.wait(timeout=30)
             assert slots[0][0] == slots[1][0]
             gathered = np.stack([slots[0][1], slots[1][1]])  # of one shape, or this raises
@@ -188,4 +189,6 @@ def _exchanged(
         return exchange.with_experts(exchange.completions(own[host]), own[host], layout, context_tokens=32)
 
     with mock.patch("tpu_grpo.rollout.exchange.PIECE_BYTES", piece_bytes), ThreadPoolExecutor(2) as pool:
-        return list(pool.map(run, range(2)))
+        found = list(pool.map(run, range(2)))
+    assert len(shapes) == 2  # one for completions and one for experts, whatever hosts send
+    return found

@@ -9,11 +9,14 @@ from tpu_grpo.config.loading import parse_config
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.rollout.generation import Finished
 from tpu_grpo.rollout.sampler import Sampler
-from tpu_grpo.types import Completion, Prompt, PromptBatch, Request
+from tpu_grpo.types import AnswerMode, Completion, Prompt, PromptBatch, Request
 
 
 def letter(row: int) -> Completion:
     return Completion(np.array([65 + row], np.int32), np.zeros(1, np.float32), "stop", 0)
+
+
+PROMPTS = (Prompt("x", (1,)), Prompt("y", (2,)), Prompt("z", (3,)))
 
 
 class ScriptedEngine:
@@ -21,14 +24,19 @@ class ScriptedEngine:
 
     def __init__(self, tells: Sequence[int]):
         self.figures: Mapping[str, float] = {}
+        self.told: Sequence[int] = ()
         self._tells = tells
 
     def forget_prefixes(self) -> None: ...
 
-    def generate(self, requests: Sequence[Request], finished: Finished | None = None) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Request], finished: Finished | None = None, known: Sequence[float | None] | None = None
+    ) -> list[Completion]:
         assert finished is not None
+        self.known = known
         for row in self._tells:
             finished(row, letter(row))
+        self.told = [0 if row in self._tells else 1 for row in range(len(requests))]
         return [letter(row) for row in range(len(requests))]
 
 
@@ -47,14 +55,31 @@ class CountingTokenizer:
 def test_groups_are_passed_on_when_they_are_whole_and_decoded_once() -> None:
     """Two completions each of prompts 0, 1, 2; this host hears of both of 2 and 0, and another host of 1."""
     tokenizer: Any = CountingTokenizer()
-    sampler = Sampler(ScriptedEngine([5, 1, 4, 0]), tokenizer, parse_config({"algorithm": {"group_size": 2}}))
+    engine = ScriptedEngine([5, 1, 4, 0])
+    sampler = Sampler(engine, tokenizer, parse_config({"algorithm": {"group_size": 2}}))
     heard: list[tuple[int, list[int], Sequence[str]]] = []
 
     def ended(prompt: int, completions: Sequence[Completion], texts: Sequence[str]) -> None:
         heard.append((prompt, [int(c.token_ids[0]) for c in completions], texts))
 
-    batch = PromptBatch(1, (Prompt("x", (1,)), Prompt("y", (2,)), Prompt("z", (3,))))
-    rollout = sampler.rollout(batch, ended)
+    rollout = sampler.rollout(PromptBatch(1, PROMPTS), ended, [7.5, None, 2.0])
+    assert engine.known == [7.5, 7.5, None, None, 2.0, 2.0]
+    assert rollout.told == (0, 1, 0)
     assert heard == [(2, [69, 70], ["E", "F"]), (0, [65, 66], ["A", "B"])]
     assert rollout.texts == ("A", "B", "C", "D", "E", "F")
     assert sorted(tokenizer.decoded) == ["A", "B", "C", "D", "E", "F"]
+
+
+def test_answers_are_passed_on_by_mode() -> None:
+    """Rows 0, 1, 2 are greedy answers, 3 and 4, 5 and 6, 7 and 8 the sampled ones; another host hears of prompt 1."""
+    tokenizer: Any = CountingTokenizer()
+    sampler = Sampler(ScriptedEngine([2, 8, 3, 0, 7, 4]), tokenizer, parse_config({}))
+    heard: list[tuple[str, int, Sequence[str]]] = []
+    modes = [AnswerMode(0.0), AnswerMode(1.0, samples=2)]
+    ended = [lambda p, _, texts, name=name: heard.append((name, p, texts)) for name in ("greedy", "sampled")]
+    greedy, sampled = sampler.answer(PROMPTS, modes, ended)
+    assert heard == [("greedy", 2, ["C"]), ("greedy", 0, ["A"]), ("sampled", 2, ["H", "I"]), ("sampled", 0, ["D", "E"])]
+    assert (greedy.texts, sampled.texts) == (("A", "B", "C"), ("D", "E", "F", "G", "H", "I"))
+    assert greedy.told == sampled.told == (0, 1, 0)
+    assert sorted(tokenizer.decoded) == list("ABCDEFGHI")
+    assert sampler.answer(PROMPTS, modes)[0].texts == greedy.texts  # whoever wants to hear nothing passes nothing

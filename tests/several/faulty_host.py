@@ -96,28 +96,45 @@ def sampled_token(_: str) -> None:
 
 @fault
 def order(_: str) -> None:
-    """Requests are served in another order."""
-    from tpu_grpo.rollout.engine import Engine
+    """Groups are started in another order."""
+    from tpu_grpo.rollout.generation import Generation
 
-    original = Engine.begin
-    Engine.begin = lambda self, requests, *rest: original(self, list(requests)[::-1], *rest)  # type: ignore
+    original = Generation.hold
+    Generation.hold = lambda self, groups: original(self, list(groups)[::-1])  # type: ignore
+
+
+@fault
+def dealing(_: str) -> None:
+    """The last group goes to another replica on this host only."""
+    from tpu_grpo.rollout.dealing import Dealer
+
+    original = Dealer.deal
+
+    def deal(self: Any, loads: Any) -> Any:
+        dealt = original(self, loads)
+        group = dealt[-1].pop()
+        dealt[0].append(group)
+        self._owners[group.number] = 0
+        return dealt
+
+    Dealer.deal = deal  # type: ignore
 
 
 @fault
 def gathered_token(_: str) -> None:
     """A token changes after the hosts exchanged their completions."""
-    from tpu_grpo.rollout import replicas
+    from tpu_grpo.rollout.exchange import Exchange
 
-    original, calls = replicas.in_request_order, []
+    original, calls = Exchange.completions, []
 
-    def in_order(*args: Any) -> Any:
+    def gathered(*args: Any) -> Any:
         completions = original(*args)
         calls.append(args)
         if len(calls) > 1:  # the first is the probe's
             completions[3].token_ids[0] ^= 1
         return completions
 
-    replicas.in_request_order = in_order
+    Exchange.completions = gathered  # type: ignore
 
 
 @fault

@@ -71,6 +71,7 @@ def test_what_hosts_are_started_with(files: Path, tmp_path: Path, fault: str, na
 IN_THE_RUN = [
     ("sampled_token", 4, "replica 0, which they share"),
     ("order", 4, "replica 0, which they share"),
+    ("dealing", 1, "must deal requests alike"),
     ("schedule", 4, "cache tokens of an engine differs: host 0 has "),
     ("gathered_token", 1, "tokens of step 1 differs: host 0 has "),
     ("prompts", 1, "prompts of step 1 differs: host 0 has "),

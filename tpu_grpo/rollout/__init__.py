@@ -1,7 +1,9 @@
 """Rollouts by in-process sglang-jax engines; this is the only room that imports sgl_jax.
 
 sampler.py           turns a batch of prompts into a Rollout: requests with keys, completions, texts
-replicas.py          holds all engines of the run: it assigns requests to them and installs weights in them
+replicas.py          holds all engines of the run: it has requests served by them and installs weights in them
+serving.py           a batch of requests on all replicas: dealt, advanced from one agreed point to the next, dealt again
+dealing.py           which replica serves which group, and in which order
 engine.py            one engine: build it, install weights, generate, release
 options.py           the sizes and settings of an engine
 generation.py        a batch of requests while an engine serves it

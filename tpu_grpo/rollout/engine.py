@@ -22,6 +22,7 @@ from sgl_jax.srt.server_args import ServerArgs
 
 from tpu_grpo.errors import RequestError
 from tpu_grpo.rollout import repairs
+from tpu_grpo.rollout.dealing import expected_tokens, make_groups, places_for
 from tpu_grpo.rollout.experts import check_tokens
 from tpu_grpo.rollout.flash_attention import check_pages
 from tpu_grpo.rollout.generation import Finished, Generation
@@ -183,18 +184,36 @@ class Engine:
         Raises:
             RequestError: if the engine can never serve one of them; none is started then.
         """
-        generation, before = self.begin(requests, finished), self.use
+        self.check(requests)
+        expected = expected_tokens(requests)
+        generation, before = self.begin(requests, expected, finished), self.use
+        generation.hold(make_groups(requests, expected))
         while generation.advance():
             pass
         self.figures = (self.use - before).figures
-        return generation.completions()
+        return [generation.completions[index] for index in range(len(requests))]
 
-    def begin(self, requests: Sequence[Request], finished: Finished | None = None) -> Generation:
-        """Start a generation, which the caller advances launch by launch. Raises what ``generate`` does."""
+    def begin(
+        self, requests: Sequence[Request], expected: Sequence[int], finished: Finished | None = None
+    ) -> Generation:
+        """Start a generation of those of the requests that its ``hold`` is given; the caller advances it by launches.
+
+        Args:
+            requests: what ``check`` has passed.
+            expected: tokens that are expected of each of them.
+            finished: is called with the index and the completion of each request as it ends.
+        """
         assert self.has_weights, "install_weights comes before a generation"
-        self.check(requests)
         options = self.options
-        return Generation(self._scheduler, requests, options.stop_token_ids, finished, share=options.prefix_cache)
+        return Generation(
+            self._scheduler,
+            requests,
+            options.stop_token_ids,
+            expected=expected,
+            places=places_for(requests, expected, options),
+            finished=finished,
+            share=options.prefix_cache,
+        )
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise RequestError if the engine can never serve one of these requests."""

@@ -4,7 +4,8 @@
     completions = exchange.completions(own)
     completions = exchange.with_experts(completions, own, layout, context_tokens=4096)
 
-Arrays have the same shape on every host and at every step, so that nothing is compiled later.
+Arrays have the same shape on every host and at every step, so that nothing is compiled later: what hosts send goes in
+pieces of an even share, of which a host that served more than others sends several.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,29 +32,31 @@ class Exchange:
     """For each replica the host that sends its completions."""
     hosts: Hosts
 
-    def completions(self, own: Mapping[int, Sequence[Completion]]) -> list[Completion]:
+    def completions(self, own: Mapping[int, Completion]) -> list[Completion]:
         """Gather all completions, without experts, in the order of the requests.
 
-        ``own`` holds the completions of the replicas that this host drives, by the replica's number.
+        ``own`` holds the completions of the replicas that this host drives, by the index of the request.
         """
         new_tokens = max((request.sampling.max_new_tokens for request in self.requests), default=1)
-        tables = self.hosts.gather_array("completions", pack(self._mine(own), self._rows, new_tokens))
-        found: dict[int, Completion] = {}
-        for table, indices in zip(tables, self._sent, strict=True):
-            found |= zip(indices, unpack(table[: len(indices)]), strict=True)
+        mine, found = self._mine(own), {}
+        for start in range(0, self._rows, self._share):
+            end = start + self._share
+            tables = self.hosts.gather_array("completions", pack(mine[start:end], self._share, new_tokens))
+            for table, indices in zip(tables, self._sent, strict=True):
+                found |= zip(indices[start:end], unpack(table[: len(indices[start:end])]), strict=True)
         return [found[index] for index in range(len(self.requests))]
 
     def with_experts(
         self,
         completions: Sequence[Completion],
-        own: Mapping[int, Sequence[Completion]],
+        own: Mapping[int, Completion],
         layout: ExpertLayout,
         context_tokens: int,
     ) -> list[Completion]:
         """Gather the experts of all ``completions``; every row takes the place of ``context_tokens`` tokens."""
         mine, found = self._mine(own), list(completions)
         piece = max(1, PIECE_BYTES // (self.hosts.count * context_tokens * layout.token_bytes))
-        piece = min(piece, self._rows)
+        piece = min(piece, self._share)
         for start in range(0, self._rows, piece):
             packed = pack_experts(mine[start : start + piece], piece, context_tokens, layout)
             for table, indices in zip(self.hosts.gather_array("experts", packed), self._sent, strict=True):
@@ -75,6 +78,10 @@ class Exchange:
     def _rows(self) -> int:
         return max(map(len, self._sent))
 
-    def _mine(self, own: Mapping[int, Sequence[Completion]]) -> list[Completion]:
-        numbers = [number for number, sender in enumerate(self.senders) if sender == self.hosts.index]
-        return [completion for number in numbers for completion in own[number]]
+    @property
+    def _share(self) -> int:
+        """Rows of a piece: an even share of the requests for each host that sends any."""
+        return max(1, -(-len(self.requests) // len(set(self.senders))))
+
+    def _mine(self, own: Mapping[int, Completion]) -> list[Completion]:
+        return [own[index] for index in self._sent[self.hosts.index]]

@@ -1,12 +1,15 @@
 """A batch of requests while an engine serves it.
 
 Requests with equal prompts form a group. The first of them prefills the prompt; the others wait for it and reuse its
-cached keys and values.
+cached keys and values. A group is started when there is a place for one of its rows, in the order in which groups are
+held. Time is counted in decode steps, which are the same on every machine.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
+from tpu_grpo.rollout.dealing import Group, Load
 from tpu_grpo.rollout.running import RunningRequest
 from tpu_grpo.rollout.scheduler import SteppedScheduler
 from tpu_grpo.types import Completion, Request
@@ -18,7 +21,7 @@ Finished = Callable[[int, Completion], None]
 
 
 class Generation:
-    """A batch of requests in an engine, which serves one batch at a time. Call ``advance`` until it returns False.
+    """Those of a batch's requests that one engine serves; ``hold`` says which. Call ``advance`` until it returns False.
 
     Each call collects the tokens of the launch before and starts the next one. Engines on different devices therefore
     work at the same time if each is advanced once it is ``ready``.
@@ -29,85 +32,125 @@ class Generation:
         scheduler: SteppedScheduler,
         requests: Sequence[Request],
         stop_ids: frozenset[int],
-        finished: Finished | None = None,
         *,
-        share: bool,
+        expected: Sequence[int],
+        places: int,
+        finished: Finished | None = None,
+        share: bool = True,
     ):
+        """Serve nothing yet.
+
+        Args:
+            scheduler: the engine's.
+            requests: the whole batch; indices count these.
+            stop_ids: tokens that end a completion.
+            expected: the tokens that are expected of each request.
+            places: how many rows to start at once; then it is one group after another, until requests have to wait.
+            finished: is told of every completion as it ends.
+            share: whether requests of a group reuse the prompt of the first.
+        """
         self._scheduler = scheduler
         self._requests = requests
         self._stop_ids = stop_ids
+        self._expected = expected
+        self._places = places
         self._finished = finished
-        self._rows: list[RunningRequest | None] = [None] * len(requests)
-        self._completions: dict[int, Completion] = {}
-        self._followers: dict[int, list[int]] = {}
-        for leader, members in prompt_groups(requests, share=share):
-            self._submit(leader)
-            if members:
-                self._followers[leader] = members
+        self._share = share
+        self._held: deque[Group] = deque()
+        self._followers: dict[int, tuple[int, ...]] = {}
+        self._running: dict[int, RunningRequest] = {}
+        self._first_step = scheduler.use.steps
+        self._idle_steps = 0
+        self.completions: dict[int, Completion] = {}
+        """What has ended so far, by the index of the request."""
+
+    def hold(self, groups: Sequence[Group]) -> None:
+        """Serve these groups next, in their order, in place of those that are held and have not been started."""
+        self._held = deque(groups)
 
     @property
     def ready(self) -> bool:
         """Whether ``advance`` would not have to wait for the devices."""
         return self._scheduler.ready
 
-    def advance(self) -> bool:
-        """Finish the launch in flight and start the next; returns False once every request is finished.
+    @property
+    def steps(self) -> int:
+        """Decode steps so far."""
+        return self._scheduler.use.steps - self._first_step
 
-        Whoever waits for completions is told while the devices work at the next launch.
+    @property
+    def clock(self) -> int:
+        """Decode steps so far, and those in which others worked and this engine had nothing to do."""
+        return self.steps + self._idle_steps
+
+    def advance(self, until: int | None = None) -> bool:
+        """Finish the launch in flight and start the next; returns False once there is nothing left to do.
+
+        With ``until``, it also returns False when the clock is there, which no launch passes. Whoever waits for
+        completions is told while the devices work at the next launch.
         """
         self._scheduler.finish()
         ended = self._ended()
-        self._completions |= ended
-        if len(self._completions) == len(self._requests):
+        self.completions |= ended
+        paused = until is not None and self.clock >= until
+        if not paused:
+            self._fill()
+        if going_on := not paused and self._rows > 0:
+            self._start(None if until is None else until - self.clock)
+        elif not self._rows and self._scheduler.running:
             self._scheduler.start()  # an empty one, which hands back the slots of the last rows
             self._scheduler.running.clear()
-            self._tell(ended)
-            return False
-        for leader in [i for i in self._followers if (row := self._rows[i]) is not None and row.prefilled]:
-            for member in self._followers.pop(leader):
-                self._submit(member)
-        self._scheduler.start()
-        self._tell(ended)
-        return True
-
-    def completions(self) -> list[Completion]:
-        """List the completions in the order of the requests; call it once all are finished."""
-        return [self._completions[index] for index in range(len(self._requests))]
-
-    def _ended(self) -> dict[int, Completion]:
-        """Return what has ended since the last call, by the index of the request."""
-        return {
-            index: row.completion()
-            for index, row in enumerate(self._rows)
-            if row is not None and index not in self._completions and row.req.finished()
-        }
-
-    def _tell(self, ended: Mapping[int, Completion]) -> None:
         if self._finished is not None:
             for index, completion in ended.items():
                 self._finished(index, completion)
+        return going_on
 
-    def _submit(self, index: int) -> None:
-        self._rows[index] = self._scheduler.submit(self._requests[index], self._stop_ids)
+    def pause(self, point: int) -> Load:
+        """Say at an agreed point what there is to do; an engine that had nothing to do before it was idle until now."""
+        self._idle_steps += max(0, point - self.clock)
+        left = (max(1, self._expected[i] - len(row.req.output_ids)) for i, row in self._running.items())
+        waiting = sum(self._expected[i] for members in self._followers.values() for i in members)
+        return Load(self._rows, self._places, sum(left) + waiting, tuple(group.number for group in self._held))
+
+    @property
+    def _rows(self) -> int:
+        """Requests of started groups that have not ended."""
+        return len(self._running) + sum(map(len, self._followers.values()))
+
+    def _ended(self) -> Mapping[int, Completion]:
+        """Take out the requests that have ended since the last call."""
+        done = [index for index, row in self._running.items() if row.req.finished()]
+        return {index: self._running.pop(index).completion() for index in done}
+
+    def _fill(self) -> None:
+        """Submit what can run: the first requests of held groups, and those that waited for the first of theirs."""
+        for leader in [i for i in self._followers if i not in self._running or self._running[i].prefilled]:
+            self._submit(*self._followers.pop(leader))
+        if not self._scheduler.waiting_queue and not self._followers:  # nothing shows that the engine is full
+            self._places = min(max(self._places, self._rows + 1), self._scheduler.max_running_requests)
+        while self._held and self._rows < self._places:
+            leader, *members = self._held.popleft().members
+            self._submit(leader)
+            if members and self._share:
+                self._followers[leader] = tuple(members)
+            else:
+                self._submit(*members)
+
+    def _start(self, most_steps: int | None) -> None:
+        """Launch, and note how many rows can run, if requests wait beside decode steps."""
+        scheduler = self._scheduler
+        scheduler.start(most_steps=most_steps, more_wait=bool(self._held))
+        flight = scheduler.in_flight
+        if flight is not None and flight.reservation is not None and scheduler.waiting_queue:
+            self._places = len(flight.batch.reqs)
+
+    def _submit(self, *indices: int) -> None:
+        for index in indices:
+            self._running[index] = self._scheduler.submit(self._requests[index], self._stop_ids)
 
 
-def prompt_groups(requests: Sequence[Request], *, share: bool = True) -> list[tuple[int, list[int]]]:
-    """Group requests with the same prompt token ids.
-
-    Returns:
-        For each group the index of its first request, which prefills the prompt, and the indices of the others. The
-        groups are in the order of their first requests. With ``share=False`` every request is a group of its own.
-    """
-    if not share:
-        return [(index, []) for index in range(len(requests))]
-    members: dict[tuple[int, ...], list[int]] = {}
-    for index, request in enumerate(requests):
-        members.setdefault(request.token_ids, []).append(index)
-    return [(first, rest) for first, *rest in members.values()]
-
-
-def advance_all(generations: Sequence[Generation]) -> float:
-    """Advance several generations to their ends, each as soon as its engine's devices have finished a launch.
+def advance_all(generations: Sequence[Generation], until: int | None = None) -> float:
+    """Advance several generations to their ends, or to an agreed point, each as soon as its devices have finished.
 
     No engine waits for another. Engines of one process lie inside its host, so that the order of their launches, which
     may differ from host to host, is nobody else's business; an engine over several hosts is the only one of each.
@@ -122,8 +165,8 @@ def advance_all(generations: Sequence[Generation]) -> float:
             start = time.perf_counter()
             time.sleep(POLL_SECONDS)
             waited += time.perf_counter() - start
-        ended = [generation for generation in ready if not generation.advance()]
-        active = [generation for generation in active if generation not in ended]
-    while active and active[0].advance():
+        stopped = [generation for generation in ready if not generation.advance(until)]
+        active = [generation for generation in active if generation not in stopped]
+    while active and active[0].advance(until):
         pass
     return waited

@@ -10,7 +10,6 @@ from tpu_grpo.rollout.attention import AttentionName
 from tpu_grpo.rollout.experts import ExpertsName
 from tpu_grpo.rollout.kv_formats import KVDtype
 from tpu_grpo.rollout.shapes import Shapes, choose_shapes
-from tpu_grpo.types import Request
 
 
 @dataclass(frozen=True)
@@ -82,18 +81,6 @@ class EngineOptions:
         if self.kv_tokens is not None:
             return self.kv_tokens // self.page_size * self.page_size
         return self.max_running_requests * self.tokens_of_request(self.context_tokens)
-
-    def places(self, requests: Sequence[Request], expected: Sequence[int]) -> int:
-        """Return how many of these requests the engine can run at once, about: as many as its cache holds on average.
-
-        ``expected`` are the tokens that are expected of each.
-        """
-        needed = sum(
-            self.tokens_of_request(len(request.token_ids) + tokens)
-            for request, tokens in zip(requests, expected, strict=True)
-        )
-        fitting = self.cache_tokens * len(requests) // max(1, needed)
-        return max(1, min(self.max_running_requests, fitting))
 
     def tokens_of_request(self, tokens: int) -> int:
         """Return the cache tokens that a request of ``tokens`` needs, with the library's margin, in whole pages."""

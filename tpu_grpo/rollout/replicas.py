@@ -4,16 +4,18 @@
     replicas.install_weights(weights)           # arrays on all replicas, as replicas.weight_specs says
     completions = replicas.generate(requests)   # all of them, on every host
 
-For 8 devices on 2 hosts (4 each) and three groups of requests a, b, c:
+For 8 devices on 2 hosts (4 each) and three groups of requests a, b, c, all expected to be as long:
 
     tensor 2    host 0: replicas 0 and 1 sample a and b     host 1: replica 2 samples c, replica 3 has nothing to do
     tensor 8    one replica over both hosts samples a, b and c, both hosts making the same decisions
 
-A replica inside one host waits for no other host while it samples. Afterwards the hosts that drive one replica together
-compare what it decided and sampled, and every host receives the whole batch. Tokens do not depend on which replica
-serves a request: see sampling.py.
+Which replica serves what: see dealing.py. A replica inside one host waits for no other host while it samples, but where
+groups are dealt at agreed points. Afterwards the hosts that drive one replica together compare what it decided and
+sampled, and every host receives the whole batch. Tokens do not depend on which replica serves a request: see
+sampling.py.
 """
 
+import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -32,8 +34,9 @@ from tpu_grpo.errors import ConfigError, LockstepError
 from tpu_grpo.hosts import Hosts, devices_per_host, hosts_of, progress
 from tpu_grpo.rollout.engine import Engine, engine_mesh, partition_spec
 from tpu_grpo.rollout.exchange import Exchange
-from tpu_grpo.rollout.generation import Finished, advance_all, prompt_groups
+from tpu_grpo.rollout.generation import Finished
 from tpu_grpo.rollout.options import EngineOptions
+from tpu_grpo.rollout.serving import Served, Serving
 from tpu_grpo.rollout.use import EngineUse, total_use
 from tpu_grpo.types import Completion, Request
 
@@ -75,18 +78,6 @@ def replicated_specs(
     }
 
 
-def assign_requests(requests: Sequence[Request], replicas: int) -> list[list[int]]:
-    """Assign whole groups of requests to replicas, round robin; every host computes the same assignment.
-
-    Returns:
-        The indices of each replica's requests, in ascending order.
-    """
-    shares: list[list[int]] = [[] for _ in range(replicas)]
-    for turn, (leader, members) in enumerate(prompt_groups(requests)):
-        shares[turn % replicas] += [leader, *members]
-    return [sorted(share) for share in shares]
-
-
 class Replicas:
     """All replicas of a run; this process drives those that include one of its devices."""
 
@@ -96,6 +87,8 @@ class Replicas:
         self._hosts = hosts
         self.figures: Mapping[str, float] = {}
         """What the last ``generate`` took of this host's engines, under the metrics' names."""
+        self.told: Sequence[int] = ()
+        """The host that was told of the end of each request of the last ``generate``."""
 
     @classmethod
     def build(
@@ -169,62 +162,66 @@ class Replicas:
         with ThreadPoolExecutor(len(self.engines)) as pool:
             return sum(pool.map(Engine.compile_all, self.engines.values()))
 
-    def generate(self, requests: Sequence[Request], finished: Finished | None = None) -> list[Completion]:
+    def generate(
+        self,
+        requests: Sequence[Request],
+        finished: Finished | None = None,
+        known: Sequence[float | None] | None = None,
+    ) -> list[Completion]:
         """Sample a completion for every request; every host passes the same requests and gets all completions.
 
         Args:
             requests: what to sample.
-            finished: is called with the index and the completion of each request as it ends, on one host: the first
-                of those that drive the replica which serves it.
+            finished: is called with the index and the completion of each request as it ends, on one host: one of those
+                that drive the replica which serves it.
+            known: the tokens that are expected of each request, where something is known; no token depends on them.
 
         Raises:
             RequestError: if no engine can ever serve one of them; none is started then.
-            LockstepError: if hosts that drive one replica together decided or sampled differently.
+            LockstepError: if hosts decided differently, or sampled differently in a replica that they share.
         """
         next(iter(self.engines.values())).check(requests)
-        assigned = assign_requests(requests, len(self.replicas))
-        generations = {
-            number: engine.begin(
-                [requests[i] for i in assigned[number]], self._tell(number, assigned[number], finished)
-            )
-            for number, engine in self.engines.items()
-        }
-        before, waited = self._use(), advance_all(list(generations.values()))
-        self.figures = dict(replace(spent := self._use() - before, wait=spent.wait + waited).figures)
-        own = {number: generation.completions() for number, generation in generations.items()}
-        if self._hosts.count == 1:
-            return in_request_order(own, assigned)
-        self._compare()
-        return self._exchange(own, requests, assigned)
-
-    def _tell(self, number: int, indices: Sequence[int], finished: Finished | None) -> Finished | None:
-        """Make the call for a replica's completions; only its first host makes any."""
-        if finished is None or self.replicas[number].hosts[0] != self._hosts.index:
-            return None
-        return lambda own, completion: finished(indices[own], completion)
+        before, drivers = self._use(), [replica.hosts for replica in self.replicas]
+        served = Serving(requests, known, self.engines, drivers, self._hosts, finished).run()
+        self.told, spent = served.told, self._use() - before
+        idle = self._compare(served)
+        self.figures = {**replace(spent, wait=spent.wait + served.waited).figures, **idle}
+        return self._exchange(served, requests)
 
     def _use(self) -> EngineUse:
         return total_use(engine.use for engine in self.engines.values())
 
-    def _compare(self) -> None:
-        """Check that hosts decided and sampled alike in the replicas they share; all hosts take part, so all raise."""
-        mine = json.dumps(self.digests).encode()
-        everyone = [json.loads(part) for part in self._hosts.gather("scheduling and tokens", mine)]
-        for replica in self.replicas:
-            found = {host: everyone[host][str(replica.number)] for host in replica.hosts}
-            if len(set(found.values())) > 1:
-                raise LockstepError(
-                    f"hosts {', '.join(map(str, replica.hosts))} must schedule and sample alike in replica "
-                    f"{replica.number}, which they share, got "
-                    f"{', '.join(f'{digest[:12]} on host {host}' for host, digest in found.items())}; set "
-                    "hosts.check=step to find the first step that differs"
-                )
+    def _compare(self, served: Served) -> dict[str, float]:
+        """Check that hosts dealt alike, and decided and sampled alike in the replicas they share; returns idle shares.
 
-    def _exchange(
-        self, own: Mapping[int, Sequence[Completion]], requests: Sequence[Request], assigned: Sequence[Sequence[int]]
-    ) -> list[Completion]:
+        All hosts take part, so all raise.
+        """
+        dealt = hashlib.sha256(json.dumps(served.assigned).encode()).hexdigest()
+        mine = {"dealt": dealt, "digests": self.digests, "steps": served.steps}
+        answers = self._hosts.gather("scheduling and tokens", json.dumps(mine).encode())
+        everyone = [json.loads(part) for part in answers]
+        self._check_alike("deal requests alike", dict(enumerate(answer["dealt"] for answer in everyone)))
+        for replica in self.replicas:
+            found = {host: everyone[host]["digests"][str(replica.number)] for host in replica.hosts}
+            what = f"schedule and sample alike in replica {replica.number}, which they share"
+            self._check_alike(what, found)
+        steps = [everyone[replica.hosts[0]]["steps"][str(replica.number)] for replica in self.replicas]
+        return idle_share(steps)
+
+    def _check_alike(self, what: str, found: Mapping[int, str]) -> None:
+        if len(set(found.values())) > 1:
+            raise LockstepError(
+                f"hosts {', '.join(map(str, found))} must {what}, got "
+                f"{', '.join(f'{digest[:12]} on host {host}' for host, digest in found.items())}; set "
+                "hosts.check=step to find the first step that differs"
+            )
+
+    def _exchange(self, served: Served, requests: Sequence[Request]) -> list[Completion]:
         """Gather the completions of all replicas; the first host that drives a replica sends its completions."""
-        exchange = Exchange(requests, assigned, [replica.hosts[0] for replica in self.replicas], self._hosts)
+        own = served.completions
+        if self._hosts.count == 1:
+            return [own[index] for index in range(len(requests))]
+        exchange = Exchange(requests, served.assigned, [replica.hosts[0] for replica in self.replicas], self._hosts)
         completions, engine = exchange.completions(own), next(iter(self.engines.values()))
         if any(request.return_experts for request in requests):
             assert engine.expert_layout is not None, "Engine.check refuses such a request"
@@ -263,9 +260,14 @@ def _copy_on_engine(array: Array, engine: Engine, name: str) -> Array:
     return jax.make_array_from_single_device_arrays(array.shape, sharding, [on[d] for d in devices if d in on])
 
 
-def in_request_order(found: Mapping[int, Sequence[Completion]], assigned: Sequence[Sequence[int]]) -> list[Completion]:
-    """Put the completions of all replicas into the order of the requests."""
-    rows: dict[int, Completion] = {}
-    for number, indices in enumerate(assigned):
-        rows |= zip(indices, found[number], strict=True)
-    return [rows[index] for index in range(len(rows))]
+def idle_share(steps: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Return the share of their time in which replicas had nothing to do while another worked, as a metric.
+
+    Args:
+        steps: for every replica its decode steps, and its clock at the end. Time is counted in decode steps, up to the
+            latest end. Nothing is returned for one replica, or if nobody made a decode step.
+    """
+    end = max(clock for _, clock in steps)
+    if len(steps) == 1 or not end:
+        return {}
+    return {"rollout/idle_share": 1 - sum(count for count, _ in steps) / (len(steps) * end)}

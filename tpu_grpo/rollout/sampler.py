@@ -1,7 +1,9 @@
 """The rollout stage: it turns a batch of prompts into requests with keys, completions and decoded texts."""
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerFast
@@ -31,13 +33,23 @@ def sampling_params(config: RunConfig) -> SamplingParams:
 
 
 class CompletionEngine(Protocol):
-    """Serves requests: one Engine, or all Replicas of a run."""
+    """Serves requests: the Replicas of a run."""
 
     figures: Mapping[str, float]
     """What the last ``generate`` took, under the metrics' names."""
+    told: Sequence[int]
+    """The host that was told of the end of each request of the last ``generate``."""
 
-    def generate(self, requests: Sequence[Request], finished: Finished | None = None) -> list[Completion]:
-        """Return a completion for every request, in their order, and call ``finished`` for each as it ends."""
+    def generate(
+        self,
+        requests: Sequence[Request],
+        finished: Finished | None = None,
+        known: Sequence[float | None] | None = None,
+    ) -> list[Completion]:
+        """Return a completion for every request, in their order, and call ``finished`` for each as it ends.
+
+        ``known`` are the tokens that are expected of each request, where something is known.
+        """
         ...
 
     def forget_prefixes(self) -> None:
@@ -56,12 +68,17 @@ class Sampler:
         self._sampling = sampling_params(config)
         self._return_experts = config.algorithm.routing_replay
 
-    def rollout(self, batch: PromptBatch, ended: GroupEnded = nobody) -> Rollout:
+    def rollout(
+        self, batch: PromptBatch, ended: GroupEnded = nobody, known: Sequence[float | None] | None = None
+    ) -> Rollout:
         """Sample a group of completions for every prompt of a step.
 
         ``ended`` is called in the middle of the rollout, on the calling thread, once for every prompt whose completions
-        have all been sampled: on the one host whose engine sampled them. It should take little time, because that
-        host's engines wait for it, and it must not raise, because the other hosts would wait for this one.
+        have all been sampled: on one host, of those whose engine sampled them. It should take little time, because that
+        host's engines wait for it. What it raises ends the run: the engines are then in the middle of their work.
+
+        ``known`` are the mean tokens of a completion that are expected of each prompt, where something is known.
+        Prompts with long answers are started first. No token depends on it; the last bits of log-probabilities may.
 
         The cache is emptied first. What an evaluation or a probe left in it would change the chunks in which prompts
         are prefilled and thereby the last bits, so that a run's numbers would depend on when it was evaluated.
@@ -76,27 +93,43 @@ class Sampler:
             for p, prompt in enumerate(batch.prompts)
             for g in range(self._group_size)
         ]
-        groups = _Groups(self._group_size, self._text, ended)
-        completions = self._generate(requests, f"step {batch.step}", groups.finished)
-        seconds, known = time.perf_counter() - start, groups.texts
-        texts = tuple(known[row] if row in known else self._text(c) for row, c in enumerate(completions))
-        return Rollout(batch, self._group_size, completions, texts, seconds, self._engine.figures)
+        groups = _Groups([self._group_size] * len(batch.prompts), self._text, ended)
+        rows = None if known is None else [value for value in known for _ in range(self._group_size)]
+        completions = self._generate(requests, f"step {batch.step}", groups.finished, rows)
+        seconds, texts, told = time.perf_counter() - start, groups.all_texts(completions), self._engine.told
+        told = tuple(told[:: self._group_size])
+        return Rollout(batch, self._group_size, completions, texts, seconds, self._engine.figures, told)
 
-    def answer(self, prompts: Sequence[Prompt], modes: Sequence[AnswerMode]) -> tuple[Rollout, ...]:
+    def answer(
+        self, prompts: Sequence[Prompt], modes: Sequence[AnswerMode], ended: Sequence[GroupEnded] = ()
+    ) -> tuple[Rollout, ...]:
         """Sample completions for an evaluation in every mode, with keys that are the same every time.
 
         All modes are sampled at once, so that a prompt is prefilled once, and the few long completions of one mode do
         not leave engines idle. The cache is emptied first, so that the same weights give the same answers whatever was
         sampled before: during the run, after it was continued, or from a checkpoint.
+
+        ``ended`` has a function for every mode, which is called as that of ``rollout``.
         """
         start = time.perf_counter()
         self._engine.forget_prefixes()
         requests = [self._answers(prompt, index, mode) for mode in modes for index, prompt in enumerate(prompts)]
-        completions = self._generate([request for group in requests for request in group], "an evaluation")
+        count = len(prompts)
+
+        def pass_on(group: int, completions: Sequence[Completion], texts: Sequence[str]) -> None:
+            if ended:
+                ended[group // count](group % count, completions, texts)
+
+        groups = _Groups([len(group) for group in requests], self._text, pass_on)
+        completions = self._generate(
+            [request for group in requests for request in group], "an evaluation", groups.finished
+        )
         seconds, batch, answered = time.perf_counter() - start, PromptBatch(0, tuple(prompts)), []
+        texts, told, first = groups.all_texts(completions), self._engine.told, 0
         for mode in modes:
-            rows, completions = completions[: len(prompts) * mode.samples], completions[len(prompts) * mode.samples :]
-            answered.append(Rollout(batch, mode.samples, rows, self._texts(rows), seconds))
+            rows, first = slice(first, first + count * mode.samples), first + count * mode.samples
+            hosts = tuple(told[rows][:: mode.samples])
+            answered.append(Rollout(batch, mode.samples, completions[rows], texts[rows], seconds, told=hosts))
         return tuple(answered)
 
     def _answers(self, prompt: Prompt, index: int, mode: AnswerMode) -> list[Request]:
@@ -105,9 +138,13 @@ class Sampler:
         return [Request(prompt.token_ids, sampling, key) for key in keys]
 
     def _generate(
-        self, requests: Sequence[Request], what: str, finished: Finished | None = None
+        self,
+        requests: Sequence[Request],
+        what: str,
+        finished: Finished | None = None,
+        known: Sequence[float | None] | None = None,
     ) -> tuple[Completion, ...]:
-        completions = tuple(self._engine.generate(requests, finished))
+        completions = tuple(self._engine.generate(requests, finished, known))
         for row, completion in enumerate(completions):
             if not all(-float("inf") < value <= 0 for value in completion.logprobs):
                 raise NonFiniteError(
@@ -116,32 +153,38 @@ class Sampler:
                 )
         return completions
 
-    def _texts(self, completions: Sequence[Completion]) -> tuple[str, ...]:
-        return tuple(map(self._text, completions))
-
     def _text(self, completion: Completion) -> str:
         return self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
 
 
 class _Groups:
-    """Collects the completions of a step as they end, until a group is whole; each text is decoded once."""
+    """Collects completions as they end, until a group is whole; each text is decoded once.
 
-    def __init__(self, group_size: int, decode: Callable[[Completion], str], ended: GroupEnded):
-        self._group_size = group_size
+    With groups of 2, 2 and 3 rows, row 4 is the first of group 2.
+    """
+
+    def __init__(self, sizes: Sequence[int], decode: Callable[[Completion], str], ended: GroupEnded):
+        self._starts = list(accumulate(sizes, initial=0))
         self._decode = decode
         self._ended = ended
         self._found: dict[int, dict[int, Completion]] = {}
-        self.texts: dict[int, str] = {}
+        self._texts: dict[int, str] = {}
         """The texts of whole groups, by row."""
 
     def finished(self, row: int, completion: Completion) -> None:
         """Take a completion, and pass its group on if it was the last one."""
-        prompt, sample = divmod(row, self._group_size)
-        group = self._found.setdefault(prompt, {})
-        group[sample] = completion
-        if len(group) < self._group_size:
+        number = bisect_right(self._starts, row) - 1
+        start, end = self._starts[number], self._starts[number + 1]
+        group = self._found.setdefault(number, {})
+        group[row] = completion
+        if len(group) < end - start:
             return
-        completions = [group[g] for g in range(self._group_size)]
+        completions = [group[row] for row in range(start, end)]
         texts = [self._decode(c) for c in completions]
-        self.texts |= enumerate(texts, prompt * self._group_size)
-        self._ended(prompt, completions, texts)
+        self._texts |= enumerate(texts, start)
+        self._ended(number, completions, texts)
+
+    def all_texts(self, completions: Sequence[Completion]) -> tuple[str, ...]:
+        """Return the texts of all rows."""
+        known = self._texts
+        return tuple(known[row] if row in known else self._decode(c) for row, c in enumerate(completions))
