@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import pytest
 
 from tpu_grpo.config import load_config
+from tpu_grpo.errors import ConfigError
 from tpu_grpo.learner.output_head import CHUNK_BYTES
 from tpu_grpo.models.abstract import abstract_checkpoint
 from tpu_grpo.planning.plan import PUBLISHED
@@ -32,7 +34,14 @@ pytestmark = [pytest.mark.slices, pytest.mark.timeout(1800)]  # a minute each
 
 @pytest.fixture(scope="module", params=["v5e-8", "v5p-8", "v6e-8", "v4-8"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AbstractRun]:
-    target, config, directory = open_slice(request.param), load_config(SHIPPED, []), tmp_path_factory.mktemp("model")
+    with open_run(request.param, tmp_path_factory.mktemp("model")) as found:
+        yield found
+
+
+@contextmanager
+def open_run(name: str, directory: Path, *overrides: str) -> Iterator[AbstractRun]:
+    """The shipped config on a slice, with two layers."""
+    target, config = open_slice(name), load_config(SHIPPED, overrides)
     published = json.loads((PUBLISHED / "Qwen3-0.6B" / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(published | {"num_hidden_layers": LAYERS}))
     checkpoint = abstract_checkpoint(directory)
@@ -89,3 +98,20 @@ def test_every_program_compiles_and_holds_what_it_is_given(run: AbstractRun) -> 
     assert sizes.weight_bytes == resident.sampler + resident.shared
     assert sizes.arrays == len(run.engine.weight_specs) + len(jax.tree.leaves(run.engine.cache_specs)) + STEP_INPUTS
     assert run.sync.temporary_bytes <= run.config.meshes.sync_temporary_mib * 2**20
+
+
+@pytest.mark.parametrize("name", ["v5e-8", "v6e-8"])
+def test_a_cache_in_fp8_compiles_and_is_half_as_large(name: str, tmp_path: Path) -> None:
+    with open_run(name, tmp_path, "rollout.kv_dtype=fp8") as run:
+        programs = {found.split()[0]: lower for found, _, lower in programs_to_lower(run)}
+        for program in ("decode", "prefill"):
+            compiled = Compiled(programs[program]())
+            assert compiled_figures(compiled, FAST_COMPILE_OPTIONS)["kernels"] == 2 * LAYERS
+            assert "f8e4m3fn" in compiled.text
+        assert resident_bytes(run).cache == (run.options.cache_tokens + 64) * 2 * 8 * 128 * LAYERS
+
+
+def test_a_cache_in_fp8_is_refused_where_the_kernel_cannot_read_it(tmp_path: Path) -> None:
+    refused = pytest.raises(ConfigError, match="needs a TPU from v5 on, got TPU v4")
+    with open_run("v4-8", tmp_path, "rollout.kv_dtype=fp8") as run, refused:
+        _ = run.engine

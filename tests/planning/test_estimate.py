@@ -91,6 +91,32 @@ def test_few_tokens_read_few_experts() -> None:
     assert sizes.arrays == 3 + 48 * (2 + 4 + 2 + 1 + 3) + 48 + STEP_INPUTS  # of all experts together three
 
 
+@pytest.mark.parametrize(
+    ("slice_name", "itemsize", "seconds"),
+    [
+        ("v6e-8", 2, 1000 * 4096 / 0.74e12),  # the kernel's instructions
+        ("v6e-8", 1, 1000 * 4096 / 0.74e12),  # as many numbers
+        ("v6e-8", 4, 1000 * 8192 / 0.74e12),
+        ("v5e-8", 2, 1000 * 4096 / (0.8 * 819e9)),  # the memory
+        ("v5e-8", 1, 1000 * 4096 / 0.74e12),
+    ],
+)
+def test_a_cache_of_8_bits_is_read_in_half_the_time_and_computed_with_as_long(
+    slice_name: str, itemsize: int, seconds: float
+) -> None:
+    """1,000 tokens of context with 2,048 numbers each."""
+    sizes = EngineSizes.of(
+        checkpoint("Qwen3-0.6B"),
+        tensor=1,
+        itemsize=2,
+        split_vocabulary=False,
+        cache_bytes=2048 * itemsize,
+        cache_itemsize=itemsize,
+    )
+    step = decode_step(sizes, parse_slice(slice_name).generation, 10, 1000)
+    assert step["cache"] == pytest.approx(seconds, rel=1e-3)
+
+
 def work_of(**sections: Any) -> StepWork:
     """Two hosts with two engines each; 8 prompts with 2 completions."""
     engine = EngineSizes.of(checkpoint("Qwen3-0.6B"), tensor=2, itemsize=2, split_vocabulary=True, cache_bytes=50_000)

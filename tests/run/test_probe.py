@@ -16,10 +16,28 @@ from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.errors import WeightsError
 from tpu_grpo.families import WeightRule
 from tpu_grpo.pipeline import train
+from tpu_grpo.run.probe import probe_bound
 from tpu_grpo.weights import plan
 from tpu_grpo.weights.sync import WeightSync
 
 LAYER = "model.layers.1"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype", "bound"),
+    [
+        ("float32", "auto", 1e-3),
+        ("bfloat16", "auto", 0.2),
+        ("float32", "int8", 0.2),
+        ("bfloat16", "int8", 0.2),
+        ("float32", "fp8", 0.5),
+        ("bfloat16", "fp8", 0.5),
+    ],
+)
+def test_the_bound_follows_the_types_of_model_and_cache(dtype: str, kv_dtype: str, bound: float) -> None:
+    assert probe_bound(parse_config({"model": {"dtype": dtype}, "rollout": {"kv_dtype": kv_dtype}})) == bound
+
+
 Weights = dict[str, jax.Array]
 
 

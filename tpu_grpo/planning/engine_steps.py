@@ -36,9 +36,10 @@ def decode_step(sizes: EngineSizes, generation: Generation, rows: int, cached_to
     """Seconds on the devices of a step of ``rows`` rows, that have ``cached_tokens`` tokens of context together."""
     flops = sizes.token.forward(rows, cached_tokens / rows, rows) / sizes.tensor
     products = flops / (PRODUCTS * generation.chip.flops_per_second)
-    kernel = min(CACHE_BYTES_PER_SECOND, MEMORY * generation.chip.memory_bytes_per_second)
+    read = sizes.cache_bytes / (MEMORY * generation.chip.memory_bytes_per_second)
+    computed = sizes.cache_bytes * max(1, 2 / sizes.cache_itemsize) / CACHE_BYTES_PER_SECOND
     return _products_or_weights(sizes, generation, products, rows) | {
-        "cache": cached_tokens * sizes.cache_bytes / kernel,
+        "cache": cached_tokens * max(read, computed),
         "links": allreduce_seconds(sizes, generation, rows),
     }
 

@@ -33,7 +33,8 @@ from tpu_grpo.run.abstract import AbstractRun
 ASSUMPTIONS = (
     f"of a chip's products {rates.PRODUCTS:.0%} are reached by the learner and {rates.PREFILL:.0%} by prefills, of its "
     f"memory's speed {rates.MEMORY:.0%}, of its usable links' {rates.LINKS:.0%}; attention gets through at most "
-    f"{rates.CACHE_BYTES_PER_SECOND / 1e9:.0f} GB/s of keys and values",
+    f"{rates.CACHE_BYTES_PER_SECOND / 1e9:.0f} GB/s of keys and values, "
+    "and in 8 bits at half as many",
     "a launch of an engine takes its host half a millisecond, and more for arrays, devices and rows; one thread drives "
     "the engines of a host",
     f"every prompt has data.max_prompt_tokens tokens; training rows are packed to {rates.FILL:.0%}",
@@ -212,6 +213,7 @@ def _engine_sizes(run: AbstractRun, resident: ResidentBytes) -> EngineSizes:
             run.config.meshes.sampler.shard_vocab, run.checkpoint.config.vocab_size, tensor
         ),
         cache_bytes=resident.cache / run.options.cache_tokens,
+        cache_itemsize=run.engine.cache_specs[0].dtype.itemsize,
     )
 
 

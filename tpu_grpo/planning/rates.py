@@ -9,10 +9,10 @@ tests/planning/test_published.py holds this.
 MEMORY = 0.8
 """Of the memory's speed, for weights in a decode step and for the optimizer's state: large matrices, read in order."""
 CACHE_BYTES_PER_SECOND = 0.74e12
-"""The keys and values that the attention kernel gets through on a chip, where its memory is not slower. Fitted, 45 % of
-the memory's speed of v6e. It is not a share, because instructions limit the kernel: those that the compiler makes of it
-for v5e keep up with a memory half as fast. The kernel of the published speeds was an earlier one, without the form for
-decode steps that engines have here."""
+"""The keys and values that the attention kernel gets through on a chip, where its memory is not slower. Fitted, 45 %
+of the memory's speed of v6e. It is not a share, because instructions limit the kernel: those that the compiler makes
+of it for v5e keep up with a memory half as fast. A number of 8 bits therefore counts as one of 16. The kernel of the
+published speeds was an earlier one, without the form for decode steps that engines have here."""
 PREFILL = 0.25
 """Of a chip's products, in a prefill. Fitted; the published times to first tokens alone give 14 to 28 %."""
 PRODUCTS = 0.5

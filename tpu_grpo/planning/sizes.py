@@ -64,10 +64,19 @@ class EngineSizes:
     """The activations of one token between layers; they are whole on every device."""
     arrays: int
     """The arrays that a step is launched with."""
+    cache_itemsize: int = 2
+    """Bytes of a number of the cache."""
 
     @classmethod
     def of(
-        cls, checkpoint: Checkpoint, *, tensor: int, itemsize: int, split_vocabulary: bool, cache_bytes: float
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        tensor: int,
+        itemsize: int,
+        split_vocabulary: bool,
+        cache_bytes: float,
+        cache_itemsize: int = 2,
     ) -> "EngineSizes":
         """Compute them for an engine of ``tensor`` devices whose numbers have ``itemsize`` bytes."""
         config, shapes = checkpoint.config, checkpoint.family.tensor_shapes(checkpoint.config)
@@ -90,6 +99,7 @@ class EngineSizes:
             cache_bytes=cache_bytes,
             state_bytes=config.hidden_size * itemsize,
             arrays=len(names) + config.num_hidden_layers + STEP_INPUTS,
+            cache_itemsize=cache_itemsize,
         )
 
     def read_bytes(self, tokens: float) -> float:
