@@ -6,6 +6,7 @@ rows.py            a scored rollout becomes packed rows;  token_weights.py: how 
 routing.py         routing replay: the trainer's tokens pass the experts that the engine chose
 batches.py         rows become micro-batches on the devices, with what the loss compares the policy to
 loss.py            the loss, around an algorithm's token losses;  forward.py: the model over packed rows
+flat_products.py   the model's products on a CPU
 output_head.py     log-probabilities and entropies in chunks;  head_split.py: how that work is divided
 update.py          gradients add up in float32, and the optimizer steps once
 optimizers.py      the optimizers by name, and the learning rate;  compact.py: their state in eight bits

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 from tunix.rl import common
 
+from tpu_grpo.learner.flat_products import with_flat_products
 from tpu_grpo.learner.output_head import OutputHead, token_logprobs
 from tpu_grpo.learner.routing import with_replay
 
@@ -43,7 +44,7 @@ class TokenLogprobs(NamedTuple):
 
 def run_model(model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: Mesh | None) -> TokenLogprobs:
     """Run the model on rows, for the log-probability and entropy of every token in ``rows.mask``."""
-    body, head = without_head(with_replay(model, rows.experts))
+    body, head = without_head(with_flat_products(with_replay(model, rows.experts), mesh))
     arguments = {
         "positions": rows.positions,
         "cache": None,

@@ -92,6 +92,7 @@ class Updater:
         self._dtypes = {name: leaf.dtype for name, leaf in self.trained.items()}
         self._shared: frozenset[str] = frozenset(self.trained)
         self._gradients: Values | None = None
+        self._read: tuple[Values, nnx.State] | None = None  # the model's arrays, taken apart once for all micro-batches
         self.state: UpdateState = self._initial(stepped)
 
     @property
@@ -111,14 +112,15 @@ class Updater:
 
     def accumulate(self, batch: TrainBatch) -> LossSums:
         """Add a micro-batch's gradient to those since the last step, and return what its forward pass measured."""
-        sums = self._zeros() if self._gradients is None else self._gradients
-        self._gradients, measured = self._accumulate(sums, *self._model_values(), batch)
+        if self._gradients is None or self._read is None:
+            self._gradients, self._read = self._zeros(), self._model_values()
+        self._gradients, measured = self._accumulate(self._gradients, *self._read, batch)
         return measured
 
     def step(self) -> UpdateRecord:
         """Let the optimizer step once along the sum of the gradients, which is empty afterwards."""
         assert self._gradients is not None, "accumulate comes before step"
-        gradients, self._gradients = self._gradients, None
+        gradients, self._gradients, self._read = self._gradients, None, None
         changed, self.state, record = self._step(*self._step_arguments(gradients, self._shared))
         self._install(changed)
         return record
