@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.models.random_checkpoint import edit_config, write_random_qwen3
+from tests.run.test_timeline import xplane_spans
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.errors import Interrupted, RewardError
 from tpu_grpo.learner import Learner
@@ -23,11 +24,12 @@ CONTRACT = {
     "step", "rewards/mean", "rewards/std", "rewards/exact_answer/mean", "rewards/ascii_share/mean", "rewards/seconds",
     "groups/zero_variance_fraction", "completions/mean_tokens", "completions/truncated_fraction", "rollout/seconds",
     "rollout/tokens_per_second", "rollout/tokens_digest", "rollout/wait_seconds", "rollout/tokens_per_launch",
-    "rollout/occupied_rows", "agreement/logprob_abs_diff_max",
+    "rollout/occupied_rows", "rollout/prefills", "rollout/accepted_rows", "agreement/logprob_abs_diff_max",
     "agreement/logprob_abs_diff_mean", "agreement/ratio_mean", "agreement/kl", "agreement/effective_sample_size",
     "update/loss", "update/grad_norm", "update/step_kept", "update/kl", "update/entropy", "update/clip_fraction",
     "update/learning_rate", "update/seconds", "weights/sync_seconds", "weights/bytes_moved", "compile/count",
 }  # fmt: skip
+STAGES = ("rollout", "rewards", "update", "weight sync")
 REWARD = """
 def ascii_share(prompts, completions):
     return [sum(c.isascii() for c in text) / max(1, len(text)) for text in completions]
@@ -82,9 +84,9 @@ def digests(run_dir: Path) -> dict[int, str]:
 
 @pytest.fixture(scope="module")
 def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that others are compared with."""
+    """The run that others are compared with, with a timeline."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    train(config(files, run_dir))
+    train(config(files, run_dir, logging={"samples_every": 2, "profile_steps": [2, 3]}))
     return run_dir
 
 
@@ -123,6 +125,20 @@ def test_the_summary_repeats_and_adds(whole: Path) -> None:
     assert len(summary["params_digest"]) == 64
     assert summary["versions"]["google-tunix"] == "0.1.7"
     assert set(summary["evaluation/before"]) == {"greedy", "sampled"}
+
+
+def test_a_timeline_names_the_stages_and_what_the_engine_does(whole: Path) -> None:
+    found = xplane_spans(whole / "profile/plugins/profile/steps_2-3/host_0.xplane.pb")
+    steps = lines(whole)
+    for step in (2, 3):
+        rollout, update = found[f"rollout of step {step}"][0], found[f"update of step {step}"][0]
+        assert steps[step - 1]["rollout/seconds"] <= rollout < steps[step - 1]["rollout/seconds"] + 1
+        assert steps[step - 1]["update/seconds"] <= update + 1e-3
+    assert not {"rollout of step 1", "rollout of step 4"} & found.keys()
+    assert sum(found["step"]) >= sum(found[f"{stage} of step {step}"][0] for stage in STAGES for step in (2, 3))
+    waited = sum(steps[step]["rollout/wait_seconds"] for step in (1, 2))
+    assert sum(found["wait"]) == pytest.approx(waited, abs=0.05)
+    assert {"schedule", "launch", "collect"} <= found.keys()
 
 
 @pytest.mark.slow  # a killed run, a stopped one and one that releases memory are compared with it, too

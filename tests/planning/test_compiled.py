@@ -105,7 +105,7 @@ def test_a_cache_in_fp8_compiles_and_is_half_as_large(name: str, tmp_path: Path)
     with open_run(name, tmp_path, "rollout.kv_dtype=fp8") as run:
         programs = {found.split()[0]: lower for found, _, lower in programs_to_lower(run)}
         for program in ("decode", "prefill"):
-            compiled = Compiled(programs[program]())
+            compiled: Any = Compiled(programs[program]())
             assert compiled_figures(compiled, FAST_COMPILE_OPTIONS)["kernels"] == 2 * LAYERS
             assert "f8e4m3fn" in compiled.text
         assert resident_bytes(run).cache == (run.options.cache_tokens + 64) * 2 * 8 * 128 * LAYERS
