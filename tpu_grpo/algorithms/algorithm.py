@@ -4,22 +4,35 @@
     advantages_PG = algorithm.advantages(rewards_PG)                                       # on the host, once per step
     losses = algorithm.token_losses(logprobs_BT, old_logprobs_BT, advantages_BT)           # inside the train step
 
-Suffixes: P prompts, G completions of each; B training rows, into which completions are packed, T tokens of a row.
+Suffixes: P prompts, G completions of each; B training rows, into which completions are packed, T tokens of a row;
+N rewards of the config.
 
 What all algorithms have in common is done around them by learner/loss.py: truncated importance weights, the mean over
 tokens and rows, the KL penalty.
 """
 
-from typing import NamedTuple, Protocol
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from tpu_grpo.config import LossAggregation
 
 LOG_RATIO_LIMIT = 20.0
 """Differences of log-probabilities are cut to this before exp, which overflows float32 beyond 88."""
+ON_REQUEST: Mapping[str, tuple[str, ...]] = {
+    "advantages": ("lengths_PG", "rewards_NPG", "weights_N"),
+    "token_losses": ("sequences",),
+}
+"""What a method also gets, by name, if it has a parameter of that name.
+
+lengths_PG: the tokens of each completion. rewards_NPG: the rewards of the config one by one, before weighting, NaN
+where one does not apply. weights_N: their weights at this step. sequences: see `Sequences`.
+"""
 
 
 class TokenLosses(NamedTuple):
@@ -31,11 +44,52 @@ class TokenLosses(NamedTuple):
     """Whether clipping changed the loss; ``update/clip_fraction`` is the mean of it."""
 
 
+@dataclass(frozen=True)
+class Sequences:
+    """Says which tokens of a training row belong together, for what is about whole completions.
+
+    Values [[1 3 5 | 2 4]] of two sequences in a row, of which all tokens count but the first, have the sums
+    [[8 8 8 | 6 6]] and the means [[4 4 4 | 3 3]]. The program is the same for all lengths; it takes 2 log2 T steps over
+    the row, and moves nothing between devices. The tokens of a sequence lie side by side.
+    """
+
+    segments_BT: Int[Array, "B T"]
+    """The number of each token's sequence in its row."""
+    counts_BT: Bool[Array, "B T"]
+    """Whether the token counts in the loss."""
+
+    def sum(self, values_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
+        """Give every token the sum over the tokens of its sequence that count: all of them the very same number."""
+        so_far_BT = self._added_up(jnp.where(self.counts_BT, values_BT, 0.0), to_right=True)
+        next_BT = jnp.pad(self.segments_BT[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+        return self._added_up(jnp.where(self.segments_BT != next_BT, so_far_BT, 0.0), to_right=False)
+
+    def mean(self, values_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
+        """Give every token the mean over the tokens of its sequence that count; 0 where none does."""
+        return self.sum(values_BT) / jnp.maximum(self.sum(jnp.ones_like(values_BT)), 1.0)
+
+    def _added_up(self, values_BT: Float[Array, "B T"], *, to_right: bool) -> Float[Array, "B T"]:
+        """Add to each token those of its sequence on one side: over distances 1, 2, 4 ... a sum covers twice as many.
+
+        Two tokens of one sequence have no other sequence between them. A cumulative sum of the row would do the same
+        with fewer steps, but a sequence's sum would be the difference of two large numbers.
+        """
+        distance = 1
+        while distance < values_BT.shape[1]:
+            same_BT = self.segments_BT[:, distance:] == self.segments_BT[:, :-distance]
+            left_BT, right_BT = values_BT[:, :-distance], values_BT[:, distance:]
+            added_BT = jnp.where(same_BT, left_BT if to_right else right_BT, 0.0)
+            values_BT += jnp.pad(added_BT, ((0, 0), (distance, 0) if to_right else (0, distance)))
+            distance *= 2
+        return values_BT
+
+
 class Algorithm(Protocol):
     """The methods that a class needs to be an algorithm. They are called with their arguments by name.
 
     The constructor gets, by name, whichever of group_size, iterations, clip_low and clip_high it has parameters for,
-    and the options of the config.
+    of dual_clip and delta those that are set, and the options of the config. The methods get what they ask for of
+    `ON_REQUEST`.
     """
 
     @property
@@ -65,4 +119,20 @@ class Algorithm(Protocol):
 
 def token_ratio(logprobs_BT: Float[Array, "B T"], old_logprobs_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
     """The ratio of the policy's to the old policy's probability of every token, between exp(-20) and exp(20)."""
-    return jnp.exp(jnp.clip(logprobs_BT - old_logprobs_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    return limited_exp(logprobs_BT - old_logprobs_BT)
+
+
+def limited_exp(log_ratio_BT: Float[Array, "B T"]) -> Float[Array, "B T"]:
+    """The ratio of which this is the logarithm, between exp(-20) and exp(20)."""
+    return jnp.exp(jnp.clip(log_ratio_BT, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+
+
+def requested(method: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of `ON_REQUEST` that a method has parameters of."""
+    parameters = inspect.signature(method).parameters
+    return tuple(name for names in ON_REQUEST.values() for name in names if name in parameters)
+
+
+def asked(method: Callable[..., Any], known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the known values that a method has parameters for."""
+    return {name: known[name] for name in requested(method) if name in known}

@@ -1,7 +1,7 @@
 """What is seen to before anything heavy is built: that a class is an algorithm, and what it answers to a trial call."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tpu_grpo.algorithms.algorithm import Algorithm, TokenLosses
+from tpu_grpo.algorithms.algorithm import ON_REQUEST, Algorithm, Sequences, TokenLosses, asked, requested
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.errors import ConfigError
 
@@ -20,11 +20,16 @@ METHODS: Mapping[str, tuple[str, ...]] = {
 """The methods of an algorithm, and what each is called with, by name."""
 
 
-def build(name: str, found: Any, settings: Mapping[str, Any], options: Mapping[str, Any]) -> Algorithm:
+def build(
+    name: str, found: Any, settings: Mapping[str, Any], options: Mapping[str, Any], bounds: Sequence[str]
+) -> Algorithm:
     """Construct an algorithm with those of the settings that it has parameters for, and with all of the options.
 
+    A setting that is None is left to the class's default. One of ``bounds`` that is set must have a parameter.
+
     Raises:
-        ConfigError: for what is no class or lacks a method, options it does not take, or a constructor that raises.
+        ConfigError: for what is no class or lacks a method, options or bounds that it does not take, or a constructor
+            that raises.
     """
     if not inspect.isclass(found):
         raise ConfigError(
@@ -40,6 +45,7 @@ def build(name: str, found: Any, settings: Mapping[str, Any], options: Mapping[s
             f"{aggregation!r}; set it in the class"
         )
     arguments = _constructor_arguments(name, found, settings, options)
+    _check_bounds_used(name, arguments, settings, bounds)
     return _called(name, found.__name__, lambda: found(**arguments))
 
 
@@ -49,16 +55,14 @@ def try_out(name: str, algorithm: Algorithm, group_size: int) -> None:
     Raises:
         ConfigError: for an exception, a wrong shape, numbers that are not finite, or a loss without a gradient.
     """
-    rewards_PG = np.stack([np.arange(group_size), np.zeros(group_size)]).astype(np.float64)
-    advantages_PG = _called(name, "advantages", lambda: np.asarray(algorithm.advantages(rewards_PG=rewards_PG)))
-    _check_shape(name, "what advantages returns", advantages_PG, rewards_PG.shape)
-    _check_finite(name, "what advantages returns", advantages_PG)
+    _try_advantages(name, algorithm, group_size)
     logprobs_BT = jnp.asarray([[-0.5, -1.0], [-1.5, -2.0], [-2.5, -3.0]])
-    old_logprobs_BT = logprobs_BT + jnp.asarray([[0.5, -0.5], [-0.5, 0.5], [0.0, 0.0]])
+    known = {"sequences": Sequences(jnp.ones((3, 2), jnp.int32), jnp.ones((3, 2), bool))}
     losses = partial(
         algorithm.token_losses,
-        old_logprobs_BT=old_logprobs_BT,
+        old_logprobs_BT=logprobs_BT + jnp.asarray([[0.5, -0.5], [-0.5, 0.5], [0.0, 0.0]]),
         advantages_BT=jnp.asarray([[1.0, 1.0], [-1.0, -1.0], [0.5, 0.5]]),
+        **asked(algorithm.token_losses, known),
     )
     answer = _called(name, "token_losses", lambda: losses(logprobs_BT=logprobs_BT))
     if not isinstance(answer, TokenLosses):
@@ -79,14 +83,31 @@ def try_out(name: str, algorithm: Algorithm, group_size: int) -> None:
         )
 
 
+def _try_advantages(name: str, algorithm: Algorithm, group_size: int) -> None:
+    rewards_PG = np.stack([np.arange(group_size), np.zeros(group_size)]).astype(np.float64)
+    known = {
+        "lengths_PG": np.ones(rewards_PG.shape, np.int64),
+        "rewards_NPG": rewards_PG[None],
+        "weights_N": np.ones(1),
+    }
+    advantages_PG = _called(
+        name,
+        "advantages",
+        lambda: np.asarray(algorithm.advantages(rewards_PG=rewards_PG, **asked(algorithm.advantages, known))),
+    )
+    _check_shape(name, "what advantages returns", advantages_PG, rewards_PG.shape)
+    _check_finite(name, "what advantages returns", advantages_PG)
+
+
 def _check_method(name: str, found: type, method: str, arguments: Sequence[str]) -> None:
     function = getattr(found, method, None)
     if not inspect.isfunction(function):
         raise ConfigError(
             f"algorithm {name} must have a method {method}({', '.join(arguments)}), got a class without; add one"
         )
+    also = [each for each in requested(function) if each in ON_REQUEST[method]]
     try:
-        inspect.signature(function).bind(None, **dict.fromkeys(arguments))
+        inspect.signature(function).bind(None, **dict.fromkeys([*arguments, *also]))
     except TypeError as error:
         raise ConfigError(
             f"algorithm {name}: {method} must take ({', '.join(arguments)}) by these names, got "
@@ -107,7 +128,8 @@ def _constructor_arguments(
             f"algorithm {name} does not take the options {unknown}; it takes: "
             f"{', '.join(n for n in named if n not in settings) or 'none'}"
         )
-    arguments = {setting: value for setting, value in settings.items() if setting in named} | dict(options)
+    given = {setting: value for setting, value in settings.items() if setting in named and value is not None}
+    arguments = given | dict(options)
     if missing := [p.name for p in named.values() if p.default is p.empty and p.name not in arguments]:
         raise ConfigError(
             f"algorithm {name} requires {missing}, which are neither in algorithm.options nor among the settings it "
@@ -116,9 +138,22 @@ def _constructor_arguments(
     return arguments
 
 
+def _check_bounds_used(
+    name: str, arguments: Container[str], settings: Mapping[str, Any], bounds: Sequence[str]
+) -> None:
+    for bound in bounds:
+        if (value := settings.get(bound)) is not None and bound not in arguments:
+            raise ConfigError(
+                f"algorithm.{bound}={value} needs an algorithm that bounds its ratio so, and {name} does not; leave it "
+                "out, or choose one that does, like grpo, dapo or gspo"
+            )
+
+
 def _called(name: str, what: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
+    except ConfigError:
+        raise
     except Exception as error:  # user code: anything can come
         raise ConfigError(f"algorithm {name}: {what} raised {type(error).__name__}: {error}; repair it") from error
 

@@ -12,6 +12,13 @@ their tokens of
 What departs from the paper: the standard deviation divides by G - 1 and has 1e-6 added, so that a group of equal
 rewards has advantages of zero; clip_high may be larger than clip_low ("clip-higher", DAPO, Yu et al. 2025, arXiv
 2503.14476, equation 10), which leaves unlikely tokens more room to grow. With both at 0.2 it is the paper's.
+
+Where A_i < 0 the surrogate falls without end as the ratio grows. Two papers bound it; either setting is off by default:
+
+    dual_clip c > 1               max(surrogate, c A_i)                     Ye et al. 2020, arXiv 1912.09729
+    delta > 1 + clip_high         min(ratio, delta) in its first term       INTELLECT-2, arXiv 2505.07291
+
+For c = delta they are the same function: for A_i >= 0 neither changes anything, and for A_i < 0 both end at c A_i.
 """
 
 import jax.numpy as jnp
@@ -20,6 +27,7 @@ from jaxtyping import Array, Float
 
 from tpu_grpo.algorithms.algorithm import TokenLosses, token_ratio
 from tpu_grpo.config import LossAggregation
+from tpu_grpo.errors import ConfigError
 
 
 class Grpo:
@@ -27,8 +35,15 @@ class Grpo:
 
     aggregation: LossAggregation = "sequence-mean-token-mean"
 
-    def __init__(self, clip_low: float, clip_high: float):
-        self._lowest, self._highest = 1 - clip_low, 1 + clip_high
+    def __init__(
+        self,
+        clip_low: float = 0.2,
+        clip_high: float | None = None,
+        dual_clip: float | None = None,
+        delta: float | None = None,
+    ):
+        self._lowest, self._highest = 1 - clip_low, 1 + (clip_low if clip_high is None else clip_high)
+        self._bound = _bound(dual_clip, delta, self._highest)
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Standardize the rewards of each group: [1, 2, 6] has mean 3 and std sqrt(7), so [-2, -1, 3] / sqrt(7)."""
@@ -42,8 +57,29 @@ class Grpo:
         old_logprobs_BT: Float[Array, "B T"],
         advantages_BT: Float[Array, "B T"],
     ) -> TokenLosses:
-        """Minus the clipped surrogate; the larger of two losses is the smaller of two objectives."""
-        ratio_BT = token_ratio(logprobs_BT, old_logprobs_BT)
+        """Minus the clipped surrogate of each token's own ratio."""
+        return self.clipped_surrogate(token_ratio(logprobs_BT, old_logprobs_BT), advantages_BT)
+
+    def clipped_surrogate(self, ratio_BT: Float[Array, "B T"], advantages_BT: Float[Array, "B T"]) -> TokenLosses:
+        """Minus the surrogate; the larger of two losses is the smaller of two objectives."""
         plain_BT = -advantages_BT * ratio_BT
         clipped_BT = -advantages_BT * jnp.clip(ratio_BT, self._lowest, self._highest)
-        return TokenLosses(jnp.maximum(plain_BT, clipped_BT), clipped_BT > plain_BT)
+        losses = TokenLosses(jnp.maximum(plain_BT, clipped_BT), clipped_BT > plain_BT)
+        if self._bound is None:
+            return losses
+        bound_BT = jnp.where(advantages_BT < 0.0, -advantages_BT * self._bound, jnp.inf)
+        return TokenLosses(jnp.minimum(losses.loss_BT, bound_BT), losses.clipped_BT | (losses.loss_BT > bound_BT))
+
+
+def _bound(dual_clip: float | None, delta: float | None, highest: float) -> float | None:
+    if dual_clip is not None and delta is not None:
+        raise ConfigError(
+            f"algorithm.dual_clip={dual_clip} and algorithm.delta={delta} exclude each other, being two names for one "
+            "bound; set one of them"
+        )
+    if delta is not None and delta <= highest:
+        raise ConfigError(
+            f"algorithm.delta must be > 1 + clip_high = {highest}, got {delta}; a lower one would undo the clip: "
+            "raise it"
+        )
+    return dual_clip if delta is None else delta

@@ -26,7 +26,7 @@ from tpu_grpo.config.data import (
     SourceSpec,
     check_rewards,
 )
-from tpu_grpo.config.learning import AlgorithmSection, LossAggregation, OptimizerRule, OptimizerSection
+from tpu_grpo.config.learning import AdvantageName, AlgorithmSection, LossAggregation, OptimizerRule, OptimizerSection
 from tpu_grpo.config.listing import settings
 from tpu_grpo.config.loading import load_config, parse_config
 from tpu_grpo.config.run_config import CACHE_MARGIN_TOKENS, MICRO_BATCHES, RunConfig
@@ -49,6 +49,7 @@ __all__ = [
     "GYM",
     "HUB",
     "MICRO_BATCHES",
+    "AdvantageName",
     "AlgorithmSection",
     "CheckpointSection",
     "DataSection",

@@ -7,16 +7,30 @@ from pydantic import Field, field_validator
 from tpu_grpo.config.section import Options, PositiveInt, Section, regular_expression
 
 LossAggregation = Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale"]
+AdvantageName = Literal[
+    "grpo",
+    "drgrpo",
+    "dr_grpo",
+    "rloo",
+    "lite_ppo",
+    "scale_rl",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "max_rl",
+    "gdpo",
+]
 
 
 class AlgorithmSection(Section):
     """These settings choose GRPO (Shao et al. 2024, arXiv 2402.03300), a variant of it, or an algorithm of your own."""
 
     name: str = "grpo"
-    """Train with this algorithm: grpo, dr_grpo, rloo, or a class of your own as path.py:Class or
-    package.module:Class."""
+    """Train with this algorithm: grpo, dr_grpo, rloo, dapo, gspo, cispo, dppo, sapo, reinforce, or a class of your own
+    as path.py:Class or package.module:Class."""
     options: Options = Field(default={})
-    """Pass these keyword arguments to the constructor of a class of your own."""
+    """Pass these keyword arguments to the algorithm's constructor: cap to cispo; per_token to gspo; mask_low, mask_high
+    and kl_weight to dppo; temperature_positive and temperature_negative to sapo; importance_sampling to reinforce; to a
+    class of your own what it takes."""
     group_size: int = 8
     """Sample G completions per prompt; their mean reward is the baseline."""
     beta: float = Field(default=0.0, ge=0.0)
@@ -31,16 +45,26 @@ class AlgorithmSection(Section):
     routing_replay: bool = False
     """Let the trainer's tokens pass the experts that the engine chose for them (R3, arXiv 2510.11370); only for models
     with experts. The reference model keeps its own choice."""
-    clip_low: float = Field(default=0.2, gt=0.0, lt=1.0)
-    """Clip the ratio below at 1 - clip_low."""
+    clip_low: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """Clip the ratio below at 1 - clip_low. The algorithm's own when unset: 0.2, for gspo 0.0003, for cispo none."""
     clip_high: float | None = Field(default=None, gt=0.0)
-    """Clip the ratio above at 1 + clip_high; clip_low when unset."""
-    advantage: Literal["grpo", "rloo", "drgrpo"] | None = None
-    """Use the advantages of another algorithm in place of its own: grpo divides by the group's standard deviation; rloo
-    leaves the row out of its baseline; drgrpo only centres. The algorithm's own when unset."""
+    """Clip the ratio above at 1 + clip_high. The algorithm's own when unset: clip_low, for dapo 0.28, for gspo 0.0004;
+    cispo then cuts it at its option cap, 5."""
+    dual_clip: float | None = Field(default=None, gt=1.0)
+    """Let the clipped surrogate of a negative advantage fall no further than this many times the advantage (dual clip,
+    arXiv 1912.09729)."""
+    delta: float | None = Field(default=None, gt=1.0)
+    """Cut the ratio of a negative advantage at this, above 1 + clip_high (two-sided clip, arXiv 2505.07291)."""
+    advantage: AdvantageName | None = None
+    """Use these advantages in place of the algorithm's own: grpo divides by the group's standard deviation; drgrpo
+    (also dr_grpo) only centres; rloo leaves the row out of its baseline; lite_ppo and scale_rl divide by the step's
+    standard deviation, of rewards or of centred rewards; reinforce_pp whitens over the step's tokens,
+    reinforce_pp_baseline after centring; max_rl divides by the group's mean; gdpo standardizes each reward by itself.
+    The algorithm's own when unset."""
     loss_aggregation: LossAggregation | None = None
     """Reduce the token losses of a whole step to one number in this way. The algorithm's own when unset:
-    sequence-mean-token-mean for grpo, sequence-mean-token-scale for dr_grpo and rloo."""
+    sequence-mean-token-mean for grpo, gspo and sapo, token-mean for dapo, cispo and dppo, sequence-mean-token-scale for
+    dr_grpo, rloo and reinforce."""
     kl_estimator: Literal["low_var_kl", "kl", "mse_kl"] = "low_var_kl"
     """Estimate the KL divergence by this; low_var_kl is the paper's (k3)."""
     row_tokens: PositiveInt | None = None
@@ -52,9 +76,14 @@ class AlgorithmSection(Section):
     least 512 tokens per device; of a model below 4 million parameters on a CPU, at most 192 tokens."""
 
     @property
+    def lower_clip(self) -> float:
+        """What a class of one's own gets as clip_low: clip_low, or 0.2 when that is unset."""
+        return 0.2 if self.clip_low is None else self.clip_low
+
+    @property
     def upper_clip(self) -> float:
-        """How far above 1 the ratio is clipped: clip_high, or clip_low when that is unset."""
-        return self.clip_low if self.clip_high is None else self.clip_high
+        """What a class of one's own gets as clip_high: clip_high, or `lower_clip` when that is unset."""
+        return self.lower_clip if self.clip_high is None else self.clip_high
 
     @field_validator("group_size")
     @classmethod

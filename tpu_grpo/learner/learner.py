@@ -114,7 +114,22 @@ class Learner:
             )
         if len(totals) != rows:
             raise RewardError(f"every completion needs a reward, got {len(totals)} for {rows}; score them all")
-        return group_advantages(totals, group_size=self._config.algorithm.group_size, algorithm=self._algorithm)
+        group_size, algorithm = self._config.algorithm.group_size, self._algorithm
+        return group_advantages(totals, group_size=group_size, algorithm=algorithm, known=self._asked(scored))
+
+    def _asked(self, scored: ScoredRollout) -> dict[str, np.ndarray]:
+        """Put together what the advantages ask for beside the total rewards, see `ON_REQUEST`."""
+        asked, groups = self._algorithm.asked, (-1, self._config.algorithm.group_size)
+        found: dict[str, np.ndarray] = {}
+        if "lengths_PG" in asked:
+            found["lengths_PG"] = np.array([len(c.token_ids) for c in scored.rollout.completions]).reshape(groups)
+        if "rewards_NPG" in asked or "weights_N" in asked:
+            specs, by_name = self._config.rewards, scored.scores.by_name
+            if missing := [spec.shown for spec in specs if spec.shown not in by_name]:
+                raise RewardError(f"these advantages take rewards one by one, and {missing} are not scored; score them")
+            found["rewards_NPG"] = np.stack([by_name[spec.shown].reshape(groups) for spec in specs])
+            found["weights_N"] = np.array([spec.weight_at(scored.rollout.batch.step) for spec in specs])
+        return found
 
     def _micro_batches(self, scored: ScoredRollout, advantages: np.ndarray) -> list[TrainBatch]:
         prompts = [prompt.token_ids for prompt in scored.rollout.row_prompts]

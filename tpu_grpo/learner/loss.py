@@ -16,7 +16,7 @@ from flax import nnx, struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from tpu_grpo.algorithms import Algorithm
+from tpu_grpo.algorithms import RunAlgorithm, Sequences
 from tpu_grpo.learner.agreement import AgreementSums, agreement_sums
 from tpu_grpo.learner.forward import ModelRows, kl_divergence, run_model
 
@@ -45,7 +45,7 @@ class TrainBatch:
 class LossSettings:
     """What the loss is, beside the batch."""
 
-    algorithm: Algorithm
+    algorithm: RunAlgorithm
     beta: float
     kl_estimator: Literal["low_var_kl", "kl", "mse_kl"]
     temperature: float
@@ -83,7 +83,10 @@ def policy_loss(model: nnx.Module, batch: TrainBatch, settings: LossSettings) ->
 
     now_RS = counted(found.logprobs_RS)
     losses = settings.algorithm.token_losses(
-        logprobs_BT=now_RS, old_logprobs_BT=counted(batch.old_logps), advantages_BT=batch.advantages
+        logprobs_BT=now_RS,
+        old_logprobs_BT=counted(batch.old_logps),
+        advantages_BT=batch.advantages,
+        sequences=Sequences(batch.rows.segments, counts_RS),
     )
     loss_RS = losses.loss_BT if batch.importance is None else losses.loss_BT * batch.importance
     kl = jnp.zeros(())

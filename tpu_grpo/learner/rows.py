@@ -12,14 +12,14 @@ completion, share a row; see packing.py.
 Whatever a token's id is, only the segments say what is padding.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
-from tpu_grpo.algorithms import Algorithm
+from tpu_grpo.algorithms import RunAlgorithm
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.errors import DataError, NonFiniteError, RewardError
 from tpu_grpo.learner.packing import Packing, pack
@@ -131,12 +131,23 @@ def unpacked(
 
 
 def group_advantages(
-    rewards_B: Float[np.ndarray, " B"], *, group_size: int, algorithm: Algorithm
+    rewards_B: Float[np.ndarray, " B"],
+    *,
+    group_size: int,
+    algorithm: RunAlgorithm,
+    known: Mapping[str, np.ndarray] | None = None,
 ) -> Float[np.ndarray, " B"]:
     """Compute the algorithm's advantages of B rows, of which ``group_size`` in a row are of one prompt, in float64.
 
+    Args:
+        rewards_B: the total rewards.
+        group_size: G.
+        algorithm: what the advantages are taken from.
+        known: what else advantages may ask for, by the names in `ON_REQUEST` of algorithms/algorithm.py.
+
     Raises:
-        RewardError: for a count that is no multiple of the group size, or a reward that is not finite.
+        RewardError: for a count that is no multiple of the group size, a reward that is not finite, or one that the
+            advantages are not made for.
         NonFiniteError: for an advantage that is not finite.
     """
     if len(rewards_B) % group_size:
@@ -148,7 +159,7 @@ def group_advantages(
             f"rewards must be finite, got {rewards_B[bad[0]]} in row {bad[0]}; return a number for every completion"
         )
     rewards_PG = rewards_B.astype(np.float64).reshape(-1, group_size)
-    advantages_B = np.asarray(algorithm.advantages(rewards_PG=rewards_PG), np.float64).reshape(-1)
+    advantages_B = np.asarray(algorithm.advantages(rewards_PG, known), np.float64).reshape(-1)
     if (bad := np.flatnonzero(~np.isfinite(advantages_B))).size:
         group = rewards_PG[bad[0] // group_size].tolist()
         raise NonFiniteError(

@@ -18,6 +18,7 @@ from tunix.rl.grpo import grpo_learner
 
 from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
 from tpu_grpo.config import AlgorithmSection
+from tpu_grpo.errors import ConfigError
 from tpu_grpo.learner.batches import truncated_weights
 from tpu_grpo.learner.loss import LossSettings, TrainBatch, policy_loss
 from tpu_grpo.learner.rows import group_advantages
@@ -56,9 +57,14 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
         """Open the algorithm, and translate our names to Tunix's.
 
         Raises:
-            ConfigError: for an algorithm that cannot be trained with.
+            ConfigError: for an algorithm that cannot be trained with, or not in Tunix's loop.
         """
         algorithm = open_algorithm(section)
+        if algorithm.asked:
+            raise ConfigError(
+                f"algorithm.advantage={section.advantage or section.name} needs {', '.join(algorithm.asked)}, which "
+                "Tunix's own loop does not have; train with the pipeline, or take other advantages, like grpo"
+            )
         return cls(
             algorithm=algorithm,
             advantage_estimator=section.advantage or section.name,
@@ -67,7 +73,7 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
             num_iterations=section.iterations,
             beta=section.beta,
             kl_loss_mode=section.kl_estimator,
-            epsilon=section.clip_low,
+            epsilon=section.lower_clip,
             epsilon_high=section.upper_clip,
             old_policy=section.old_policy,
             importance_cap=section.importance_cap,

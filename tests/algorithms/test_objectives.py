@@ -1,0 +1,358 @@
+"""Every objective, through packed rows and the whole loss, against its paper's formula in NumPy and float64.
+
+Gradients are derived by hand: `terms` gives the loss of each token of a completion, and its slope by each token's
+log-probability.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.learner.test_loss import batch_of, distance, pick
+from tpu_grpo.algorithms import SHIPPED, Sequences, open_algorithm
+from tpu_grpo.config import AlgorithmSection
+from tpu_grpo.learner import loss as loss_module
+from tpu_grpo.learner.forward import TokenLogprobs
+from tpu_grpo.learner.loss import LossSettings, TrainBatch, policy_loss
+from tpu_grpo.learner.rows import RowShape, train_rows
+from tpu_grpo.types import Completion
+
+LONGEST = 7
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "grpo": ("grpo", {"clip_low": 0.1, "clip_high": 0.3}),
+    "dual_clip": ("grpo", {"dual_clip": 1.4}),
+    "dual_clip_below": ("grpo", {"dual_clip": 1.1}),
+    "delta": ("grpo", {"delta": 1.4}),
+    "dr_grpo": ("dr_grpo", {}),
+    "rloo": ("rloo", {}),
+    "dapo": ("dapo", {}),
+    "gspo": ("gspo", {}),
+    "gspo_wide": ("gspo", {"clip_low": 0.1, "clip_high": 0.05, "dual_clip": 1.1}),
+    "gspo_token": ("gspo", {"clip_low": 0.1, "clip_high": 0.05, "options": {"per_token": True}}),
+    "cispo": ("cispo", {"options": {"cap": 1.2}}),
+    "cispo_two_sided": ("cispo", {"clip_low": 0.2, "clip_high": 0.1}),
+    "dppo": ("dppo", {"options": {"mask_low": 0.03, "mask_high": 0.02, "kl_weight": 0.3}}),
+    "sapo": ("sapo", {}),
+    "sapo_sharp": ("sapo", {"options": {"temperature_positive": 3.0, "temperature_negative": 5.0}}),
+    "reinforce": ("reinforce", {}),
+    "reinforce_ratio": ("reinforce", {"iterations": 2, "options": {"importance_sampling": True}}),
+}
+MEANS = {
+    "grpo": "sequence",
+    "gspo": "sequence",
+    "sapo": "sequence",
+    "dapo": "token",
+    "cispo": "token",
+    "dppo": "token",
+    "dr_grpo": "scale",
+    "rloo": "scale",
+    "reinforce": "scale",
+}
+
+
+# --- the formulas ----------------------------------------------------------------------------------------------------
+
+
+def surrogate(ratio: np.ndarray, a: float, low: float, high: float, bound: float) -> tuple[np.ndarray, np.ndarray]:
+    """Minus the clipped surrogate, and its slope by the logarithm of the ratio."""
+    if a > 0:
+        return -a * np.minimum(ratio, 1 + high), np.where(ratio < 1 + high, -a * ratio, 0.0)
+    kept = (ratio > 1 - low) & (ratio < bound)
+    return -a * np.minimum(np.maximum(ratio, 1 - low), bound), np.where(kept, -a * ratio, 0.0)
+
+
+def terms(name: str, section: AlgorithmSection, now: Any, old: Any, a: float) -> tuple[np.ndarray, np.ndarray]:
+    """Loss and slope of the tokens that count of one completion with the advantage ``a``."""
+    options, ratio = section.options, np.exp(now - old)
+    defaults = {"gspo": (3e-4, 4e-4), "dapo": (0.2, 0.28)}.get(name, (0.2, 0.2))
+    low, high = section.clip_low or defaults[0], section.clip_high or defaults[1]
+    bound = section.dual_clip or section.delta or np.inf
+    match name:
+        case "grpo" | "dr_grpo" | "rloo" | "dapo":
+            return surrogate(ratio, a, low, high, bound)
+        case "gspo":  # the slope by one token's log-probability: 1 / n of each of the n equal losses
+            return surrogate(np.full_like(now, np.exp(np.mean(now - old))), a, low, high, bound)
+        case "cispo":
+            lowest = 1 - section.clip_low if section.clip_low else 0.0
+            highest = 1 + section.clip_high if section.clip_high else options["cap"]
+            weight = np.minimum(np.maximum(ratio, lowest), highest)
+            return -weight * a * now, -weight * a
+        case "dppo":
+            moved = np.exp(now) - np.exp(old)
+            dropped = moved > options["mask_high"] if a > 0 else moved < -options["mask_low"]
+            dropped = dropped & (a != 0)
+            penalty = options["kl_weight"]
+            slope = np.where(dropped, 0.0, -a * ratio) + 2 * penalty * (now - old)
+            return np.where(dropped, 0.0, -a * ratio) + penalty * (now - old) ** 2, slope
+        case "sapo":
+            t = options.get("temperature_positive", 1.0) if a > 0 else options.get("temperature_negative", 1.05)
+            gate = 1 / (1 + np.exp(-t * (ratio - 1)))
+            return -4 / t * gate * a, -4 * gate * (1 - gate) * ratio * a
+        case _:
+            weighted = bool(options.get("importance_sampling"))
+            return (-a * ratio, -a * ratio) if weighted else (-a * now, np.full_like(now, -a))
+
+
+# --- twelve completions of three prompts' groups ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """Uneven completions; of one a token in the middle does not count, of another none does.
+
+    The "model" is the table of the log-probabilities itself: the ids of sampled tokens are places in it.
+    """
+
+    now: np.ndarray
+    """float32 [12, LONGEST]."""
+    old: list[np.ndarray]
+    advantages: np.ndarray
+    counts: list[np.ndarray]
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    rng = np.random.default_rng(11)
+    now = rng.uniform(-4.0, -0.1, (12, LONGEST)).astype(np.float32)
+    lengths = (1, 7, 3, 5, 2, 7, 4, 1, 6, 3, 2, 5)
+    old = [(line[:n] + rng.uniform(-0.5, 0.5, n)).astype(np.float32) for line, n in zip(now, lengths, strict=True)]
+    advantages = np.array([0.8, -0.7, 1.3, -1.1, 0, 0, 0, 0, 0.6, -1.7, -0.8, 1.2], np.float32)  # one group is even
+    counts = [np.ones(n, bool) for n in lengths]
+    counts[1][3] = False
+    counts[9][:] = False
+    return Case(now, old, advantages, counts)
+
+
+def completions_of(case: Case) -> Iterator[tuple[int, np.ndarray, np.ndarray, np.ndarray, float]]:
+    """Number, tokens that count, their log-probabilities now and then in float64, and the advantage."""
+    for index, (old, advantage) in enumerate(zip(case.old, case.advantages.tolist(), strict=True)):
+        counts = case.counts[index]
+        now = case.now[index, : len(old)]
+        yield index, counts, now[counts].astype(np.float64), old[counts].astype(np.float64), advantage
+
+
+def expected(case: Case, name: str, section: AlgorithmSection) -> tuple[float, np.ndarray]:
+    """The step's loss, and its gradient by the table."""
+    loss, gradient, lengths = 0.0, np.zeros(case.now.shape), [len(line) for line in case.old]
+    for index, counts, now, old, advantage in completions_of(case):
+        if counts.any():
+            losses, slopes = terms(name, section, now, old, advantage)
+            divisor = {"sequence": 12 * lengths[index], "token": sum(lengths), "scale": 12 * LONGEST}[MEANS[name]]
+            loss += losses.sum() / divisor
+            gradient[index, np.flatnonzero(counts)] = slopes / divisor
+    return float(loss), gradient
+
+
+def batch_in_order(case: Case, aggregation: Any, order: Any) -> TrainBatch:
+    """Pack the completions behind prompts of one to four tokens."""
+    prompts = [[0] * (1 + index % 4) for index in order]
+    completions = [
+        Completion(index * LONGEST + np.arange(len(case.old[index]), dtype=np.int32), case.old[index], "length", 0)
+        for index in order
+    ]
+    rows, packing = train_rows(prompts, completions, case.advantages[order], RowShape(4, LONGEST, 16, 2), aggregation)
+    for place, index in enumerate(order):
+        start = packing.starts[place] + len(prompts[place])
+        rows.weights[packing.rows[place], start : start + len(case.old[index])] *= case.counts[index]
+    return batch_of(rows)
+
+
+def look_up(table: Any, rows: Any, **_: Any) -> TokenLogprobs:
+    found = jnp.where(rows.mask, table.reshape(-1)[rows.token_ids], 0.0)
+    return TokenLogprobs(found, jnp.zeros_like(found))
+
+
+@partial(jax.jit, static_argnums=2)
+def gradient_of(table: Any, batch: TrainBatch, settings: LossSettings) -> Any:
+    with mock.patch.object(loss_module, "run_model", look_up):
+        return jax.value_and_grad(lambda t: policy_loss(t, batch, settings), has_aux=True)(table)
+
+
+def added_up(batch: TrainBatch, case: Case, settings: LossSettings) -> tuple[float, np.ndarray]:
+    """Loss and gradient of micro-batches of two rows, as the learner adds them up."""
+    parts = [pick(batch, slice(start, start + 2)) for start in range(0, len(batch.weights), 2)]
+    found = [gradient_of(case.now, part, settings) for part in parts]
+    return sum(float(loss) for (loss, _), _ in found), np.sum([np.asarray(gradient, float) for _, gradient in found], 0)
+
+
+def test_every_objective_is_tested_here() -> None:
+    assert {name for name, _ in CASES.values()} == set(SHIPPED) == set(MEANS)
+
+
+@pytest.mark.parametrize("label", CASES)
+def test_loss_and_gradient_are_those_of_the_paper(case: Case, label: str) -> None:
+    name, chosen = CASES[label]
+    section = AlgorithmSection.model_validate({"name": name, **chosen})
+    settings = LossSettings(open_algorithm(section), 0.0, "kl", 1.0, None)
+    aggregation = settings.algorithm.aggregation
+    loss, gradient = expected(case, name, section)
+    batch = batch_in_order(case, aggregation, np.arange(12))
+    assert len(batch.weights) < 12 * 2 / 3  # sequences do share rows
+    program: Any = gradient_of
+    program.clear_cache()
+    found, slopes = added_up(batch, case, settings)
+    assert found == pytest.approx(loss, rel=1e-6)
+    assert distance({"": slopes}, {"": gradient}) < 1e-6
+
+    shuffled = batch_in_order(case, aggregation, np.random.default_rng(1).permutation(12))
+    idle = pick(batch, slice(0, 2))  # rows that do not count, whatever their old policy says
+    idle = replace(idle, weights=jnp.zeros((2, 16)), old_logps=jnp.full((2, 16), np.inf))
+    both = jax.tree.map(lambda left, right: jnp.concatenate([left, right]), shuffled, idle)
+    found, slopes = added_up(both, case, settings)
+    assert found == pytest.approx(loss, rel=1e-6)
+    assert distance({"": slopes}, {"": gradient}) < 1e-6
+    assert program._cache_size() == 1  # one program, whatever the lengths
+
+
+@pytest.mark.parametrize("label", ["grpo", "dual_clip", "delta", "cispo", "cispo_two_sided", "dppo"])
+def test_the_cases_reach_both_sides_of_every_bound(case: Case, label: str) -> None:
+    """Over the advantage, the slopes of tokens that a bound cuts are all the same; those of others are not."""
+    name, chosen = CASES[label]
+    options = {**chosen.get("options", {}), **({"kl_weight": 0.0} if name == "dppo" else {})}
+    section = AlgorithmSection.model_validate({"name": name, **chosen, "options": options})
+    slopes: dict[bool, list[float]] = {True: [], False: []}
+    for _, counts, now, old, advantage in completions_of(case):
+        if advantage and counts.any():
+            slopes[advantage > 0].extend(terms(name, section, now, old, advantage)[1] / advantage)
+    for side in slopes.values():
+        repeated = np.unique(np.round(side, 6), return_counts=True)[1]
+        assert repeated.max() > 1
+        assert (repeated == 1).sum() > 1
+
+
+# --- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def losses_of(name: str, ratios: Any, advantage: float, **section: Any) -> Any:
+    """Of tokens that each had the probability 0.2, and form one completion."""
+    algorithm = open_algorithm(AlgorithmSection.model_validate({"name": name, **section}))
+    old = jnp.log(jnp.full((1, len(ratios)), 0.2))
+    now, shape = old + jnp.log(jnp.asarray([ratios])), old.shape
+    sequences = Sequences(jnp.ones(shape, jnp.int32), jnp.ones(shape, bool))
+    losses = algorithm.token_losses(now, old, jnp.full(shape, advantage), sequences)
+    return [np.round(np.asarray(part, float)[0], 5).tolist() for part in losses]
+
+
+@pytest.mark.parametrize(
+    ("name", "section", "advantage", "losses", "clipped"),
+    [
+        # ratios 1/2, 1 and 4
+        ("grpo", {}, 2.0, [-1, -2, -2.4], [0, 0, 1]),
+        ("grpo", {}, -2.0, [1.6, 2, 8], [1, 0, 0]),
+        ("grpo", {"dual_clip": 3.0}, -2.0, [1.6, 2, 6], [1, 0, 1]),
+        ("grpo", {"dual_clip": 3.0}, 2.0, [-1, -2, -2.4], [0, 0, 1]),
+        ("grpo", {"delta": 3.0}, -2.0, [1.6, 2, 6], [1, 0, 1]),
+        ("dapo", {}, 2.0, [-1, -2, -2.56], [0, 0, 1]),
+        # the geometric mean of 1/2, 1 and 4 is the third root of 2, 1.25992
+        ("gspo", {}, 2.0, [-2.0008] * 3, [1, 1, 1]),
+        ("gspo", {}, -2.0, [2.51984] * 3, [0, 0, 0]),
+        ("gspo", {"clip_high": 0.5}, 2.0, [-2.51984] * 3, [0, 0, 0]),
+        # log 0.1, log 0.2 and log 0.8 are -2.30259, -1.60944 and -0.22314
+        ("cispo", {}, 2.0, [2.30259, 3.21888, 1.78515], [0, 0, 0]),
+        ("cispo", {"options": {"cap": 3.0}}, 2.0, [2.30259, 3.21888, 1.33886], [0, 0, 1]),
+        ("cispo", {"clip_high": 1.0, "clip_low": 0.2}, -1.0, [-1.84207, -1.60944, -0.44629], [1, 0, 1]),
+        # probabilities 0.1, 0.2 and 0.8 after 0.2; log(1/2)^2 = 0.48045, log(4)^2 = 1.92181
+        ("dppo", {"options": {"kl_weight": 0.0}}, 2.0, [-1, -2, 0], [0, 0, 1]),
+        ("dppo", {"options": {"kl_weight": 0.0, "mask_low": 0.05}}, -2.0, [0, 2, 8], [1, 0, 0]),
+        ("dppo", {}, 2.0, [-0.99952, -2, 0.00192], [0, 0, 1]),
+        # sigmoid(0) = 1/2, sigmoid(-1/2) = 0.37754, sigmoid(3) = 0.95257; 1.05: 0.371684 and 0.958909
+        ("sapo", {}, 1.0, [-1.51016, -2, -3.8103], [0, 0, 0]),
+        ("sapo", {}, -1.0, [1.41594, 1.90476, 3.65299], [0, 0, 0]),
+        ("reinforce", {}, 2.0, [4.60517, 3.21888, 0.44629], [0, 0, 0]),
+        ("reinforce", {"options": {"importance_sampling": True}}, 2.0, [-1, -2, -8], [0, 0, 0]),
+    ],
+)
+def test_by_hand(name: str, section: dict[str, Any], advantage: float, losses: Any, clipped: Any) -> None:
+    assert losses_of(name, [0.5, 1.0, 4.0], advantage, **section) == [pytest.approx(losses, abs=1.5e-5), clipped]
+
+
+def test_all_objectives_have_the_policy_gradient_where_nothing_has_moved() -> None:
+    """At ratio 1 the slope of each token is minus its advantage; GSPO's is spread evenly over equal tokens."""
+    now = jnp.log(jnp.array([[0.3, 0.1, 0.6, 0.2]]))
+    advantages = jnp.array([[1.5, 1.5, 1.5, 1.5]])
+    sequences = Sequences(jnp.ones((1, 4), jnp.int32), jnp.ones((1, 4), bool))
+    for name in SHIPPED:
+        algorithm = open_algorithm(AlgorithmSection(name=name))
+
+        def loss(values: Any, algorithm: Any = algorithm) -> Any:
+            return algorithm.token_losses(values, now, advantages, sequences).loss_BT.sum()
+
+        np.testing.assert_allclose(jax.jit(jax.grad(loss))(now), -advantages, rtol=1e-6, err_msg=name)
+
+
+def test_dual_clip_and_delta_are_one_bound() -> None:
+    ratios = np.linspace(0.1, 6.0, 40)
+    for advantage in (-1.5, 0.0, 1.5):
+        assert losses_of("grpo", ratios, advantage, dual_clip=2.5) == losses_of("grpo", ratios, advantage, delta=2.5)
+
+
+def test_gspo_token_differs_only_where_advantages_do() -> None:
+    rng = np.random.default_rng(3)
+    now = jnp.asarray(rng.uniform(-2, -1, (1, 6)), jnp.float32)
+    old = now + jnp.asarray(rng.uniform(-0.2, 0.2, (1, 6)), jnp.float32)
+    sequences = Sequences(jnp.array([[1, 1, 1, 2, 2, 2]]), jnp.ones((1, 6), bool))
+
+    def slopes(advantages: Any, per_token: bool) -> Any:
+        section = AlgorithmSection(name="gspo", clip_low=0.5, clip_high=0.5, options={"per_token": per_token})
+        algorithm = open_algorithm(section)
+
+        def loss(values: Any) -> Any:
+            return algorithm.token_losses(values, old, advantages, sequences).loss_BT.sum()
+
+        return jax.jit(jax.grad(loss))(now)
+
+    equal = jnp.array([[1.0, 1.0, 1.0, -2.0, -2.0, -2.0]])
+    np.testing.assert_allclose(slopes(equal, True), slopes(equal, False), rtol=1e-6)
+    uneven = jnp.array([[1.0, 0.0, 2.0, -2.0, -2.0, -2.0]])
+    ratio = np.exp(np.mean(np.asarray(now - old, float)[0, :3]))
+    np.testing.assert_allclose(slopes(uneven, True)[0, :3], [-ratio, 0, -2 * ratio], rtol=1e-6)
+    np.testing.assert_allclose(slopes(uneven, False)[0, :3], [-ratio] * 3, rtol=1e-6)
+
+
+# --- sequences in a row ----------------------------------------------------------------------------------------------
+
+
+def test_sums_and_means_of_sequences() -> None:
+    segments = jnp.array([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]])
+    counts = jnp.array([[False, True, True, True, True, False], [False] * 6])
+    sequences = Sequences(segments, counts)
+    values = jnp.array([[1.0, 3.0, 5.0, 2.0, 4.0, 9.0], [jnp.nan] * 6])
+    assert sequences.sum(values).tolist() == [[8, 8, 8, 6, 6, 0], [0] * 6]
+    assert sequences.mean(values).tolist() == [[4, 4, 4, 3, 3, 0], [0] * 6]
+
+
+@pytest.mark.parametrize("tokens", [1, 21])
+def test_sums_of_random_sequences(tokens: int) -> None:
+    rng = np.random.default_rng(tokens)
+    segments = np.sort(rng.integers(1, 9, (4, tokens)), axis=1)
+    counts, values = rng.random((4, tokens)) < 0.7, rng.normal(size=(4, tokens)).astype(np.float32)
+    sequences = Sequences(jnp.asarray(segments), jnp.asarray(counts))
+    same = segments[:, :, None] == segments[:, None, :]
+    by_hand = (same * (counts * np.float64(values))[:, None, :]).sum(axis=2)
+    found = np.asarray(jax.jit(sequences.sum)(jnp.asarray(values)))
+    np.testing.assert_allclose(found, by_hand, atol=1e-6)
+    for row in range(4):  # one and the same number at all tokens
+        assert len(np.unique(found[row])) <= len(np.unique(segments[row]))
+    weights = rng.normal(size=(4, tokens))
+    gradient = jax.jit(jax.grad(lambda v: (weights * sequences.mean(v)).sum()))(jnp.asarray(values))
+    number = np.maximum((same * counts[:, None, :]).sum(axis=2), 1)
+    np.testing.assert_allclose(gradient, counts * (same * (weights / number)[:, None, :]).sum(axis=2), atol=1e-6)
+
+
+def test_nothing_of_the_size_of_a_row_squared_is_kept() -> None:
+    tokens, algorithm = 512, open_algorithm(AlgorithmSection(name="gspo"))
+
+    def loss(now: Any, old: Any, advantages: Any, segments: Any, counts: Any) -> Any:
+        return algorithm.token_losses(now, old, advantages, Sequences(segments, counts)).loss_BT.mean()
+
+    kinds = (jnp.float32, jnp.float32, jnp.float32, jnp.int32, jnp.bool_)
+    arguments = [jax.ShapeDtypeStruct((2, tokens), kind) for kind in kinds]
+    memory: Any = jax.jit(jax.grad(loss)).lower(*arguments).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < tokens * tokens

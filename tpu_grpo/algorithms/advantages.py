@@ -1,0 +1,147 @@
+"""Advantages that belong to no objective of their own: ``algorithm.advantage`` combines them with any algorithm.
+
+Each is a class with the method ``advantages``, which an `Algorithm` also has; those of GRPO, Dr. GRPO and RLOO stand
+with their algorithms. All run on the host in float64 once per step.
+
+Suffixes: P prompts, G completions of each, N rewards of the config. R is the total reward of a completion, and m the
+mean of its group. Standard deviations divide by one less than the number of values and have 1e-6 added, so that equal
+values give 0.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from tpu_grpo.algorithms.dr_grpo import DrGrpo
+from tpu_grpo.algorithms.grpo import Grpo
+from tpu_grpo.algorithms.rloo import Rloo
+from tpu_grpo.errors import RewardError
+
+STD_FLOOR = 1e-6
+
+
+class LitePpo:
+    """(R - m) / std of all rewards of the step (Liu et al. 2025, "Tricks or Traps?", arXiv 2508.08221).
+
+    The deviation of the step is steadier than that of a group, and treats easy and hard prompts alike.
+    """
+
+    def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+        """[[0, 2], [4, 6]] has the deviations -1 1 -1 1, and all four the standard deviation sqrt(20 / 3)."""
+        return _centred(rewards_PG) / (rewards_PG.std(ddof=1) + STD_FLOOR)
+
+
+class ScaleRl:
+    """(R - m) / std of R - m over the step (Khatri et al. 2025, "ScaleRL", arXiv 2510.13786).
+
+    Other than LitePpo's, the deviation leaves out how much the prompts differ from each other.
+    """
+
+    def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+        """[[0, 2], [4, 6]] has the deviations -1 1 -1 1, whose standard deviation is sqrt(4 / 3)."""
+        centred_PG = _centred(rewards_PG)
+        return centred_PG / (centred_PG.std(ddof=1) + STD_FLOOR)
+
+
+class ReinforcePlusPlus:
+    """R, whitened over all tokens of the step (Hu 2025, "REINFORCE++", arXiv 2501.03262).
+
+    There is no baseline per prompt. All tokens of a completion have the return R, without discount, so that a long
+    completion weighs as much as it is long in mean and standard deviation.
+    """
+
+    def advantages(
+        self, rewards_PG: Float[np.ndarray, "P G"], lengths_PG: Int[np.ndarray, "P G"]
+    ) -> Float[np.ndarray, "P G"]:
+        """Rewards 0 and 3 of completions with 2 tokens and 1 are the tokens 0 0 3: mean 1, std sqrt(3)."""
+        return _whitened(rewards_PG, lengths_PG)
+
+
+class ReinforcePlusPlusBaseline:
+    """R - m, whitened over all tokens of the step: the paper's form for several completions a prompt."""
+
+    def advantages(
+        self, rewards_PG: Float[np.ndarray, "P G"], lengths_PG: Int[np.ndarray, "P G"]
+    ) -> Float[np.ndarray, "P G"]:
+        """Rewards 0 and 2 of completions with 1 token and 3 are the tokens -1 1 1 1: mean 1/2, std 1."""
+        return _whitened(_centred(rewards_PG), lengths_PG)
+
+
+class MaxRl:
+    """(R - m) / m, 0 where m is 0 (Tajwar et al. 2026, "Maximum Likelihood RL", arXiv 2602.02710).
+
+    With rewards 0 and 1, m estimates the probability of a right answer, whose logarithm is then what is maximized: hard
+    prompts count more.
+    """
+
+    def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+        """[1, 0, 0, 0] becomes [3, -1, -1, -1]; [0, 0] stays.
+
+        Raises:
+            RewardError: for a reward below 0.
+        """
+        if (lowest := rewards_PG.min()) < 0.0:
+            raise RewardError(
+                f"algorithm.advantage=max_rl divides by the mean of a group and needs rewards >= 0, got {lowest}; "
+                "change the rewards, or take another advantage"
+            )
+        mean_P1 = rewards_PG.mean(axis=1, keepdims=True)
+        return np.divide(rewards_PG - mean_P1, mean_P1, out=np.zeros_like(rewards_PG), where=mean_P1 > 0.0)
+
+
+class Gdpo:
+    """Each reward standardized in its group, then their weighted sum over the step (Liu et al. 2026, arXiv 2601.05242).
+
+    GRPO standardizes the sum, which does not tell apart different rewards that add up to the same. Here
+
+        A = sum_k weight_k (R_k - m_k) / std_k,   advantage = (A - mean of A) / std of A, both over the step
+
+    What departs from the paper: where a reward does not apply to a completion it adds 0, and the group's mean and
+    standard deviation are over those that it applies to.
+    """
+
+    def advantages(
+        self,
+        rewards_PG: Float[np.ndarray, "P G"],
+        rewards_NPG: Float[np.ndarray, "N P G"],
+        weights_N: Float[np.ndarray, " N"],
+    ) -> Float[np.ndarray, "P G"]:
+        """The total of the rewards, which ``rewards_PG`` is, plays no part."""
+        del rewards_PG
+        applies_NPG = ~np.isnan(rewards_NPG)
+        values_NPG = np.where(applies_NPG, rewards_NPG, 0.0)
+        counts_NP1 = applies_NPG.sum(axis=2, keepdims=True)
+        means_NP1 = values_NPG.sum(axis=2, keepdims=True) / np.maximum(counts_NP1, 1)
+        deviations_NPG = np.where(applies_NPG, values_NPG - means_NP1, 0.0)
+        squares_NP1 = np.square(deviations_NPG).sum(axis=2, keepdims=True)
+        stds_NP1 = np.sqrt(squares_NP1 / np.maximum(counts_NP1 - 1, 1))
+        sums_PG = np.einsum("n,npg->pg", weights_N, deviations_NPG / (stds_NP1 + STD_FLOOR))
+        return (sums_PG - sums_PG.mean()) / (sums_PG.std(ddof=1) + STD_FLOOR)
+
+
+ADVANTAGES: Mapping[str, type] = {
+    "grpo": Grpo,
+    "drgrpo": DrGrpo,
+    "dr_grpo": DrGrpo,
+    "rloo": Rloo,
+    "lite_ppo": LitePpo,
+    "scale_rl": ScaleRl,
+    "reinforce_pp": ReinforcePlusPlus,
+    "reinforce_pp_baseline": ReinforcePlusPlusBaseline,
+    "max_rl": MaxRl,
+    "gdpo": Gdpo,
+}
+"""Whose advantages ``algorithm.advantage`` takes."""
+
+
+def _centred(rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+    return rewards_PG - rewards_PG.mean(axis=1, keepdims=True)
+
+
+def _whitened(values_PG: Float[np.ndarray, "P G"], lengths_PG: Int[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+    """Subtract the mean over tokens, and divide by their standard deviation; a completion's tokens share its value."""
+    tokens = max(int(lengths_PG.sum()), 1)
+    mean = (lengths_PG * values_PG).sum() / tokens
+    variance = (lengths_PG * np.square(values_PG - mean)).sum() / max(tokens - 1, 1)
+    return (values_PG - mean) / (np.sqrt(variance) + STD_FLOOR)

@@ -1,0 +1,61 @@
+"""CISPO, Clipped IS-weight Policy Optimization (MiniMax 2025, "MiniMax-M1", arXiv 2506.13585), section 3.1.
+
+GRPO's clip takes a token out of the gradient once its ratio has moved too far. CISPO keeps every token: it weights the
+log-probability with the ratio, cuts the weight, and lets no gradient through it (equations 4 and 5). A token's loss is
+
+    - stop_gradient(clip(ratio, lowest, highest)) A log policy
+
+averaged over all tokens of a step. Advantages are GRPO's.
+
+The paper leaves the bounds open and has none below. Projects write the upper one in two ways, and so can a config:
+
+    options: {cap: 5.0}      highest = cap, the default; 4, 5 and 8 do alike (ScaleRL, arXiv 2510.13786)
+    clip_high: 4.0           highest = 1 + clip_high
+    clip_low: 0.2            lowest = 1 - clip_low; unset there is none, because a weight that is held up while the
+                             policy moves away pushes it on
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from tpu_grpo.algorithms.algorithm import TokenLosses, token_ratio
+from tpu_grpo.algorithms.grpo import Grpo
+from tpu_grpo.config import LossAggregation
+from tpu_grpo.errors import ConfigError
+
+CAP = 5.0
+
+
+class Cispo:
+    """Weighs every token's log-probability with its ratio, cut at a cap."""
+
+    aggregation: LossAggregation = "token-mean"
+
+    def __init__(self, clip_low: float | None = None, clip_high: float | None = None, cap: float | None = None):
+        if cap is not None and clip_high is not None:
+            raise ConfigError(
+                f"algorithm.options.cap={cap} and algorithm.clip_high={clip_high} exclude each other: cispo cuts the "
+                "ratio at cap or at 1 + clip_high; set one of them"
+            )
+        if cap is not None and cap < 1.0:
+            raise ConfigError(f"algorithm.options.cap must be >= 1, got {cap}; it cuts the ratio, which is about 1")
+        self._lowest = 0.0 if clip_low is None else 1 - clip_low
+        self._highest = 1 + clip_high if clip_high is not None else CAP if cap is None else cap
+
+    def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+        """Standardize the rewards of each group, as GRPO does."""
+        return Grpo().advantages(rewards_PG)
+
+    def token_losses(
+        self,
+        logprobs_BT: Float[Array, "B T"],
+        old_logprobs_BT: Float[Array, "B T"],
+        advantages_BT: Float[Array, "B T"],
+    ) -> TokenLosses:
+        """Minus the weighted log-probability; its gradient is minus weight times advantage."""
+        ratio_BT = token_ratio(logprobs_BT, old_logprobs_BT)
+        weight_BT = jax.lax.stop_gradient(jnp.clip(ratio_BT, self._lowest, self._highest))
+        cut_BT = (ratio_BT < self._lowest) | (ratio_BT > self._highest)
+        return TokenLosses(-weight_BT * advantages_BT * logprobs_BT, cut_BT)

@@ -1,0 +1,70 @@
+"""DPPO, Divergence PPO (Qi et al. 2026, "Rethinking the Trust Region in LLM Reinforcement Learning", arXiv 2602.04879).
+
+A ratio says little about how far the policy has moved: an unlikely token's may double where nothing else changed. DPPO
+looks at the difference of the probabilities themselves, the total variation between "this token" and "another one"
+(Binary-TV). With p the policy's probability and q that of the policy that sampled, the loss of a token is
+
+    - ratio A + kl_weight log(ratio)^2,   ratio = p / q
+
+but without its first term where the step would lead further away than allowed: where A > 0 and p - q > mask_high, or
+A < 0 and q - p > mask_low. The ratio itself is not cut. The bounds 0.2 and the second term, with 1e-3, are
+prime-rl's; the paper has no such term (kl_weight = 0).
+
+The paper compares with what was sampled from, and finds that a recomputed old policy does harm: algorithm.old_policy
+must be rollout. Advantages are centred (Dr. GRPO's), and all tokens of a step count alike, as in prime-rl.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from tpu_grpo.algorithms.algorithm import TokenLosses, limited_exp
+from tpu_grpo.algorithms.dr_grpo import DrGrpo
+from tpu_grpo.config import LossAggregation
+from tpu_grpo.errors import ConfigError
+
+
+class Dppo:
+    """Drops tokens whose probability has moved too far in the direction of their advantage."""
+
+    aggregation: LossAggregation = "token-mean"
+
+    def __init__(
+        self,
+        old_policy: str = "rollout",
+        mask_low: float = 0.2,
+        mask_high: float = 0.2,
+        kl_weight: float = 1e-3,
+    ):
+        if old_policy != "rollout":
+            raise ConfigError(
+                f"algorithm.name=dppo needs algorithm.old_policy=rollout, got {old_policy}; it compares probabilities "
+                "with those that were sampled from: leave old_policy out"
+            )
+        for option, value in (("mask_low", mask_low), ("mask_high", mask_high)):
+            if not 0.0 < value <= 1.0:
+                raise ConfigError(
+                    f"algorithm.options.{option} must be a difference of probabilities in (0, 1], got {value}; try 0.2"
+                )
+        if kl_weight < 0.0:
+            raise ConfigError(f"algorithm.options.kl_weight must be >= 0, got {kl_weight}; try 0.001")
+        self._low, self._high, self._kl_weight = mask_low, mask_high, kl_weight
+
+    def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+        """Subtract the mean of each group."""
+        return DrGrpo().advantages(rewards_PG)
+
+    def token_losses(
+        self,
+        logprobs_BT: Float[Array, "B T"],
+        old_logprobs_BT: Float[Array, "B T"],
+        advantages_BT: Float[Array, "B T"],
+    ) -> TokenLosses:
+        """Minus ratio times advantage where the token is kept, and the penalty everywhere."""
+        log_ratio_BT = logprobs_BT - old_logprobs_BT
+        moved_BT = jax.lax.stop_gradient(jnp.exp(logprobs_BT) - jnp.exp(old_logprobs_BT))
+        dropped_BT = jnp.where(advantages_BT > 0.0, moved_BT > self._high, moved_BT < -self._low)
+        dropped_BT &= advantages_BT != 0.0
+        policy_BT = jnp.where(dropped_BT, 0.0, -advantages_BT * limited_exp(log_ratio_BT))
+        return TokenLosses(policy_BT + self._kl_weight * jnp.square(log_ratio_BT), dropped_BT)

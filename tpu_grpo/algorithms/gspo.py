@@ -1,0 +1,48 @@
+"""GSPO, Group Sequence Policy Optimization (Zheng et al. 2025, arXiv 2507.18071), sections 4.1 and 4.3.
+
+The ratio is that of a whole completion i, of which it is the geometric mean over its tokens (equation 7), and it takes
+the place of every token's own ratio in GRPO's clipped surrogate (equation 5):
+
+    s_i = exp(mean_t log(policy(o_it) / old policy(o_it)))
+
+so that a completion is clipped as a whole. Such ratios stay near 1: the clip is 3e-4 below and 4e-4 above (section
+5.1). Advantages are GRPO's (equation 6).
+
+With the option per_token, GSPO-token (equations 13 and 14): s_it = stop_gradient(s_i) policy(o_it) /
+stop_gradient(policy(o_it)) has the value of s_i, and the gradient of each token's own log-probability. Where the tokens
+of a completion have one advantage, as all that ship give them, losses and gradients are those of GSPO.
+"""
+
+import jax
+from jaxtyping import Array, Float
+
+from tpu_grpo.algorithms.algorithm import Sequences, TokenLosses, limited_exp
+from tpu_grpo.algorithms.grpo import Grpo
+
+
+class Gspo(Grpo):
+    """Clips the ratio of whole completions; advantages and surrogate are inherited from GRPO."""
+
+    def __init__(
+        self,
+        clip_low: float = 3e-4,
+        clip_high: float = 4e-4,
+        dual_clip: float | None = None,
+        delta: float | None = None,
+        per_token: bool = False,
+    ):
+        super().__init__(clip_low, clip_high, dual_clip, delta)
+        self._per_token = per_token
+
+    def token_losses(  # type: ignore[override]  # it asks for more
+        self,
+        logprobs_BT: Float[Array, "B T"],
+        old_logprobs_BT: Float[Array, "B T"],
+        advantages_BT: Float[Array, "B T"],
+        sequences: Sequences,
+    ) -> TokenLosses:
+        """Minus the clipped surrogate of the completion's ratio, at each of its tokens."""
+        log_ratio_BT = sequences.mean(logprobs_BT - old_logprobs_BT)
+        if self._per_token:
+            log_ratio_BT = jax.lax.stop_gradient(log_ratio_BT) + logprobs_BT - jax.lax.stop_gradient(logprobs_BT)
+        return self.clipped_surrogate(limited_exp(log_ratio_BT), advantages_BT)

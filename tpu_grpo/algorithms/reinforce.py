@@ -1,0 +1,51 @@
+"""REINFORCE (Williams 1992, "Simple statistical gradient-following algorithms"), section 5, with a group's baseline.
+
+The loss of a token is
+
+    - A log policy
+
+summed over a completion, which is one episode, and divided by the constant ``rollout.max_new_tokens`` (the aggregation
+sequence-mean-token-scale). The advantage is the reward minus the mean of the group.
+
+There is no ratio, so that the gradient is right only for what this very policy sampled: a second update on a rollout is
+refused. With the option importance_sampling the loss is - ratio A, which has the same gradient at ratio 1 and stays
+right beyond, with nothing to bound its variance.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from tpu_grpo.algorithms.algorithm import TokenLosses, token_ratio
+from tpu_grpo.algorithms.dr_grpo import DrGrpo
+from tpu_grpo.config import LossAggregation
+from tpu_grpo.errors import ConfigError
+
+
+class Reinforce:
+    """Is the policy gradient itself."""
+
+    aggregation: LossAggregation = "sequence-mean-token-scale"
+
+    def __init__(self, iterations: int = 1, importance_sampling: bool = False):
+        if iterations > 1 and not importance_sampling:
+            raise ConfigError(
+                f"algorithm.name=reinforce needs algorithm.iterations=1, got {iterations}; it has no ratio that would "
+                "weigh what an older policy sampled: set algorithm.options.importance_sampling=true, or take grpo or "
+                "cispo"
+            )
+        self._importance_sampling = importance_sampling
+
+    def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+        """Subtract the mean of each group."""
+        return DrGrpo().advantages(rewards_PG)
+
+    def token_losses(
+        self,
+        logprobs_BT: Float[Array, "B T"],
+        old_logprobs_BT: Float[Array, "B T"],
+        advantages_BT: Float[Array, "B T"],
+    ) -> TokenLosses:
+        """Minus advantage times log-probability, or times the ratio."""
+        factor_BT = token_ratio(logprobs_BT, old_logprobs_BT) if self._importance_sampling else logprobs_BT
+        return TokenLosses(-advantages_BT * factor_BT, jnp.zeros_like(logprobs_BT, bool))

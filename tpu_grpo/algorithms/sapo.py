@@ -1,0 +1,52 @@
+"""SAPO, Soft Adaptive Policy Optimization (Gao et al. 2025, arXiv 2511.20347).
+
+In place of a clip, a sigmoid lets the gradient fade as the ratio leaves 1. The loss of a token is
+
+    - (4 / t) sigmoid(t (ratio - 1)) A,   t = 1.0 where A > 0, and 1.05 elsewhere
+
+Its gradient is - 4 s (1 - s) ratio A with s the sigmoid: at ratio 1 that of the plain policy gradient, on both sides
+less. Tokens of negative advantage fade faster, because lowering one probability raises those of many tokens that nobody
+asked for. Advantages are GRPO's, and completions count alike, whatever their length. The options temperature_positive
+and temperature_negative are the two t; nothing is ever clipped, and ``update/clip_fraction`` is 0.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from tpu_grpo.algorithms.algorithm import TokenLosses, token_ratio
+from tpu_grpo.algorithms.grpo import Grpo
+from tpu_grpo.config import LossAggregation
+from tpu_grpo.errors import ConfigError
+
+
+class Sapo:
+    """Passes the ratio through a sigmoid, whose temperature depends on the advantage's sign."""
+
+    aggregation: LossAggregation = "sequence-mean-token-mean"
+
+    def __init__(self, temperature_positive: float = 1.0, temperature_negative: float = 1.05):
+        for option, value in (
+            ("temperature_positive", temperature_positive),
+            ("temperature_negative", temperature_negative),
+        ):
+            if value <= 0.0:
+                raise ConfigError(f"algorithm.options.{option} must be > 0, got {value}; the paper's are 1.0 and 1.05")
+        self._positive, self._negative = temperature_positive, temperature_negative
+
+    def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+        """Standardize the rewards of each group, as GRPO does."""
+        return Grpo().advantages(rewards_PG)
+
+    def token_losses(
+        self,
+        logprobs_BT: Float[Array, "B T"],
+        old_logprobs_BT: Float[Array, "B T"],
+        advantages_BT: Float[Array, "B T"],
+    ) -> TokenLosses:
+        """Minus the gated ratio times the advantage."""
+        ratio_BT = token_ratio(logprobs_BT, old_logprobs_BT)
+        temperature_BT = jnp.where(advantages_BT > 0.0, self._positive, self._negative)
+        gate_BT = 4.0 / temperature_BT * jax.nn.sigmoid(temperature_BT * (ratio_BT - 1.0))
+        return TokenLosses(-gate_BT * advantages_BT, jnp.zeros_like(ratio_BT, bool))
