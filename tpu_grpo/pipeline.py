@@ -109,13 +109,7 @@ class Run:
 
     def _step(self, step: int) -> None:
         parts, stage = self.parts, self.watch.stage
-        batch = parts.task.prompts.batch(step)
-        with stage(f"rollout of step {step}"):
-            self.hosts.agree(f"prompts of step {step}", repr([prompt.token_ids for prompt in batch.prompts]))
-            rollout = parts.sampler.rollout(batch)
-            self.hosts.agree(f"tokens of step {step}", tokens_digest(rollout.completions))
-        with stage(f"rewards of step {step}"):
-            scored = ScoredRollout(rollout, parts.task.rewards.score(rollout))
+        scored = self._scored_rollout(step)
         if self.config.rollout.release_during_update:
             parts.engines.release()
         with stage(f"update of step {step}"):
@@ -137,6 +131,19 @@ class Run:
                 **self._evaluate_if_due(step),
             }
         )
+
+    def _scored_rollout(self, step: int) -> ScoredRollout:
+        """Sample a step's completions; groups that are complete are scored while others are sampled."""
+        parts, stage = self.parts, self.watch.stage
+        batch = parts.task.prompts.batch(step)
+        with parts.task.rewards.begin(batch) as scoring:
+            with stage(f"rollout of step {step}"):
+                self.hosts.agree(f"prompts of step {step}", repr([prompt.token_ids for prompt in batch.prompts]))
+                rollout = parts.sampler.rollout(batch, scoring.add)
+                self.hosts.agree(f"tokens of step {step}", tokens_digest(rollout.completions))
+            with stage(f"rewards of step {step}"):
+                [scores] = scoring.finish([rollout])
+        return ScoredRollout(rollout, scores)
 
     def _warn_of_lost_steps(self, step: int, update: UpdateResult) -> None:
         """Say once that parameters do not take up what the optimizer does; see ``update/step_kept``."""

@@ -1,7 +1,8 @@
 """Estimates from a fake policy and fake rewards, worked out by hand."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from tpu_grpo.evaluation import (
     evaluate,
     write_samples,
 )
+from tpu_grpo.evaluation.evaluating import GroupEnded
 from tpu_grpo.evaluation.statistics import wilson
 from tpu_grpo.metrics.values import tokens_digest
 from tpu_grpo.types import AnswerMode, Completion, Prompt, PromptBatch, Rollout, Scores
@@ -34,8 +36,17 @@ class Policy:
         self.calls = calls
         self.sampled = tuple(sampled)
 
-    def answer(self, prompts: Sequence[Prompt], modes: Sequence[AnswerMode]) -> list[Rollout]:
-        return [self._answer(prompts, mode.temperature, mode.samples) for mode in modes]
+    def answer(
+        self, prompts: Sequence[Prompt], modes: Sequence[AnswerMode], ended: Sequence[GroupEnded] = ()
+    ) -> list[Rollout]:
+        """The last prompt ends first."""
+        rollouts = [self._answer(prompts, mode.temperature, mode.samples) for mode in modes]
+        for tell, rollout in zip(ended, rollouts, strict=True):
+            size = rollout.group_size
+            for p in reversed(range(len(prompts))):
+                rows = slice(p * size, (p + 1) * size)
+                tell(p, rollout.completions[rows], rollout.texts[rows])
+        return rollouts
 
     def _answer(self, prompts: Sequence[Prompt], temperature: float, samples: int) -> Rollout:
         self.calls.append(("answer", (tuple(p.text for p in prompts), temperature, samples)))
@@ -49,15 +60,27 @@ class Policy:
         return Rollout(PromptBatch(0, tuple(prompts)), samples, rows, texts, seconds=1.0)
 
 
-def scorer(calls: list[tuple[str, object]], *values: Mapping[str, Sequence[float]]) -> Callable[[Rollout], Scores]:
-    remaining = list(values)
+class Scorer:
+    """Gives rollouts these values by reward, and remembers when it was told what."""
 
-    def score(rollout: Rollout) -> Scores:
-        calls.append(("score", rollout.texts))
-        by_name = {name: np.array(row, np.float64) for name, row in remaining.pop(0).items()}
-        return Scores(np.zeros(len(rollout.texts)), by_name, seconds=0.0)
+    def __init__(self, calls: list[tuple[str, object]], *values: Mapping[str, Sequence[float]]):
+        self.calls = calls
+        self.values = values
 
-    return score
+    @contextmanager
+    def begin(self, batch: PromptBatch, rollouts: int) -> Iterator["Scorer"]:
+        self.calls.append(("begin", (tuple(p.text for p in batch.prompts), batch.step, rollouts)))
+        yield self
+        self.calls.append(("end", ()))
+
+    def add(self, prompt: int, completions: Sequence[Completion], texts: Sequence[str], rollout: int = 0) -> None:
+        assert len(completions) == len(texts)
+        self.calls.append(("add", (rollout, prompt, tuple(texts))))
+
+    def finish(self, rollouts: Sequence[Rollout]) -> list[Scores]:
+        self.calls.append(("finish", tuple(rollout.texts for rollout in rollouts)))
+        by_name = [{name: np.array(row, np.float64) for name, row in values.items()} for values in self.values]
+        return [Scores(np.zeros(len(r.texts)), found, seconds=0.0) for r, found in zip(rollouts, by_name, strict=True)]
 
 
 def evaluated(
@@ -66,19 +89,22 @@ def evaluated(
     sampled: Sequence[str] = (),
 ) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
     calls: list[tuple[str, object]] = []
-    return evaluate(Policy(calls, sampled).answer, scorer(calls, *values), PROMPTS, settings, step=4)
+    return evaluate(Policy(calls, sampled).answer, Scorer(calls, *values).begin, PROMPTS, settings, step=4)
 
 
-def test_every_prompt_is_answered_greedily_and_sampled_at_once_and_then_scored() -> None:
+def test_every_prompt_is_answered_greedily_and_sampled_at_once_and_scored_meanwhile() -> None:
     calls: list[tuple[str, object]] = []
-    score = scorer(calls, {"r": [1, 0, 0]}, {"r": [1, 1, 0, 0, 1, 0]})
-    evaluate(Policy(calls).answer, score, PROMPTS, EvaluationSettings(0.7, samples=2), step=4)
+    scorer = Scorer(calls, {"r": [1, 0, 0]}, {"r": [1, 1, 0, 0, 1, 0]})
+    evaluate(Policy(calls).answer, scorer.begin, PROMPTS, EvaluationSettings(0.7, samples=2), step=4)
     texts = ("1+1=", "2+2=", "3+3=")
     assert calls == [
+        ("begin", (texts, 0, 2)),
         ("answer", (texts, 0.0, 1)),
         ("answer", (texts, 0.7, 2)),  # in the same rollout
-        ("score", ("1+1=0.0", "2+2=0.0", "3+3=0.0")),
-        ("score", tuple(f"{text}0.7" for text in texts for _ in range(2))),
+        *[("add", (0, p, (f"{texts[p]}0.0",))) for p in (2, 1, 0)],
+        *[("add", (1, p, (f"{texts[p]}0.7",) * 2)) for p in (2, 1, 0)],
+        ("finish", (tuple(f"{text}0.0" for text in texts), tuple(f"{text}0.7" for text in texts for _ in range(2)))),
+        ("end", ()),
     ]
 
 

@@ -32,11 +32,27 @@ rollout = make_rollout([f"p{{n}}" for n in range(5)], texts, [{{}}] * 5)
 weights = {{"length": 1.0, "judge": 0.0, "seldom": 0.5}}
 specs = [RewardSpec(name=f"{file}:{{name}}", weight=weight, workers=0) for name, weight in weights.items()]
 scores = DistributedRewards(open_rewards(specs, ()), hosts, compared={compared}).score(rollout)
+{then}"""
+SHOWN = """
 print(scores.total.tolist())
-print(scores.by_name["length"].tolist(), scores.by_name["judge"].tolist())
+print(scores.by_name["length"].tolist())
+print(scores.by_name["judge"].tolist())
 print([str(value) for value in scores.by_name["seldom"]])
 print(scores.figures["rewards/length/errors"])
 """
+EARLY = """
+from dataclasses import replace
+
+specs = [spec.model_copy(update={"early": spec.shown != "seldom"}) for spec in specs]
+told = (1, 1, 0, 0, 1)
+print("early")
+with DistributedRewards(open_rewards(specs, ()), hosts, compared=["length"]).begin(rollout.batch) as scoring:
+    for p in (4, 0, 3):
+        if told[p] == hosts.index:
+            scoring.add(p, rollout.completions[2 * p : 2 * p + 2], texts[2 * p : 2 * p + 2])
+    [scores] = scoring.finish([replace(rollout, told=told)])
+"""
+"""The same rows; hosts hear of groups while they are sampled, of groups 1 and 2 only with the rollout."""
 
 
 @pytest.fixture
@@ -47,24 +63,31 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_every_host_ends_with_all_values_of_rows_scored_once(file: Path) -> None:
-    ended = run(BODY.format(file=file, compared=["length", "seldom"]), 2)
+    ended = run(BODY.format(file=file, compared=["length", "seldom"], then=SHOWN + EARLY + SHOWN), 2)
     for index, end in ended.items():
         assert end.code == 0, end
-        own, witness, total, columns, seldom, errors = end.out.splitlines()
-        assert total == "[1.0, 2.0, 1.0, 2.0, 3.0, 1.5, 1.0, 1.0, 1.0, 4.0]"  # length, and half a point for f
-        # prompts 0, 2 and 4 are host 0's, 1 and 3 host 1's; the judge says which host it was
-        assert columns == (
-            "[1.0, 2.0, 1.0, 2.0, 3.0, 1.0, 1.0, 1.0, 1.0, 4.0] [0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]"
-        )
-        assert seldom == "['nan', 'nan', 'nan', 'nan', 'nan', '1.0', 'nan', 'nan', 'nan', 'nan']"
+        at_once, early = (part.splitlines() for part in end.out.split("early\n"))
+        own, witness, *shown = at_once
+        assert shown == [
+            "[1.0, 2.0, 1.0, 2.0, 3.0, 1.5, 1.0, 1.0, 1.0, 4.0]",  # length, and half a point for f
+            "[1.0, 2.0, 1.0, 2.0, 3.0, 1.0, 1.0, 1.0, 1.0, 4.0]",
+            # prompts 0, 2 and 4 are host 0's, 1 and 3 host 1's; the judge says which host it was
+            "[0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]",
+            "['nan', 'nan', 'nan', 'nan', 'nan', '1.0', 'nan', 'nan', 'nan', 'nan']",
+            "Figure(value=0, merge='sum', count=2)",  # of both hosts
+        ]
         shares = [["a", "bb", "eee", "f", "i", "jjjj"], ["c", "dd", "g", "h"]]
         assert own == f"asked {shares[index]}"
         assert witness == "asked ['a', 'bb']"  # the witness group of step 0
-        assert errors == "Figure(value=0, merge='sum', count=2)"  # of both hosts
+        # while others are sampled the same values come, of groups 0, 1 and 4 from host 1
+        asked = [[["g", "h"], ["eee", "f"]], [["i", "jjjj"], ["a", "bb"], ["c", "dd"]]][index]
+        assert early[: len(asked) + 1] == [f"asked {group}" for group in [*asked, ["a", "bb"]]]
+        shown[2] = "[1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0]"
+        assert early[len(asked) + 1 :] == shown
 
 
 def test_a_reward_that_differs_on_one_host_is_named_with_the_values_and_the_text(file: Path) -> None:
-    ended = run(BODY.format(file=file, compared=["length"]), 3)
+    ended = run(BODY.format(file=file, compared=["length"], then=SHOWN), 3)
     for end in ended.values():
         assert end.code == 3, end
         assert (
@@ -74,13 +97,13 @@ def test_a_reward_that_differs_on_one_host_is_named_with_the_values_and_the_text
 
 
 def test_a_reward_that_cannot_repeat_itself_is_left_alone_on_request(file: Path) -> None:
-    compared = run(BODY.format(file=file, compared=["judge"]), 2)
+    compared = run(BODY.format(file=file, compared=["judge"], then=SHOWN), 2)
     assert all("reward judge must give the same value" in end.errors for end in compared.values())
 
 
 def test_fewer_prompts_than_hosts(file: Path) -> None:
     body = BODY.replace("range(5)", "range(1)").replace("texts = [", "texts = ['x', 'yy'] or [").replace("* 5)", ")")
-    ended = run(body.format(file=file, compared=["length"]), 2)
+    ended = run(body.format(file=file, compared=["length"], then=SHOWN), 2)
     for end in ended.values():
         assert "[1.0, 2.0]" in end.out.splitlines(), end
 

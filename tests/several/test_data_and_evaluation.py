@@ -29,9 +29,9 @@ SOURCES = [
 ]
 EVALUATION = {"path": "held.jsonl", "prompts": 5, "samples": 3, "k": [2], "every": 1}
 WORKERS = [
-    {"name": "rewards.py:ascii_share", "workers": 1},
+    {"name": "rewards.py:ascii_share", "workers": 1, "early": True},
     {"name": "exact_answer", "workers": 2},
-    {"name": "rewards.py:odd_on_host_1", "workers": 1, "weight": 0.1},
+    {"name": "rewards.py:odd_on_host_1", "workers": 1, "weight": 0.1, "only_if": "exact_answer"},
 ]
 """Each in processes of its own; the last is odd on host 1, but for its workers, which are started without arguments."""
 

@@ -11,7 +11,9 @@ reward, over the problems that it applies to:
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, Self
 
 import numpy as np
@@ -22,21 +24,42 @@ from tpu_grpo.errors import ConfigError
 from tpu_grpo.evaluation.answers import final_answer
 from tpu_grpo.evaluation.statistics import Estimate, majority, over_problems, pass_at_k
 from tpu_grpo.metrics.values import tokens_digest
-from tpu_grpo.types import AnswerMode, Prompt, Rollout, Scores
+from tpu_grpo.types import AnswerMode, Completion, Prompt, PromptBatch, Rollout, Scores
 
 GREEDY, SAMPLED = "greedy", "sampled"
+
+
+GroupEnded = Callable[[int, Sequence[Completion], Sequence[str]], None]
+"""Is told a prompt's number, its completions in one mode and their texts, while others are sampled."""
 
 
 class Generate(Protocol):
     """Completes prompts; the same prompts get the same completions every time."""
 
-    def __call__(self, prompts: Sequence[Prompt], modes: Sequence[AnswerMode]) -> Sequence[Rollout]:
-        """Return a rollout for every mode, with a prompt's completions after each other."""
+    def __call__(
+        self, prompts: Sequence[Prompt], modes: Sequence[AnswerMode], ended: Sequence[GroupEnded]
+    ) -> Sequence[Rollout]:
+        """Return a rollout for every mode, with a prompt's completions after each other.
+
+        What has ended for each mode is told to one of ``ended``.
+        """
         ...
 
 
-Score = Callable[[Rollout], Scores]
-"""Returns every reward's value of every row."""
+class Scoring(Protocol):
+    """Scores rollouts of the same prompts."""
+
+    def add(self, prompt: int, completions: Sequence[Completion], texts: Sequence[str], rollout: int = 0) -> None:
+        """Begin to score a prompt's completions of one rollout."""
+        ...
+
+    def finish(self, rollouts: Sequence[Rollout]) -> Sequence[Scores]:
+        """Return every reward's value of every row of each rollout."""
+        ...
+
+
+Begin = Callable[[PromptBatch, int], AbstractContextManager[Scoring]]
+"""Begins to score so many rollouts of a batch of prompts."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +134,7 @@ class EvaluationSamples:
 
 
 def evaluate(
-    generate: Generate, score: Score, prompts: Sequence[Prompt], settings: EvaluationSettings, *, step: int
+    generate: Generate, begin: Begin, prompts: Sequence[Prompt], settings: EvaluationSettings, *, step: int
 ) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
     """Complete every prompt once greedily and ``settings.samples`` times sampled, and score all.
 
@@ -120,8 +143,11 @@ def evaluate(
     Returns:
         The estimates, and the greedy and the sampled completions they are of.
     """
-    greedy, sampled = generate(prompts, (AnswerMode(0.0), AnswerMode(settings.temperature, settings.samples)))
-    both = (_scored(GREEDY, greedy, score, settings), _scored(SAMPLED, sampled, score, settings))
+    modes = (AnswerMode(0.0), AnswerMode(settings.temperature, settings.samples))
+    with begin(PromptBatch(0, tuple(prompts)), len(modes)) as scoring:
+        rollouts = generate(prompts, modes, [partial(scoring.add, rollout=number) for number in range(len(modes))])
+        scores = scoring.finish(rollouts)
+    both = (_samples(GREEDY, rollouts[0], scores[0], settings), _samples(SAMPLED, rollouts[1], scores[1], settings))
     completions = {of_mode.mode: of_mode.rollout.completions for of_mode in both}
     evaluation = Evaluation(
         step,
@@ -135,9 +161,9 @@ def evaluate(
     return evaluation, both
 
 
-def _scored(mode: str, rollout: Rollout, score: Score, settings: EvaluationSettings) -> EvaluationSamples:
+def _samples(mode: str, rollout: Rollout, scores: Scores, settings: EvaluationSettings) -> EvaluationSamples:
     answers = tuple(final_answer(text, settings.answer_pattern) for text in rollout.texts)
-    return EvaluationSamples(mode, rollout, score(rollout), answers)
+    return EvaluationSamples(mode, rollout, scores, answers)
 
 
 def _estimates(

@@ -256,4 +256,4 @@ def evaluate_policy(
     sampler: Sampler, held_out: HeldOut, step: int
 ) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
     """Evaluate the policy that the sampler's engines hold; returns the estimates and the samples they are of."""
-    return evaluate(sampler.answer, held_out.rewards.score, held_out.prompts, held_out.settings, step=step)
+    return evaluate(sampler.answer, held_out.rewards.begin, held_out.prompts, held_out.settings, step=step)
