@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from flax import nnx
+from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import ragged_paged_attention
 from sgl_jax.srt.managers.schedule_batch import global_config
 
 from tests.models.random_checkpoint import write_random_qwen3
@@ -104,6 +105,33 @@ def test_gather_attends_to_what_is_kept(dtype: np.dtype, page: int) -> None:
         np.testing.assert_allclose(out[row], plain_attention(q[row], cached, scoring), atol=3e-6)
 
 
+def test_the_kernel_attends_to_what_is_kept() -> None:
+    """A row of 96 tokens, the last of which is new: a softmax in float64 over what numpy keeps of keys and values."""
+    rng, length, page, heads = np.random.default_rng(0), 96, 16, 2
+    q, k, v = (
+        rng.normal(size=shape).astype(np.float32) for shape in ((1, 4, 128), (length, heads, 128), (length, heads, 128))
+    )
+    packed = encode(jnp.stack([jnp.asarray(k), jnp.asarray(v)], axis=2), FP8).reshape(-1, page, 1, 4, 128)
+    cache = jnp.concatenate([jnp.zeros_like(packed[:1]), packed]).at[-1, -1].set(0.0)
+    new = (encode(jnp.asarray(each[-1:]), FP8) for each in (k, v))
+    pages = np.arange(1, len(cache), dtype=np.int32)
+    with interpreted_kernels():
+        out, cache = ragged_paged_attention(
+            *(jnp.asarray(q), *new, cache, np.array([length], np.int32), pages, np.array([0, 1], np.int32)),
+            *(np.array([0, length], np.int32), np.ones(3, np.int32), None),
+            sm_scale=128**-0.5,
+            d_block_sizes=(1, page, 1, page),
+            m_block_sizes=(1, page, 1, page),
+            vmem_limit_bytes=2**25,
+        )
+    cached = np.stack([kept(each.astype(np.float64), FP8) for each in (k, v)], axis=2)
+    scores = np.einsum("kgd,lkd->kgl", q.reshape(heads, 2, 128), cached[:, :, 0]) * 128**-0.5
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("kgl,lkd->kgd", weights / weights.sum(-1, keepdims=True), cached[:, :, 1])
+    np.testing.assert_allclose(out.reshape(heads, 2, 128), expected, atol=3e-6)
+    np.testing.assert_array_equal(cache[1:], packed)
+
+
 # --- engines ---------------------------------------------------------------------------------------------------------
 
 
@@ -154,11 +182,12 @@ def test_tokens_do_not_depend_on_prefixes_pages_or_room(
     ("head_dim", "kv_heads", "page", "tensor"),
     [
         (64, 2, 16, 1),
-        pytest.param(128, 3, 1, 1, marks=pytest.mark.slow),  # the last word of 32 bits is half empty
-        pytest.param(128, 4, 16, 2, marks=pytest.mark.slow),
-        pytest.param(128, 2, 16, 2, marks=pytest.mark.slow),  # a head a device
+        (128, 3, 1, 1),  # the last word of 32 bits is half empty
+        (128, 4, 16, 2),
+        (128, 2, 16, 2),  # a head a device
     ],
 )
+@pytest.mark.slow
 def test_flash_samples_what_gather_does_in_fp8(
     tmp_path: Path, head_dim: int, kv_heads: int, page: int, tensor: int
 ) -> None:
