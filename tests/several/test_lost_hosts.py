@@ -52,9 +52,21 @@ def test_a_slow_host_is_waited_for(files: Path, tmp_path: Path) -> None:
     assert ended.code == 0, ended.errors
 
 
-def test_a_reward_that_fails_on_one_host_ends_all_with_its_name(files: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tensor", "early", "stage"), [(1, False, "rewards of step 1"), (4, True, "rollout of step 1")]
+)
+def test_a_reward_that_fails_on_one_host_ends_all_with_its_name(
+    files: Path, tmp_path: Path, tensor: int, early: bool, stage: str
+) -> None:
+    """After the rollout; and in the middle of it, while both hosts drive one engine and groups end in turn."""
     (files / "failing.py").write_text(FAILS)
-    ended = run_hosts(2, 2, files, settings(tmp_path, rewards=[{"name": "failing.py:fails", "workers": 0}]))
+    rewards = [{"name": "failing.py:fails", "workers": 0, "early": early}]
+    rollout = {"max_running_requests": 4, "batch_paddings": [4], "steps_per_launch": 1}
+    tree = settings(tmp_path, rewards=rewards, rollout=rollout, meshes={"sampler": {"tensor": tensor}})
+    ended = run_hosts(2, 2, files, tree)
     assert ended.code in (2, 3), ended.errors  # 2 on the host whose reward it is, 3 on the other
     assert "RewardError: reward fails raised ValueError: no luck" in ended.of_host(1)
     assert "LockstepError: host 1 failed: RewardError: reward fails raised" in ended.of_host(0)
+    log = (tmp_path / "logs" / "host_1.log").read_text()
+    assert f"{stage} begins" in log
+    assert f"{stage} ends" not in log
