@@ -59,6 +59,7 @@ from tpu_grpo.tunix_loop.padded import PaddedShape, padded_rows
 from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 
 PROMPTS, GROUP, VOCABULARY, PAD, EOS = 8, 8, 512, 0, 2
+SIZES = {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "intermediate": 768}
 RATE = 1e-6
 
 
@@ -208,9 +209,8 @@ def workloads(config: RunConfig) -> dict[str, ScoredRollout]:
 def work(name: str, prompt_tokens: int, new_tokens: int) -> None:
     """A contender's process: print what it is, then make an update for each line that names a workload."""
     mesh = Mesh(np.asarray(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tp"))
-    sizes = {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "intermediate": 768}
     with tempfile.TemporaryDirectory() as directory:
-        checkpoint = read_checkpoint(write_random_qwen3(Path(directory) / "model", vocab=VOCABULARY, **sizes))
+        checkpoint = read_checkpoint(write_random_qwen3(Path(directory) / "model", vocab=VOCABULARY, **SIZES))
         model = load_model(checkpoint, mesh, dtype=jnp.dtype("float32"), remat="none")
         config = make_config(Path(directory) / "run", prompt_tokens, new_tokens)
         parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
