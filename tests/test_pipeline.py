@@ -93,6 +93,10 @@ def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_leaves_its_files(whole: Path) -> None:
     names = {path.name for path in whole.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "report.html", "checkpoints"} <= names
+    history = lines(whole, "history.jsonl")
+    assert [(line["step"], len(line["prompts"])) for line in history] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    means = [sum(line["tokens"]) / 4 for line in history]
+    assert means == pytest.approx([line["completions/mean_tokens"] for line in lines(whole)])
     samples = lines(whole, "samples.jsonl")
     assert [s["step"] for s in samples] == [2] * 16 + [4] * 16
     assert set(samples[0]["rewards"]) == {"exact_answer", "ascii_share"}
@@ -195,6 +199,7 @@ def test_killed_after_a_checkpoint_the_run_continues_exactly(files: Path, whole:
     assert done.returncode == 0, done.stderr
     assert "continuing after step 2" in done.stdout
     assert digests(run_dir) == digests(whole)
+    assert lines(run_dir, "history.jsonl") == lines(whole, "history.jsonl")
     assert (
         json.loads((run_dir / "summary.json").read_text())["params_digest"]
         == json.loads((whole / "summary.json").read_text())["params_digest"]

@@ -22,6 +22,7 @@ from tpu_grpo.metrics.run_log import RunLog, open_run_log
 from tpu_grpo.metrics.summary import build_summary, versions, write_summary
 from tpu_grpo.metrics.values import rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.models.adapters import write_adapters
+from tpu_grpo.prompts.history import PromptHistory
 from tpu_grpo.run.directory import continue_data, prepare_run_dir
 from tpu_grpo.run.parts import Parts, build_parts, evaluate_policy
 from tpu_grpo.run.timeline import Timeline
@@ -62,10 +63,14 @@ def train(
         parts = build_parts(config, hosts)
         start = parts.learner.restored_step
         continue_data(config.run_dir, parts.task.prompts.describe(), start, hosts)
-        with open_run_log(config, start) if hosts.is_first else RunLog([]) as log, closing(parts.task):
+        with (
+            open_run_log(config, start) if hosts.is_first else RunLog([]) as log,
+            closing(parts.task),
+            PromptHistory.open(config.run_dir, parts.task.prompts.size, start, hosts) as history,
+        ):
             best = "" if parts.task.held_out is None else parts.task.held_out.best
             evaluations = EvaluationLog(config.run_dir, start, best, hosts)
-            run = Run(config, hosts, watch or Watch(hosts), parts, log, evaluations, compilations)
+            run = Run(config, hosts, watch or Watch(hosts), parts, log, evaluations, history, compilations)
             if moved is not None:
                 log.note(f"an earlier run's files were moved to {moved}")
             if dropped := parts.task.prompts.dropped:
@@ -84,6 +89,7 @@ class Run:
     parts: Parts
     log: RunLog
     evaluations: EvaluationLog
+    history: PromptHistory
     compilations: CompilationCounter
     warned_of_lost_steps: bool = False
 
@@ -131,6 +137,8 @@ class Run:
                 **self._evaluate_if_due(step),
             }
         )
+        rollout = scored.rollout
+        self.history.add(step, rollout.batch.records, {"tokens": rollout.mean_tokens})
 
     def _scored_rollout(self, step: int) -> ScoredRollout:
         """Sample a step's completions; groups that are complete are scored while others are sampled."""
@@ -139,7 +147,7 @@ class Run:
         with parts.task.rewards.begin(batch) as scoring:
             with stage(f"rollout of step {step}"):
                 self.hosts.agree(f"prompts of step {step}", repr([prompt.token_ids for prompt in batch.prompts]))
-                rollout = parts.sampler.rollout(batch, scoring.add)
+                rollout = parts.sampler.rollout(batch, scoring.add, self.history.last("tokens", batch.records))
                 self.hosts.agree(f"tokens of step {step}", tokens_digest(rollout.completions))
             with stage(f"rewards of step {step}"):
                 [scores] = scoring.finish([rollout])

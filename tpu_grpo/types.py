@@ -32,6 +32,8 @@ class PromptBatch:
 
     step: int
     prompts: tuple[Prompt, ...]
+    records: tuple[int, ...] = ()
+    """The number of each prompt among all that the run trains on, source after source; empty for other prompts."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,13 @@ class Rollout:
     def row_prompts(self) -> tuple[Prompt, ...]:
         """The prompt of every row, length B."""
         return tuple(p for p in self.batch.prompts for _ in range(self.group_size))
+
+    @property
+    def mean_tokens(self) -> tuple[float, ...]:
+        """The mean length of every prompt's completions."""
+        lengths = [len(c.token_ids) for c in self.completions]
+        starts = range(0, len(lengths), self.group_size)
+        return tuple(sum(lengths[start : start + self.group_size]) / self.group_size for start in starts)
 
     @property
     def total_tokens(self) -> int:

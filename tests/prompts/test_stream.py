@@ -201,6 +201,9 @@ def test_sources_of_a_mixture_go_through_epochs_of_their_own():
             assert sorted(own[start : start + size]) == list(range(size))
     orders = [[p.columns["n"] for p in taken if p.columns["source"] == name][:100] for name in "xy"]
     assert orders[0] != orders[1]
+    batch = of.batch(150)
+    assert batch.records == tuple(p.columns["n"] + {"x": 0, "y": 300}[p.columns["source"]] for p in batch.prompts)
+    assert of.size == 400
 
 
 def test_a_mixture_of_equal_sources_shuffles_them_differently():

@@ -37,8 +37,8 @@ def write_files(directory: Path, kv_heads: int = 4, model_type: str = "qwen3") -
     tokenizer.save_pretrained(str(model))
     edit_config(model, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     (directory / "rewards.py").write_text(REWARD)
-    for name, start in (("data.jsonl", 0), ("held.jsonl", 50)):
-        lines = [f'{{"question": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(start, start + 20)]
+    for name, start, count in (("data.jsonl", 0, 8), ("held.jsonl", 50, 20)):  # two steps of 4 prompts are an epoch
+        lines = [f'{{"question": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(start, start + count)]
         (directory / name).write_text("".join(lines))
     return directory
 

@@ -17,6 +17,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -67,9 +68,11 @@ class PromptStream:
         self.parts = tuple(parts)
         self._prompts_per_step = prompts_per_step
         self._settings = [prompts_per_step, seed, shuffle, curriculum]
+        self._prompts = tuple(prompt for part in parts for prompt in part.rendered.prompts)
+        starts = accumulate((len(part.rendered.prompts) for part in parts[:-1]), initial=0)
         orders = [
-            _order(part.rendered.prompts, own_seed, shuffle, curriculum).map(lambda index, part=part: (part, index))
-            for part, own_seed in zip(parts, _seeds(seed, len(parts)), strict=True)
+            _order(part.rendered.prompts, own_seed, shuffle, curriculum).map(lambda index, start=start: start + index)
+            for part, start, own_seed in zip(parts, starts, _seeds(seed, len(parts)), strict=True)
         ]
         self._order = orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, [part.weight for part in parts])
 
@@ -77,6 +80,11 @@ class PromptStream:
     def columns(self) -> tuple[str, ...]:
         """Return the columns of the records, which the rewards get."""
         return tuple(self.parts[0].rendered.prompts[0].columns)
+
+    @property
+    def size(self) -> int:
+        """Count the prompts of all sources, which an epoch goes through."""
+        return len(self._prompts)
 
     @property
     def dropped(self) -> int:
@@ -110,13 +118,13 @@ class PromptStream:
             raise DataError(f"a step must be >= 1, got {step}; steps count from 1")
         start = (step - 1) * self._prompts_per_step
         positions = range(start, start + self._prompts_per_step)
-        return PromptBatch(step=step, prompts=tuple(self._at(position) for position in positions))
+        records = tuple(self._at(position) for position in positions)
+        return PromptBatch(step, tuple(self._prompts[record] for record in records), records)
 
-    def _at(self, position: int) -> Prompt:
+    def _at(self, position: int) -> int:
         found = self._order[position]
         assert found is not None  # only grain's filters leave holes
-        part, index = found
-        return part.rendered.prompts[index]
+        return int(found)
 
 
 def prompts_digest(prompts: Sequence[Prompt]) -> str:
