@@ -23,7 +23,7 @@ from tpu_grpo.errors import ConfigError
 from tpu_grpo.rollout.flash_attention import check_fp8
 from tpu_grpo.rollout.flash_blocks import choose_blocks
 from tpu_grpo.rollout.gather_attention import Scoring, decode_attention, write_cache
-from tpu_grpo.rollout.kv_formats import FP8, INT8, KVDtype, cache_width, decode, encode
+from tpu_grpo.rollout.kv_formats import FP8, INT8, KVDtype, bits_of, cache_width, decode, encode
 from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.types import SamplingParams
 
@@ -34,6 +34,8 @@ def kept(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """What a cache of this type says of keys or values [..., D], in float64."""
     if dtype == FP8:
         return np.clip(numbers, -448, 448).astype(E4M3).astype(np.float64)
+    if dtype == jnp.bfloat16:
+        return numbers.astype(dtype).astype(np.float64)
     scale = (np.abs(numbers).max(-1, keepdims=True) / np.float32(127)).astype(np.float64)
     return np.rint(numbers / np.where(scale == 0, 1, scale)) * scale
 
@@ -85,7 +87,7 @@ def test_what_is_broken_stays_broken(dtype: np.dtype, broken: float) -> None:
 # --- attention -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [FP8, INT8], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.dtype("bfloat16"), FP8, INT8], ids=str)
 @pytest.mark.parametrize("page", [1, 4])
 def test_gather_attends_to_what_is_kept(dtype: np.dtype, page: int) -> None:
     """Tokens are written page by page, and read against a plain softmax in float64 over what numpy keeps of them."""
@@ -94,7 +96,7 @@ def test_gather_attends_to_what_is_kept(dtype: np.dtype, page: int) -> None:
     pages = 1 + rng.permutation(len(lengths) * per_row).reshape(len(lengths), per_row).astype(np.int32)
     k, v = rng.normal(size=(2, len(lengths), 40, heads, width)).astype(np.float32)
     slots = (pages[:, :, None] * page + np.arange(page)).reshape(len(lengths), -1)[:, :40].astype(np.int32)
-    cache = jnp.zeros((1 + pages.size, page, heads, 2, cache_width(width, jnp.dtype(dtype))), dtype)
+    cache = jnp.zeros((1 + pages.size, page, heads, 2, cache_width(width, dtype)), bits_of(dtype))
     flat = (slots.ravel(), k.reshape(-1, heads, width), v.reshape(-1, heads, width))
     cache = jax.jit(write_cache)(cache, *flat)
     q = rng.normal(size=(len(lengths), heads, 3, width)).astype(np.float32)
@@ -148,10 +150,13 @@ def model(checkpoint: Path) -> nnx.Module:
 SMALL: dict[str, Any] = {"batch_paddings": (8,), "prefill_tokens": 64}
 
 
-@pytest.mark.parametrize(("kv_dtype", "dtype", "width"), [("auto", "float32", 0), ("fp8", FP8, 0), ("int8", INT8, 4)])
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtype", "width"), [("auto", "float32", 0), ("fp8", "uint8", 0), ("int8", "int8", 4)]
+)
 def test_the_cache_has_this_type(
     checkpoint: Path, model: nnx.Module, kv_dtype: KVDtype, dtype: Any, width: int
 ) -> None:
+    """Gather keeps the bits of float8."""
     plain = build_engine(checkpoint, model, **SMALL)
     engine = build_engine(checkpoint, model, kv_dtype=kv_dtype, **SMALL)
     *sizes, head_dim = plain.cache_specs[0].shape

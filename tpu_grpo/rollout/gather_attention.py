@@ -27,7 +27,7 @@ from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
 from tpu_grpo.rollout.arrays import AnyArray
-from tpu_grpo.rollout.kv_formats import cache_width, decode, encode
+from tpu_grpo.rollout.kv_formats import bits_of, cache_width, decode, encode
 
 QUERY_BLOCK = 16
 BLOCKS_AT_ONCE = 8
@@ -141,9 +141,9 @@ class GatherAttention:
 
 def cache_layer(pool: MHATokenToKVPool, head_dim: int) -> jax.ShapeDtypeStruct:
     """Describe a layer of the cache: [pages, page, K, 2, W], with keys and values in turn."""
-    pages, width = (pool.size + pool.page_size) // pool.page_size, cache_width(head_dim, jnp.dtype(pool.dtype))
-    sharding = NamedSharding(pool.mesh, CACHE_PARTITION)
-    return jax.ShapeDtypeStruct((pages, pool.page_size, pool.head_num, 2, width), pool.dtype, sharding=sharding)
+    pages, dtype = (pool.size + pool.page_size) // pool.page_size, jnp.dtype(pool.dtype)
+    shape = (pages, pool.page_size, pool.head_num, 2, cache_width(head_dim, dtype))
+    return jax.ShapeDtypeStruct(shape, bits_of(dtype), sharding=NamedSharding(pool.mesh, CACHE_PARTITION))
 
 
 def write_cache(
