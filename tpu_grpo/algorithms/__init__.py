@@ -10,6 +10,7 @@ dppo.py        DPPO
 sapo.py        SAPO
 reinforce.py   REINFORCE
 advantages.py  advantages without an objective of their own
+correction.py  weights and masks for the difference between engine and trainer
 algorithm.py   what an algorithm is
 checks.py      what is seen to before one is trained with
 
@@ -30,6 +31,7 @@ from tpu_grpo.algorithms.advantages import ADVANTAGES
 from tpu_grpo.algorithms.algorithm import Algorithm, Sequences, TokenLosses, asked, requested, token_ratio
 from tpu_grpo.algorithms.checks import build, try_out
 from tpu_grpo.algorithms.cispo import Cispo
+from tpu_grpo.algorithms.correction import Correction, CorrectionSums, correction_metrics, open_correction
 from tpu_grpo.algorithms.dapo import Dapo
 from tpu_grpo.algorithms.dppo import Dppo
 from tpu_grpo.algorithms.dr_grpo import DrGrpo
@@ -67,6 +69,7 @@ class RunAlgorithm:
     baseline: Any
     """Computes advantages."""
     aggregation: LossAggregation
+    correction: Correction | None = None
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -111,7 +114,8 @@ def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:
         algorithm = build(section.name, found, _settings_of_ones_own(section), section.options, bounds=_BOUNDS[2:])
         try_out(section.name, algorithm, section.group_size)
     baseline = algorithm if section.advantage is None else ADVANTAGES[section.advantage]()
-    return RunAlgorithm(algorithm, baseline, section.loss_aggregation or algorithm.aggregation)
+    aggregation = section.loss_aggregation or algorithm.aggregation
+    return RunAlgorithm(algorithm, baseline, aggregation, open_correction(section))
 
 
 def _settings(section: AlgorithmSection) -> dict[str, Any]:
@@ -148,9 +152,11 @@ __all__ = [
     "ADVANTAGES",
     "SHIPPED",
     "Algorithm",
+    "CorrectionSums",
     "RunAlgorithm",
     "Sequences",
     "TokenLosses",
+    "correction_metrics",
     "open_algorithm",
     "token_ratio",
 ]

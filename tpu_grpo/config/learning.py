@@ -40,8 +40,24 @@ class AlgorithmSection(Section):
     old_policy: Literal["rollout", "trainer"] = "rollout"
     """Take the ratio against these log-probabilities: the engine's (rollout), or the trainer's, recomputed before the
     update and corrected towards the engine by truncated importance weights (trainer)."""
-    importance_cap: float = Field(default=2.0, gt=0.0)
-    """Truncate the importance weights of old_policy=trainer at this."""
+    importance_cap: float | None = Field(default=None, gt=0.0)
+    """Truncate the importance weights of old_policy=trainer at this, or bound the ratios of correction; 2 when unset,
+    for correction=geometric 1.01."""
+    importance_floor: float | None = Field(default=None, gt=0.0)
+    """Bound the ratios of correction below at this; for geometric 0.99 when unset, else not at all."""
+    correction: Literal["token", "sequence", "geometric"] | None = None
+    """Correct for the difference of engine and trainer by the ratio of each token, by the product or by the geometric
+    mean of a completion's. Unset: truncated weights of tokens with old_policy=trainer, and nothing with rollout."""
+    correction_mode: Literal["truncate", "mask"] = "mask"
+    """Cut the ratios of correction at their bounds, for old_policy=trainer; or leave out tokens (completions) beyond
+    them."""
+    veto_low: float | None = Field(default=None, gt=0.0, lt=1.0)
+    """Leave out completions that hold a token whose ratio of trainer to engine is below this, e.g. 0.0001."""
+    veto_high: float | None = Field(default=None, gt=1.0)
+    """Leave out completions that hold a token whose ratio of trainer to engine is above this, e.g. 100."""
+    opsm: float | None = Field(default=None, gt=0.0)
+    """Leave out completions of negative advantage from which the policy has moved away by more than this many nats per
+    token since they were sampled (off-policy sequence masking, arXiv 2512.02556)."""
     routing_replay: bool = False
     """Let the trainer's tokens pass the experts that the engine chose for them (R3, arXiv 2510.11370); only for models
     with experts. The reference model keeps its own choice."""
@@ -74,6 +90,11 @@ class AlgorithmSection(Section):
     """Take as many training rows per forward and backward pass as this many prompts (groups) need when all completions
     are as long as they may be; gradients accumulate over the passes. When unset, a pass takes an eighth of that, but at
     least 512 tokens per device; of a model below 4 million parameters on a CPU, at most 192 tokens."""
+
+    @property
+    def upper_importance(self) -> float:
+        """Where the importance weights of old_policy=trainer are cut: importance_cap, or 2 when that is unset."""
+        return 2.0 if self.importance_cap is None else self.importance_cap
 
     @property
     def lower_clip(self) -> float:

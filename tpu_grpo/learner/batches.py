@@ -5,7 +5,8 @@ Per token, with old = ``algorithm.old_policy``:
     rollout   ratio = exp(trainer now - engine)
     trainer   ratio = exp(trainer now - trainer before the update), and the token's loss is multiplied by
               min(exp(trainer before the update - engine), importance_cap): truncated importance sampling
-              (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training")
+              (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"),
+              unless ``algorithm.correction`` says otherwise, see algorithms/correction.py
 """
 
 import functools
@@ -45,7 +46,8 @@ class Batches:
         mesh: Mesh,
     ):
         self._policy, self._reference, self._settings = policy, reference, settings
-        self._corrected, self._cap = section.old_policy == "trainer", section.importance_cap
+        self._recomputed, self._cap = section.old_policy == "trainer", section.upper_importance
+        self._truncated = self._recomputed and section.correction is None
         self._mesh = mesh
         self._sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
 
@@ -59,8 +61,9 @@ class Batches:
         old_logps, importance, reference_logps = rollout_logps, None, None
         if self._reference is not None:
             reference_logps = self._logprobs(self._reference, placed._replace(experts=None))
-        if self._corrected:
+        if self._recomputed:
             old_logps = self._logprobs(self._policy, placed)
+        if self._truncated:
             importance = truncated_weights(old_logps, rollout_logps, cap=self._cap)
         return jax.block_until_ready(self._batch(rows, placed, self._put, old_logps, importance, reference_logps))
 
@@ -72,7 +75,7 @@ class Batches:
             self._rows(rows, self._described),
             self._described,
             logps,
-            logps if self._corrected else None,
+            logps if self._truncated else None,
             None if self._reference is None else logps,
         )
 

@@ -19,6 +19,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
+from tpu_grpo.algorithms import correction_metrics
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import DataError, NonFiniteError, RewardError
 from tpu_grpo.learner.agreement import agreement_metrics
@@ -151,7 +152,7 @@ class Learner:
 
 
 def _update_metrics(passes: Sequence[tuple[list[LossSums], UpdateRecord]]) -> dict[str, float]:
-    """Compute ``update/*`` over all passes, and ``agreement/*`` over the first.
+    """Compute ``update/*`` and ``correction/*`` over all passes, and ``agreement/*`` over the first.
 
     The weights of the first pass are those that the engine sampled with.
 
@@ -162,6 +163,7 @@ def _update_metrics(passes: Sequence[tuple[list[LossSums], UpdateRecord]]) -> di
     micro = [sums for one_pass, _ in passes for sums in one_pass]
     records = [record for _, record in passes]
     tokens = sum(float(sums.agreement.tokens) for sums in micro)
+    corrected = [sums.correction for sums in micro if sums.correction is not None]
 
     def mean(values: Sequence[Any], count: float) -> float:
         return math.fsum(map(float, values)) / count
@@ -175,4 +177,5 @@ def _update_metrics(passes: Sequence[tuple[list[LossSums], UpdateRecord]]) -> di
         "update/clip_fraction": mean([sums.clipped for sums in micro], tokens),
         "update/learning_rate": float(records[-1].learning_rate),
         **agreement_metrics([sums.agreement for sums in passes[0][0]]),
+        **(correction_metrics(corrected) if corrected else {}),
     }

@@ -1,6 +1,6 @@
 """The loss of a micro-batch: the algorithm's token losses, and what all algorithms have in common around them.
 
-    loss = sum of weight x (importance x algorithm.token_losses + beta x KL)
+    loss = sum of weight x (importance x correction x algorithm.token_losses + beta x KL)
 
 The weights hold the aggregation over the whole step (token_weights.py), so that the losses of micro-batches add up.
 
@@ -16,7 +16,7 @@ from flax import nnx, struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from tpu_grpo.algorithms import RunAlgorithm, Sequences
+from tpu_grpo.algorithms import CorrectionSums, RunAlgorithm, Sequences
 from tpu_grpo.learner.agreement import AgreementSums, agreement_sums
 from tpu_grpo.learner.forward import ModelRows, kl_divergence, run_model
 
@@ -69,6 +69,8 @@ class LossSums(NamedTuple):
     entropy: Any
     """The sum of the entropies of the distributions that the tokens were drawn from."""
     agreement: AgreementSums
+    correction: CorrectionSums | None = None
+    """What the algorithm's correction did, if it has one."""
 
 
 def policy_loss(model: nnx.Module, batch: TrainBatch, settings: LossSettings) -> tuple[Float[Array, ""], LossSums]:
@@ -81,14 +83,21 @@ def policy_loss(model: nnx.Module, batch: TrainBatch, settings: LossSettings) ->
         # 0 times infinity would not be 0.
         return jnp.where(counts_RS, values_RS, 0.0)
 
-    now_RS = counted(found.logprobs_RS)
+    now_RS, old_RS = counted(found.logprobs_RS), counted(batch.old_logps)
+    sequences, correction = Sequences(batch.rows.segments, counts_RS), None
     losses = settings.algorithm.token_losses(
         logprobs_BT=now_RS,
-        old_logprobs_BT=counted(batch.old_logps),
+        old_logprobs_BT=old_RS,
         advantages_BT=batch.advantages,
-        sequences=Sequences(batch.rows.segments, counts_RS),
+        sequences=sequences,
     )
     loss_RS = losses.loss_BT if batch.importance is None else losses.loss_BT * batch.importance
+    if settings.algorithm.correction is not None:
+        engine_RS, advantages_RS = counted(batch.rollout_logps), batch.advantages
+        weights_RS, correction = settings.algorithm.correction.weights(
+            now_RS, old_RS, engine_RS, advantages_RS, sequences
+        )
+        loss_RS = loss_RS * weights_RS
     kl = jnp.zeros(())
     if batch.reference_logps is not None:
         kl_RS = kl_divergence(now_RS, counted(batch.reference_logps), settings.kl_estimator)
@@ -101,4 +110,5 @@ def policy_loss(model: nnx.Module, batch: TrainBatch, settings: LossSettings) ->
         clipped=(losses.clipped_BT & mask_RS).sum(dtype=jnp.float32),
         entropy=jax.lax.stop_gradient(found.entropies_RS * mask_RS).sum(),
         agreement=agreement_sums(found.logprobs_RS, batch.rollout_logps, mask_RS),
+        correction=correction,
     )

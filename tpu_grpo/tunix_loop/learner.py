@@ -76,7 +76,7 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
             epsilon=section.lower_clip,
             epsilon_high=section.upper_clip,
             old_policy=section.old_policy,
-            importance_cap=section.importance_cap,
+            importance_cap=section.upper_importance,
         )
 
 
@@ -109,8 +109,9 @@ class EngineGrpoLearner(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):
         old_logps, weights = rollout_logps, None
         if self.algo_config.old_policy == "trainer":
             old_logps = self._resharded(self.rl_cluster.get_old_per_token_logps(prompt_ids, completion_ids))
-            cap = self.algo_config.importance_cap
-            weights = self._resharded(truncated_weights(old_logps, rollout_logps, cap=cap))
+            correction, cap = self.algo_config.algorithm.correction, self.algo_config.importance_cap
+            if correction is None or correction.ratio is None:
+                weights = self._resharded(truncated_weights(old_logps, rollout_logps, cap=cap))
         fields: dict[str, Any] = {  # a type checker does not see what Tunix's class inherits
             "prompt_ids": prompt_ids,
             "prompt_mask": self._put(rows.prompt_mask),

@@ -1,0 +1,162 @@
+"""Corrections between the engine that sampled and the trainer: weights and masks, for any algorithm.
+
+With rho the ratio of the trainer's to the engine's probability of a token, the trainer being the old policy
+(``algorithm.old_policy: trainer``), or the policy now (``rollout``):
+
+    correction   ratio of a token            source
+    token        rho                         truncated: Yao et al. 2025; masked: IcePop
+    sequence     product over its sequence   Liu et al. 2025, "When Speed Kills Stability"
+    geometric    geometric mean over it      the same; a filter, and no importance weight
+
+    truncate     clip(ratio, importance_floor, importance_cap)
+    mask         the ratio, or 0 outside of the bounds; 1 inside where the objective's own ratio has the engine's
+                 probability as its denominator (``rollout``), and for geometric
+
+Two more filters take out whole sequences: a veto on one with any token whose rho is beyond bounds, and off-policy
+sequence masking (OPSM, DeepSeek-V3.2, arXiv 2512.02556), which drops one with a negative advantage where the mean of
+log(engine's / policy's probability now) is above ``opsm``.
+
+Weights multiply token losses, and not the KL penalty; the means over tokens still divide by all tokens. No gradient
+flows through them. Suffixes: B training rows, T tokens of a row.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from tpu_grpo.algorithms.algorithm import Sequences, limited_exp
+from tpu_grpo.config import AlgorithmSection
+from tpu_grpo.errors import ConfigError
+
+GEOMETRIC_BOUNDS = (0.99, 1.01)
+"""SkyRL's first recommendation; what is unset of the others has no floor and the cap 2."""
+
+
+class CorrectionSums(NamedTuple):
+    """Sums over the tokens that count, float32 scalars that add up over micro-batches."""
+
+    tokens: Any
+    bounded: Any
+    """Tokens whose ratio is outside of the bounds, and was cut or masked."""
+    vetoed: Any
+    opsm: Any
+    weight: Any
+    weight_square: Any
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What multiplies token losses beside the advantages."""
+
+    ratio: Literal["token", "sequence", "geometric"] | None
+    mode: Literal["truncate", "mask"]
+    bounds: tuple[float, float]
+    old_policy: Literal["rollout", "trainer"]
+    veto: tuple[float, float] | None
+    opsm: float | None
+
+    def weights(
+        self,
+        now_BT: Float[Array, "B T"],
+        old_BT: Float[Array, "B T"],
+        engine_BT: Float[Array, "B T"],
+        advantages_BT: Float[Array, "B T"],
+        sequences: Sequences,
+    ) -> tuple[Float[Array, "B T"], CorrectionSums]:
+        """Compute the weight of every token from three log-probabilities; 0 where it does not count."""
+        counts_BT, now_BT = sequences.counts_BT, jax.lax.stop_gradient(now_BT)
+        log_ratio_BT = (old_BT if self.old_policy == "trainer" else now_BT) - engine_BT
+        weights_BT, bounded_BT = self._bounded(log_ratio_BT, sequences)
+        vetoed_BT = opsm_BT = jnp.zeros_like(counts_BT)
+        if self.veto is not None:
+            ratio_BT = limited_exp(log_ratio_BT)
+            beyond_BT = (ratio_BT < self.veto[0]) | (ratio_BT > self.veto[1])
+            vetoed_BT = sequences.sum(beyond_BT.astype(jnp.float32)) > 0.0
+        if self.opsm is not None:
+            opsm_BT = (advantages_BT < 0.0) & (sequences.mean(engine_BT - now_BT) > self.opsm)
+        weights_BT = jnp.where(counts_BT & ~vetoed_BT & ~opsm_BT, weights_BT, 0.0)
+
+        def counted(values_BT: Bool[Array, "B T"]) -> Float[Array, ""]:
+            return (values_BT & counts_BT).sum(dtype=jnp.float32)
+
+        return weights_BT, CorrectionSums(
+            tokens=counted(counts_BT),
+            bounded=counted(bounded_BT),
+            vetoed=counted(vetoed_BT),
+            opsm=counted(opsm_BT),
+            weight=weights_BT.sum(),
+            weight_square=jnp.square(weights_BT).sum(),
+        )
+
+    def _bounded(
+        self, log_ratio_BT: Float[Array, "B T"], sequences: Sequences
+    ) -> tuple[Float[Array, "B T"], Bool[Array, "B T"]]:
+        """The weights by the ratio alone, and where it is outside of the bounds."""
+        match self.ratio:
+            case None:
+                return jnp.ones_like(log_ratio_BT), jnp.zeros_like(log_ratio_BT, bool)
+            case "token":
+                ratio_BT = limited_exp(log_ratio_BT)
+            case "sequence":
+                ratio_BT = limited_exp(sequences.sum(log_ratio_BT))
+            case "geometric":
+                ratio_BT = limited_exp(sequences.mean(log_ratio_BT))
+        bounded_BT = (ratio_BT < self.bounds[0]) | (ratio_BT > self.bounds[1])
+        if self.mode == "truncate":
+            return jnp.clip(ratio_BT, *self.bounds), bounded_BT
+        weighs = self.old_policy == "trainer" and self.ratio != "geometric"
+        return jnp.where(bounded_BT, 0.0, ratio_BT if weighs else 1.0), bounded_BT
+
+
+def open_correction(section: AlgorithmSection) -> Correction | None:
+    """Build the correction that the section asks for; None for what needs none in the program.
+
+    Raises:
+        ConfigError: for settings that do not go together.
+    """
+    ratio, mode = section.correction, section.correction_mode
+    default = GEOMETRIC_BOUNDS if ratio == "geometric" else (0.0, section.upper_importance)
+    low = default[0] if section.importance_floor is None else section.importance_floor
+    high = default[1] if section.importance_cap is None else section.importance_cap
+    if ratio is None and section.importance_floor is not None:
+        raise ConfigError(
+            f"algorithm.importance_floor={low} needs algorithm.correction, got none; set it to token, sequence or "
+            "geometric"
+        )
+    if ratio is not None and low >= high:
+        raise ConfigError(
+            f"algorithm.importance_floor must be < importance_cap = {high}, got {low}; else nothing is left between"
+        )
+    if ratio == "geometric" and mode == "truncate":
+        raise ConfigError(
+            "algorithm.correction=geometric needs algorithm.correction_mode=mask, got truncate; a geometric mean tells "
+            "which sequences to leave out, and is no importance weight"
+        )
+    if ratio is not None and mode == "truncate" and section.old_policy == "rollout":
+        raise ConfigError(
+            "algorithm.correction_mode=truncate needs algorithm.old_policy=trainer, got rollout; the algorithm's own "
+            "ratio is then taken against the engine, and would count twice: set old_policy, or correction_mode=mask"
+        )
+    veto = None
+    if section.veto_low is not None or section.veto_high is not None:
+        veto = (section.veto_low or 0.0, np.inf if section.veto_high is None else section.veto_high)
+    if ratio is None and veto is None and section.opsm is None:
+        return None
+    return Correction(ratio, mode, (low, high), section.old_policy, veto, section.opsm)
+
+
+def correction_metrics(sums: Sequence[CorrectionSums]) -> dict[str, float]:
+    """Compute ``correction/*`` over all micro-batches of a step."""
+    total = CorrectionSums(*np.asarray(sums, np.float64).sum(axis=0))
+    tokens = max(total.tokens, 1.0)
+    return {
+        "correction/bounded_fraction": float(total.bounded / tokens),
+        "correction/vetoed_fraction": float(total.vetoed / tokens),
+        "correction/opsm_fraction": float(total.opsm / tokens),
+        "correction/effective_sample_size": float(total.weight**2 / max(tokens * total.weight_square, 1e-300)),
+    }
