@@ -234,7 +234,7 @@ def pressure(_: str) -> None:
 def lost(text: str) -> None:
     """SIGKILL, SIGSTOP or an abort in a stage: ``lost:SIGKILL,rollout of step 2``; ``start-up`` is before the start.
 
-    ``launch 4`` is while the devices compute that launch of an engine.
+    ``launch 4`` is while the devices compute that launch of an engine, ``point 1`` when groups are dealt again first.
     """
     name, _, stage = text.partition(",")
     number = signal.Signals[name]
@@ -243,6 +243,9 @@ def lost(text: str) -> None:
         return
     if stage.startswith("launch "):
         lose_in_launch(number, int(stage.removeprefix("launch ")))
+        return
+    if stage.startswith("point "):
+        lose_at_point(number, int(stage.removeprefix("point ")))
         return
     from tpu_grpo.hosts.watch import Watch
 
@@ -268,6 +271,20 @@ def lose_in_launch(number: signal.Signals, launch: int) -> None:
         return output
 
     SteppedScheduler._launch = launched  # type: ignore
+
+
+def lose_at_point(number: signal.Signals, point: int) -> None:
+    from tpu_grpo.rollout.serving import Serving
+
+    original, calls = Serving._gather, []
+
+    def gathered(self: Any, clock: int) -> Any:
+        calls.append(clock)
+        if len(calls) == point:
+            os.kill(os.getpid(), number)
+        return original(self, clock)
+
+    Serving._gather = gathered  # type: ignore
 
 
 @fault

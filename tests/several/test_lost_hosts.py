@@ -35,6 +35,19 @@ def test_a_host_lost_in_a_stage_is_named_by_the_others(
 
 
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
+def test_a_host_lost_where_groups_are_dealt_again_is_named(files: Path, tmp_path: Path, number: str) -> None:
+    """Eight groups of 4 rows on four replicas of 4 places, so that the second half waits."""
+    tree = settings(tmp_path, rollout={"max_new_tokens": 40, "max_running_requests": 4, "batch_paddings": [4]})
+    tree["data"]["prompts_per_step"] = 8
+    ended = run_hosts(2, 2, files, tree, fault=f"lost:{number},point 1", grace=25)
+    own = ended.of_host(0)
+    assert "LockstepError: lost host 1: " in own, own
+    assert "(seen by host 0, in stage rollout of step 1)" in own
+    assert "host 0 ended with exit code 3" in ended.errors
+    assert seconds_since_last_stage(tmp_path) < LOST_SECONDS + 15
+
+
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])
 def test_a_host_lost_at_start_up_is_named(files: Path, tmp_path: Path, number: str) -> None:
     ended = run_hosts(
         2, 2, files, settings(tmp_path), "hosts.start_timeout_seconds=15", fault=f"lost:{number},start-up"

@@ -11,7 +11,7 @@ agreed point, so that an idle replica takes over what waits at a busy one. For t
 of one request each, whose expected tokens are 9 7 5 4 2 1:
 
     at the start    9 and 4 run on replica 0 (13), 7 and 5 on replica 1 (12);  2 waits at replica 1, 1 at replica 0
-    at a point      replica 0 has started nothing new, and replica 1, which has ended both, takes 2 and 1
+    at a point      replica 1 has ended 7, 5 and its own 2, and takes over 1, for which replica 0 has no place yet
 
 Everything here is a function of the requests, what is expected of them and the tokens sampled so far. Every host
 computes the same.
