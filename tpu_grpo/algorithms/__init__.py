@@ -107,6 +107,7 @@ def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:
             settings that do not go together, and a class that lacks a method or answers a trial call with wrong shapes
             or with numbers that are not finite.
     """
+    _check_penalty(section)
     found = _find(section.name)
     if section.name in SHIPPED:
         algorithm = build(section.name, found, _settings(section), section.options, bounds=_BOUNDS)
@@ -116,6 +117,18 @@ def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:
     baseline = algorithm if section.advantage is None else ADVANTAGES[section.advantage]()
     aggregation = section.loss_aggregation or algorithm.aggregation
     return RunAlgorithm(algorithm, baseline, aggregation, open_correction(section))
+
+
+def _check_penalty(section: AlgorithmSection) -> None:
+    if section.kl_unbiased and section.beta == 0.0:
+        raise ConfigError(
+            "algorithm.kl_unbiased=true needs a KL penalty, got algorithm.beta=0; set beta, or leave it out"
+        )
+    if section.kl_unbiased and section.kl_estimator == "mse_kl":
+        raise ConfigError(
+            "algorithm.kl_unbiased=true needs kl_estimator low_var_kl or kl, got mse_kl; its mean is not the KL "
+            "divergence, with or without the ratio: choose another"
+        )
 
 
 def _settings(section: AlgorithmSection) -> dict[str, Any]:

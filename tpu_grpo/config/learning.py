@@ -82,7 +82,12 @@ class AlgorithmSection(Section):
     sequence-mean-token-mean for grpo, gspo and sapo, token-mean for dapo, cispo and dppo, sequence-mean-token-scale for
     dr_grpo, rloo and reinforce."""
     kl_estimator: Literal["low_var_kl", "kl", "mse_kl"] = "low_var_kl"
-    """Estimate the KL divergence by this; low_var_kl is the paper's (k3)."""
+    """Estimate the KL divergence by this; low_var_kl is the paper's (k3), kl is k1, mse_kl is k2."""
+    kl_unbiased: bool = False
+    """Multiply the estimates low_var_kl and kl by the ratio to the old policy, so that the gradient is that of the KL
+    divergence (arXiv 2512.02556)."""
+    entropy_bonus: float = Field(default=0.0, ge=0.0)
+    """Subtract the policy's entropy at every token from the loss, times this."""
     row_tokens: PositiveInt | None = None
     """Pack prompts and completions into training rows of this many tokens, at least those of the longest of them:
     data.max_prompt_tokens + rollout.max_new_tokens, which is also taken when unset."""

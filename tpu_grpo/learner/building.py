@@ -63,7 +63,15 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     algorithm = open_algorithm(section)
     if section.beta > 0.0 and inputs.reference is None:
         raise ConfigError(f"algorithm.beta={section.beta} needs a reference model, got none; pass one, or set it to 0")
-    settings = LossSettings(algorithm, section.beta, section.kl_estimator, config.rollout.temperature, inputs.mesh)
+    settings = LossSettings(
+        algorithm,
+        section.beta,
+        section.kl_estimator,
+        config.rollout.temperature,
+        inputs.mesh,
+        section.kl_unbiased,
+        section.entropy_bonus,
+    )
     freeze_untrained(model, config)
     stepped = cast_to_compute(model, config)
     reference = None

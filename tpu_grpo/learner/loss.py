@@ -1,6 +1,10 @@
 """The loss of a micro-batch: the algorithm's token losses, and what all algorithms have in common around them.
 
-    loss = sum of weight x (importance x correction x algorithm.token_losses + beta x KL)
+    loss = sum of weight x (importance x correction x algorithm.token_losses + beta x KL - entropy_bonus x entropy)
+
+Without a ratio to the old policy the gradient of the KL estimates is not that of the divergence: of k1 it is zero in
+expectation, of k2 it is right for what the policy now has sampled, of k3 it is that of the divergence the other way
+round. Times the ratio, of k1 and k3 it is right.
 
 The weights hold the aggregation over the whole step (token_weights.py), so that the losses of micro-batches add up.
 
@@ -16,7 +20,7 @@ from flax import nnx, struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from tpu_grpo.algorithms import CorrectionSums, RunAlgorithm, Sequences
+from tpu_grpo.algorithms import CorrectionSums, RunAlgorithm, Sequences, token_ratio
 from tpu_grpo.learner.agreement import AgreementSums, agreement_sums
 from tpu_grpo.learner.forward import ModelRows, kl_divergence, run_model
 
@@ -51,6 +55,9 @@ class LossSettings:
     temperature: float
     mesh: Mesh | None
     """The trainer's; None where everything lies on one device."""
+    kl_unbiased: bool = False
+    """Multiply the KL estimates by the ratio to the old policy."""
+    entropy_bonus: float = 0.0
 
     @property
     def forward(self) -> dict[str, Any]:
@@ -93,16 +100,17 @@ def policy_loss(model: nnx.Module, batch: TrainBatch, settings: LossSettings) ->
     )
     loss_RS = losses.loss_BT if batch.importance is None else losses.loss_BT * batch.importance
     if settings.algorithm.correction is not None:
-        engine_RS, advantages_RS = counted(batch.rollout_logps), batch.advantages
         weights_RS, correction = settings.algorithm.correction.weights(
-            now_RS, old_RS, engine_RS, advantages_RS, sequences
+            now_RS, old_RS, counted(batch.rollout_logps), batch.advantages, sequences
         )
         loss_RS = loss_RS * weights_RS
     kl = jnp.zeros(())
     if batch.reference_logps is not None:
         kl_RS = kl_divergence(now_RS, counted(batch.reference_logps), settings.kl_estimator)
         kl = (kl_RS * mask_RS).sum()
-        loss_RS = loss_RS + settings.beta * kl_RS
+        loss_RS = loss_RS + settings.beta * (kl_RS * token_ratio(now_RS, old_RS) if settings.kl_unbiased else kl_RS)
+    if settings.entropy_bonus:
+        loss_RS = loss_RS - settings.entropy_bonus * found.entropies_RS
     loss = (batch.weights * counted(loss_RS)).sum()
     return loss, LossSums(
         loss=loss,

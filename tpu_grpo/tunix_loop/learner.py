@@ -49,6 +49,8 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
     epsilon_high: float = 0.2
     old_policy: str = "rollout"
     importance_cap: float = 2.0
+    kl_unbiased: bool = False
+    entropy_bonus: float = 0.0
     trainer_mesh: Mesh | None = None
     """Set by `EngineGrpoLearner`."""
 
@@ -77,6 +79,8 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
             epsilon_high=section.upper_clip,
             old_policy=section.old_policy,
             importance_cap=section.upper_importance,
+            kl_unbiased=section.kl_unbiased,
+            entropy_bonus=section.entropy_bonus,
         )
 
 
@@ -192,6 +196,8 @@ def registered_loss(
         algo_config.kl_loss_mode,
         algo_config.temperature,
         algo_config.trainer_mesh,
+        algo_config.kl_unbiased,
+        algo_config.entropy_bonus,
     )
     loss, sums = policy_loss(model, batch, settings)
     tokens = sums.agreement.tokens

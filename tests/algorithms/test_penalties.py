@@ -1,0 +1,118 @@
+"""The KL penalty with and without the ratio, and the entropy bonus, against formulas in NumPy and float64."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.algorithms.test_objectives import Case, added_up, batch_in_order, case, completions_of, surrogate  # noqa: F401
+from tests.learner.test_loss import Bigram, batch_of, distance
+from tests.learner.toy import VOCAB
+from tpu_grpo.algorithms import open_algorithm
+from tpu_grpo.config import AlgorithmSection
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.learner.loss import LossSettings, policy_loss
+from tpu_grpo.learner.rows import RowShape, train_rows
+from tpu_grpo.learner.update import by_name
+from tpu_grpo.types import Completion
+
+BETA = 0.4
+
+
+def estimate(estimator: str, x: Any) -> tuple[Any, Any]:
+    """An estimate of the KL divergence from x = log(policy / reference), and its slope by x."""
+    return {
+        "kl": (x, np.ones_like(x)),
+        "mse_kl": (x**2 / 2, x),
+        "low_var_kl": (np.exp(-x) - 1 + x, 1 - np.exp(-x)),
+    }[estimator]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "unbiased"),
+    [("kl", False), ("mse_kl", False), ("low_var_kl", False), ("kl", True), ("low_var_kl", True)],
+)
+def test_the_penalty(case: Case, estimator: Any, unbiased: bool) -> None:  # noqa: F811
+    rng = np.random.default_rng(9)
+    initial = replace(case, old=[line + rng.uniform(-0.4, 0.4, len(line)).astype(np.float32) for line in case.old])
+    loss, gradient = 0.0, np.zeros(case.now.shape)
+    for index, counts, now, old, advantage in completions_of(case):
+        if counts.any():
+            losses, slopes = surrogate(np.exp(now - old), advantage, 0.2, 0.2, np.inf)
+            kl, slope = estimate(estimator, now - initial.old[index][counts].astype(float))
+            if unbiased:
+                ratio = np.exp(now - old)
+                kl, slope = ratio * kl, ratio * (kl + slope)
+            loss += (losses + BETA * kl).sum() / (12 * len(counts))
+            gradient[index, np.flatnonzero(counts)] = (slopes + BETA * slope) / (12 * len(counts))
+    section = AlgorithmSection(beta=BETA, kl_estimator=estimator, kl_unbiased=unbiased)
+    settings = LossSettings(open_algorithm(section), BETA, estimator, 1.0, None, unbiased)
+    batch = batch_in_order(case, "sequence-mean-token-mean", np.arange(12))
+    reference = batch_in_order(initial, "sequence-mean-token-mean", np.arange(12)).rollout_logps
+    found, slopes = added_up(replace(batch, reference_logps=reference), case, settings)
+    assert found == pytest.approx(loss, rel=1e-6)
+    assert distance({"": slopes}, {"": gradient}) < 1e-6
+
+
+@pytest.mark.parametrize(("estimator", "unbiased", "right"), [("low_var_kl", True, True), ("low_var_kl", False, False)])
+def test_times_the_ratio_the_expected_gradient_is_that_of_the_divergence(
+    estimator: Any, unbiased: bool, right: bool
+) -> None:
+    """Over all tokens of a vocabulary, weighted by the probabilities that they are sampled with."""
+    rng = np.random.default_rng(1)
+    now, old, initial = np.log(rng.dirichlet(np.ones(7), 3))
+    kl, slope = estimate(estimator, now - initial)
+    ratio = np.exp(now - old)
+    slopes = np.exp(old) * (ratio * (kl + slope) if unbiased else slope)  # by each log-probability
+    by_logits = slopes - np.exp(now) * slopes.sum()
+    exact = np.exp(now) * (now - initial - (np.exp(now) * (now - initial)).sum())
+    assert np.allclose(by_logits, exact, atol=1e-12) == right
+
+
+def test_the_bonus() -> None:
+    """Where advantages are 0, the loss is minus the mean entropy, whose slope by a logit is -p (log p + H) / T."""
+    rng = np.random.default_rng(4)
+    table, bonus, temperature = rng.normal(size=(VOCAB, VOCAB)).astype(np.float32), 0.3, 0.7
+    prompts = [rng.integers(3, VOCAB, n).tolist() for n in (1, 3, 2)]
+    ids = [rng.integers(3, VOCAB, n).astype(np.int32) for n in (4, 1, 5)]
+    logs = table.astype(float) / temperature
+    logs -= np.log(np.exp(logs).sum(axis=1, keepdims=True))
+    entropies = -(np.exp(logs) * logs).sum(axis=1)
+    loss, gradient = 0.0, np.zeros_like(logs)
+    for prompt, line in zip(prompts, ids, strict=True):
+        for before in [prompt[-1], *line[:-1].tolist()]:
+            loss -= bonus * entropies[before] / 10
+            gradient[before] += bonus * np.exp(logs[before]) * (logs[before] + entropies[before]) / temperature / 10
+    completions = [Completion(line, np.full(len(line), -3.0, np.float32), "length", 0) for line in ids]
+    rows, _ = train_rows(prompts, completions, np.zeros(3), RowShape(4, 5, 9, 1), "token-mean")
+    section = AlgorithmSection(entropy_bonus=bonus)
+    settings = LossSettings(open_algorithm(section), 0.0, "kl", temperature, None, entropy_bonus=bonus)
+    definition, state = nnx.split(Bigram(table))
+
+    @jax.jit
+    def of(state: Any) -> Any:
+        return jax.value_and_grad(lambda s: policy_loss(nnx.merge(definition, s), batch_of(rows), settings)[0])(state)
+
+    found, slopes = of(state)
+    assert float(found) == pytest.approx(loss, rel=1e-6)
+    assert distance({"": by_name(slopes)["lm_head.w"]}, {"": gradient}) < 1e-6
+    assert jnp.isfinite(found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"kl_unbiased": True}, "kl_unbiased=true needs a KL penalty, got algorithm.beta=0; set beta"),
+        (
+            {"kl_unbiased": True, "beta": 0.1, "kl_estimator": "mse_kl"},
+            "needs kl_estimator low_var_kl or kl, got mse_kl",
+        ),
+    ],
+)
+def test_settings_that_make_no_sense_together_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_algorithm(AlgorithmSection.model_validate(settings))
