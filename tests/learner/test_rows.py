@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.extra.numpy import arrays
 
-from tpu_grpo.algorithms import Algorithm, open_algorithm
+from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.errors import DataError, NonFiniteError, RewardError
 from tpu_grpo.learner.rows import RowShape, group_advantages, train_rows, unpacked
@@ -70,7 +70,7 @@ def test_rows_that_cannot_be_learnt_from_are_refused(
         train_rows([[1], prompt], [GOOD, bad], np.zeros(2), SHAPE)
 
 
-def opened(estimator: Any) -> Algorithm:
+def opened(estimator: Any) -> RunAlgorithm:
     return open_algorithm(AlgorithmSection(advantage=estimator))
 
 
