@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import Self
 
@@ -66,12 +66,10 @@ class Watch:
 
         A timeline of the run shows the block under this name, too.
         """
-        from jax.profiler import TraceAnnotation
-
         before, here.stage = here.stage, name
         began = time.monotonic()
         logger.info("%s begins", name)
-        with TraceAnnotation(name):
+        with _named_in_the_timeline(name):
             yield
         logger.info("%s ends after %.3f s", name, time.monotonic() - began)
         here.stage = before  # not after an error: that is where this process was when it happened
@@ -179,6 +177,15 @@ class Watch:
         silent = {index: now - at for index, (_, at) in self._beats.items() if now - at > self.timeout_seconds}
         if silent:
             end_process(f"lost {host_names(list(silent))}: no heartbeat for {max(silent.values()):.0f} s")
+
+
+def _named_in_the_timeline(name: str) -> AbstractContextManager[object]:
+    """Give jax's annotation of a block; without jax in this process, as in its first stages, there is no timeline."""
+    if "jax" not in sys.modules:
+        return nullcontext()
+    from jax.profiler import TraceAnnotation
+
+    return TraceAnnotation(name)
 
 
 def _may_be_a_lost_host(error: BaseException) -> bool:
