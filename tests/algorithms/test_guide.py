@@ -36,3 +36,5 @@ def test_the_commands_of_the_guide(files: Path) -> None:
     assert shown is not None
     assert said[0] == shown[1]
     assert re.search(r"algorithm +my_algorithm.py:Cispo, token-mean", said[1])
+    [line] = re.findall(r"^`(mean_it \[.*)`\.", GUIDE, re.MULTILINE)
+    assert f"objective  {line}\n" in said[1]

@@ -12,6 +12,8 @@ reinforce.py   REINFORCE
 advantages.py  advantages without an objective of their own
 correction.py  weights and masks for the difference between engine and trainer
 algorithm.py   what an algorithm is
+combined.py    the algorithm of a run, put together from these
+formula.py     the objective of a run in one line
 checks.py      what is seen to before one is trained with
 
     algorithm = open_algorithm(config.algorithm)
@@ -21,26 +23,24 @@ A new algorithm is a file here, a line in `SHIPPED`, and its test; or a file of 
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from jaxtyping import Array, Float
-
 from tpu_grpo.algorithms.advantages import ADVANTAGES
-from tpu_grpo.algorithms.algorithm import Algorithm, Sequences, TokenLosses, asked, requested, token_ratio
+from tpu_grpo.algorithms.algorithm import Algorithm, Sequences, TokenLosses, token_ratio
 from tpu_grpo.algorithms.checks import build, try_out
 from tpu_grpo.algorithms.cispo import Cispo
-from tpu_grpo.algorithms.correction import Correction, CorrectionSums, correction_metrics, open_correction
+from tpu_grpo.algorithms.combined import RunAlgorithm
+from tpu_grpo.algorithms.correction import CorrectionSums, correction_metrics, open_correction
 from tpu_grpo.algorithms.dapo import Dapo
 from tpu_grpo.algorithms.dppo import Dppo
 from tpu_grpo.algorithms.dr_grpo import DrGrpo
+from tpu_grpo.algorithms.formula import objective_line
 from tpu_grpo.algorithms.grpo import Grpo
 from tpu_grpo.algorithms.gspo import Gspo
 from tpu_grpo.algorithms.reinforce import Reinforce
 from tpu_grpo.algorithms.rloo import Rloo
 from tpu_grpo.algorithms.sapo import Sapo
-from tpu_grpo.config import AlgorithmSection, LossAggregation
+from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.plugins import find_function
 
@@ -58,45 +58,6 @@ SHIPPED: Mapping[str, type] = {
 """The algorithms that ship, by ``algorithm.name``."""
 _BOUNDS = ("clip_low", "clip_high", "dual_clip", "delta")
 """The settings of the clip; a class of one's own may leave the first two, which always have a value, unused."""
-
-
-@dataclass(frozen=True)
-class RunAlgorithm:
-    """The algorithm of a run: one algorithm's token losses, perhaps with other advantages or another aggregation."""
-
-    objective: Any
-    """Computes token losses."""
-    baseline: Any
-    """Computes advantages."""
-    aggregation: LossAggregation
-    correction: Correction | None = None
-
-    @property
-    def asked(self) -> tuple[str, ...]:
-        """The names of `ON_REQUEST` that the advantages ask for."""
-        return requested(self.baseline.advantages)
-
-    def advantages(
-        self, rewards_PG: Float[np.ndarray, "P G"], known: Mapping[str, Any] | None = None
-    ) -> Float[np.ndarray, "P G"]:
-        """Compute the advantages of ``baseline``, which gets what it asks for of ``known``."""
-        return self.baseline.advantages(rewards_PG=rewards_PG, **asked(self.baseline.advantages, known or {}))
-
-    def token_losses(
-        self,
-        logprobs_BT: Float[Array, "B T"],
-        old_logprobs_BT: Float[Array, "B T"],
-        advantages_BT: Float[Array, "B T"],
-        sequences: Sequences | None = None,
-    ) -> TokenLosses:
-        """Compute the token losses of ``objective``, which gets ``sequences`` if it asks for them."""
-        known = {} if sequences is None else {"sequences": sequences}
-        return self.objective.token_losses(
-            logprobs_BT=logprobs_BT,
-            old_logprobs_BT=old_logprobs_BT,
-            advantages_BT=advantages_BT,
-            **asked(self.objective.token_losses, known),
-        )
 
 
 def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:
@@ -170,6 +131,7 @@ __all__ = [
     "Sequences",
     "TokenLosses",
     "correction_metrics",
+    "objective_line",
     "open_algorithm",
     "token_ratio",
 ]

@@ -27,6 +27,8 @@ class LitePpo:
     The deviation of the step is steadier than that of a group, and treats easy and hard prompts alike.
     """
 
+    advantage_formula = "(R - mean_g(R)) / (std_step(R) + 1e-6)"
+
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """[[0, 2], [4, 6]] has the deviations -1 1 -1 1, and all four the standard deviation sqrt(20 / 3)."""
         return _centred(rewards_PG) / (rewards_PG.std(ddof=1) + STD_FLOOR)
@@ -37,6 +39,8 @@ class ScaleRl:
 
     Other than LitePpo's, the deviation leaves out how much the prompts differ from each other.
     """
+
+    advantage_formula = "(R - mean_g(R)) / (std_step(R - mean_g(R)) + 1e-6)"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """[[0, 2], [4, 6]] has the deviations -1 1 -1 1, whose standard deviation is sqrt(4 / 3)."""
@@ -51,6 +55,8 @@ class ReinforcePlusPlus:
     completion weighs as much as it is long in mean and standard deviation.
     """
 
+    advantage_formula = "(R - mean_tokens(R)) / (std_tokens(R) + 1e-6)"
+
     def advantages(
         self, rewards_PG: Float[np.ndarray, "P G"], lengths_PG: Int[np.ndarray, "P G"]
     ) -> Float[np.ndarray, "P G"]:
@@ -60,6 +66,8 @@ class ReinforcePlusPlus:
 
 class ReinforcePlusPlusBaseline:
     """R - m, whitened over all tokens of the step: the paper's form for several completions a prompt."""
+
+    advantage_formula = "(C - mean_tokens(C)) / (std_tokens(C) + 1e-6); C = R - mean_g(R)"
 
     def advantages(
         self, rewards_PG: Float[np.ndarray, "P G"], lengths_PG: Int[np.ndarray, "P G"]
@@ -74,6 +82,8 @@ class MaxRl:
     With rewards 0 and 1, m estimates the probability of a right answer, whose logarithm is then what is maximized: hard
     prompts count more.
     """
+
+    advantage_formula = "(R - mean_g(R)) / mean_g(R) if mean_g(R) > 0 else 0"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """[1, 0, 0, 0] becomes [3, -1, -1, -1]; [0, 0] stays.
@@ -100,6 +110,10 @@ class Gdpo:
     What departs from the paper: where a reward does not apply to a completion it adds 0, and the group's mean and
     standard deviation are over those that it applies to.
     """
+
+    advantage_formula = (
+        "(Z - mean_step(Z)) / (std_step(Z) + 1e-6); Z = sum_k(weight_k*(R_k - mean_g(R_k)) / (std_g(R_k) + 1e-6))"
+    )
 
     def advantages(
         self,

@@ -32,6 +32,7 @@ class Cispo:
     """Weighs every token's log-probability with its ratio, cut at a cap."""
 
     aggregation: LossAggregation = "token-mean"
+    advantage_formula = Grpo.advantage_formula
 
     def __init__(self, clip_low: float | None = None, clip_high: float | None = None, cap: float | None = None):
         if cap is not None and clip_high is not None:
@@ -43,6 +44,13 @@ class Cispo:
             raise ConfigError(f"algorithm.options.cap must be >= 1, got {cap}; it cuts the ratio, which is about 1")
         self._lowest = 0.0 if clip_low is None else 1 - clip_low
         self._highest = 1 + clip_high if clip_high is not None else CAP if cap is None else cap
+
+    @property
+    def formula(self) -> str:
+        """The loss of a token, with the bounds of its weight."""
+        highest = f"{self._highest:g}"
+        weight = f"clip(r, {self._lowest:g}, {highest})" if self._lowest else f"min(r, {highest})"
+        return f"-sg({weight})*A*log(p)"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Standardize the rewards of each group, as GRPO does."""

@@ -60,6 +60,33 @@ class Correction:
     veto: tuple[float, float] | None
     opsm: float | None
 
+    @property
+    def formula(self) -> str:
+        """The weight of a token, and what its names mean."""
+        names = {"token": "rho", "sequence": "prod_t(rho)", "geometric": "exp(mean_t(log(rho)))"}
+        weighs = self.mode == "truncate" or self._weighs
+        value, low, high, conditions = "q" if weighs else "1", *map("{:g}".format, self.bounds), []
+        if self.ratio is None:
+            value = "1"
+        elif self.mode == "truncate":
+            value = f"clip(q, {low}, {high})"
+        else:
+            conditions.append(f"{low} <= q <= {high}")
+        if self.veto is not None:
+            conditions.append(f"all_t({self.veto[0]:g} <= rho <= {self.veto[1]:g})")
+        if self.opsm is not None:
+            conditions.append(f"(A >= 0 or mean_t(log(p_engine/p)) <= {self.opsm:g})")
+        condition = f" if {' and '.join(conditions)} else 0" if conditions else ""
+        definitions = [] if self.ratio is None else [f"q = {names[self.ratio]}"]
+        if self.ratio is not None or self.veto is not None:
+            definitions.append(f"rho = {'p_old' if self.old_policy == 'trainer' else 'p'}/p_engine")
+        return "; ".join([value + condition, *definitions])
+
+    @property
+    def _weighs(self) -> bool:
+        """Whether what is not masked is multiplied by its ratio."""
+        return self.old_policy == "trainer" and self.ratio in ("token", "sequence")
+
     def weights(
         self,
         now_BT: Float[Array, "B T"],
@@ -109,8 +136,7 @@ class Correction:
         bounded_BT = (ratio_BT < self.bounds[0]) | (ratio_BT > self.bounds[1])
         if self.mode == "truncate":
             return jnp.clip(ratio_BT, *self.bounds), bounded_BT
-        weighs = self.old_policy == "trainer" and self.ratio != "geometric"
-        return jnp.where(bounded_BT, 0.0, ratio_BT if weighs else 1.0), bounded_BT
+        return jnp.where(bounded_BT, 0.0, ratio_BT if self._weighs else 1.0), bounded_BT
 
 
 def open_correction(section: AlgorithmSection) -> Correction | None:

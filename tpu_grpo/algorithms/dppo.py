@@ -29,6 +29,7 @@ class Dppo:
     """Drops tokens whose probability has moved too far in the direction of their advantage."""
 
     aggregation: LossAggregation = "token-mean"
+    advantage_formula = DrGrpo.advantage_formula
 
     def __init__(
         self,
@@ -50,6 +51,13 @@ class Dppo:
         if kl_weight < 0.0:
             raise ConfigError(f"algorithm.options.kl_weight must be >= 0, got {kl_weight}; try 0.001")
         self._low, self._high, self._kl_weight = mask_low, mask_high, kl_weight
+
+    @property
+    def formula(self) -> str:
+        """The loss of a token, with the bounds of the difference."""
+        far = f"p - p_engine > {self._high:g} if A > 0 else p_engine - p > {self._low:g}"
+        penalty = f" + {self._kl_weight:g}*log(r)**2" if self._kl_weight else ""
+        return f"(0 if far else -r*A){penalty}; far = {far}"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Subtract the mean of each group."""

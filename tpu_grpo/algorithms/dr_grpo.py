@@ -21,6 +21,7 @@ class DrGrpo(Grpo):
     """Has advantages that are only centred; the clipped surrogate is inherited from GRPO."""
 
     aggregation: LossAggregation = "sequence-mean-token-scale"
+    advantage_formula = "R - mean_g(R)"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Subtract the mean of each group: [1, 2, 6] becomes [-2, -1, 3]."""

@@ -34,6 +34,7 @@ class Grpo:
     """Advantages in standard deviations of the group, and the clipped surrogate."""
 
     aggregation: LossAggregation = "sequence-mean-token-mean"
+    advantage_formula = "(R - mean_g(R)) / (std_g(R) + 1e-6)"
 
     def __init__(
         self,
@@ -44,6 +45,16 @@ class Grpo:
     ):
         self._lowest, self._highest = 1 - clip_low, 1 + (clip_low if clip_high is None else clip_high)
         self._bound = _bound(dual_clip, delta, self._highest)
+
+    @property
+    def formula(self) -> str:
+        """The loss of a token, with the sizes of the clip."""
+        return self.surrogate_formula("r")
+
+    def surrogate_formula(self, ratio: str) -> str:
+        """What `clipped_surrogate` computes of a ratio of this name."""
+        loss = f"max(-{ratio}*A, -clip({ratio}, {self._lowest:g}, {self._highest:g})*A)"
+        return loss if self._bound is None else f"min({loss}, -{self._bound:g}*A if A < 0 else inf)"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Standardize the rewards of each group: [1, 2, 6] has mean 3 and std sqrt(7), so [-2, -1, 3] / sqrt(7)."""

@@ -34,6 +34,12 @@ class Gspo(Grpo):
         super().__init__(clip_low, clip_high, dual_clip, delta)
         self._per_token = per_token
 
+    @property
+    def formula(self) -> str:
+        """The loss of a token, with the sizes of the clip."""
+        mean = "exp(mean_t(log(r)))"
+        return f"{self.surrogate_formula('s')}; s = {f'sg({mean})*p/sg(p)' if self._per_token else mean}"
+
     def token_losses(  # type: ignore[override]  # it asks for more
         self,
         logprobs_BT: Float[Array, "B T"],

@@ -26,6 +26,7 @@ class Reinforce:
     """Is the policy gradient itself."""
 
     aggregation: LossAggregation = "sequence-mean-token-scale"
+    advantage_formula = DrGrpo.advantage_formula
 
     def __init__(self, iterations: int = 1, importance_sampling: bool = False):
         if iterations > 1 and not importance_sampling:
@@ -35,6 +36,11 @@ class Reinforce:
                 "cispo"
             )
         self._importance_sampling = importance_sampling
+
+    @property
+    def formula(self) -> str:
+        """The loss of a token."""
+        return "-r*A" if self._importance_sampling else "-A*log(p)"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Subtract the mean of each group."""

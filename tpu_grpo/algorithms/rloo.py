@@ -25,6 +25,7 @@ class Rloo(Grpo):
     """Has advantages over the mean of the others; the clipped surrogate is inherited from GRPO."""
 
     aggregation: LossAggregation = "sequence-mean-token-scale"
+    advantage_formula = "R - mean_others(R)"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Subtract the mean of the others: of [1, 2, 6] these are [4, 3.5, 1.5], so [-3, -1.5, 4.5]."""

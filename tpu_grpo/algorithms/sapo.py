@@ -25,6 +25,7 @@ class Sapo:
     """Passes the ratio through a sigmoid, whose temperature depends on the advantage's sign."""
 
     aggregation: LossAggregation = "sequence-mean-token-mean"
+    advantage_formula = Grpo.advantage_formula
 
     def __init__(self, temperature_positive: float = 1.0, temperature_negative: float = 1.05):
         for option, value in (
@@ -34,6 +35,11 @@ class Sapo:
             if value <= 0.0:
                 raise ConfigError(f"algorithm.options.{option} must be > 0, got {value}; the paper's are 1.0 and 1.05")
         self._positive, self._negative = temperature_positive, temperature_negative
+
+    @property
+    def formula(self) -> str:
+        """The loss of a token, with the temperatures."""
+        return f"-4/t*sigmoid(t*(r - 1))*A; t = {self._positive:g} if A > 0 else {self._negative:g}"
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
         """Standardize the rewards of each group, as GRPO does."""

@@ -1,0 +1,51 @@
+"""The algorithm of a run: one class's token losses, perhaps with the advantages of another, and a correction."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from tpu_grpo.algorithms.algorithm import Sequences, TokenLosses, asked, requested
+from tpu_grpo.algorithms.correction import Correction
+from tpu_grpo.config import LossAggregation
+
+
+@dataclass(frozen=True)
+class RunAlgorithm:
+    """The algorithm of a run: one algorithm's token losses, perhaps with other advantages or another aggregation."""
+
+    objective: Any
+    """Computes token losses."""
+    baseline: Any
+    """Computes advantages."""
+    aggregation: LossAggregation
+    correction: Correction | None = None
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The names of `ON_REQUEST` that the advantages ask for."""
+        return requested(self.baseline.advantages)
+
+    def advantages(
+        self, rewards_PG: Float[np.ndarray, "P G"], known: Mapping[str, Any] | None = None
+    ) -> Float[np.ndarray, "P G"]:
+        """Compute the advantages of ``baseline``, which gets what it asks for of ``known``."""
+        return self.baseline.advantages(rewards_PG=rewards_PG, **asked(self.baseline.advantages, known or {}))
+
+    def token_losses(
+        self,
+        logprobs_BT: Float[Array, "B T"],
+        old_logprobs_BT: Float[Array, "B T"],
+        advantages_BT: Float[Array, "B T"],
+        sequences: Sequences | None = None,
+    ) -> TokenLosses:
+        """Compute the token losses of ``objective``, which gets ``sequences`` if it asks for them."""
+        known = {} if sequences is None else {"sequences": sequences}
+        return self.objective.token_losses(
+            logprobs_BT=logprobs_BT,
+            old_logprobs_BT=old_logprobs_BT,
+            advantages_BT=advantages_BT,
+            **asked(self.objective.token_losses, known),
+        )

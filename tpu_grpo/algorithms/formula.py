@@ -1,0 +1,83 @@
+"""The objective of a run in one line of plain formula, put together from what each of its parts says of itself.
+
+    mean_it [ sg(w)*(-min(r*A, clip(r, 0.8, 1.28)*A)) + 0.001*k ]; w = ...; r = p/p_engine; A = R - mean_g(R); k = ...
+
+The brackets hold the loss of a token t of completion i, and what follows them defines its names. Formulas are written
+as Python is, so that a test can work them out and compare them with the program. In them stand
+
+    p, p_engine, p_old, p_ref    a token's probability under the policy now, the engine, the trainer before the update
+                                 and the reference
+    R, A                         a completion's total reward, and its advantage
+    mean_t, prod_t, all_t        over the tokens of the completion; mean_g, std_g over the completions of the prompt;
+                                 mean_step, std_step over those of the step, mean_tokens, std_tokens over its tokens
+    sg                           no gradient
+
+A class says its own part in the attributes, or properties, ``formula`` (the loss of a token) and ``advantage_formula``:
+an expression, and after each semicolon the definition of a name in it.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tpu_grpo.algorithms.combined import RunAlgorithm
+from tpu_grpo.config import LossAggregation, RunConfig
+
+MEANS: Mapping[LossAggregation, tuple[str, str]] = {
+    "sequence-mean-token-mean": ("mean_i mean_t [ ", " ]"),
+    "token-mean": ("mean_it [ ", " ]"),
+    "sequence-mean-token-scale": ("mean_i sum_t [ ", " ] / {max_new_tokens}"),
+}
+"""What stands before and after the loss of a token."""
+KL_ESTIMATES: Mapping[str, str] = {
+    "kl": "log(p/p_ref)",
+    "mse_kl": "log(p/p_ref)**2 / 2",
+    "low_var_kl": "p_ref/p - 1 - log(p_ref/p)",
+}
+
+
+def objective_line(config: RunConfig, algorithm: RunAlgorithm) -> str:
+    """Write the loss of a whole step, which the update makes smaller, with every number as it will be."""
+    section = config.algorithm
+    old = "p_engine" if section.old_policy == "rollout" else "p_old"
+    token, *definitions = pieces(token_formula(algorithm.objective, old))
+    factors: list[str] = []
+    if section.old_policy == "trainer" and section.correction is None:
+        factors.append(f"min(p_old/p_engine, {section.upper_importance:g})")
+    if algorithm.correction is not None:
+        weight, *more = pieces(algorithm.correction.formula)
+        factors.append("w")
+        definitions += [f"w = {weight}", *more]
+    if factors:
+        token = f"sg({'*'.join(factors)})*({token})"
+    if section.beta:
+        token += f" + {section.beta:g}*{'r*' if section.kl_unbiased else ''}k"
+        definitions.append(f"k = {KL_ESTIMATES[section.kl_estimator]}")
+    if section.entropy_bonus:
+        token += f" - {section.entropy_bonus:g}*H"
+        definitions.append("H = entropy of softmax")
+    if re.search(r"\br\b", "; ".join([token, *definitions])):
+        definitions.append(f"r = p/{old}")
+    advantage, *more = pieces(advantage_formula(algorithm.baseline))
+    definitions += [f"A = {advantage}", *more, f"p = softmax(logits{_divided(config.rollout.temperature)})"]
+    before, after = MEANS[algorithm.aggregation]
+    return "; ".join([before + token + after.format(max_new_tokens=config.rollout.max_new_tokens), *definitions])
+
+
+def token_formula(objective: Any, old: str) -> str:
+    """Return what a class says its token losses are, or else how they are called."""
+    return getattr(objective, "formula", f"{type(objective).__name__}.token_losses(log(p), log({old}), A)")
+
+
+def advantage_formula(baseline: Any) -> str:
+    """Return what a class says its advantages are, or else how they are called."""
+    return getattr(baseline, "advantage_formula", f"{type(baseline).__name__}.advantages(R)")
+
+
+def pieces(formula: str) -> list[str]:
+    """Return an expression and the definitions of its names."""
+    return [piece.strip() for piece in formula.split(";")]
+
+
+def _divided(temperature: float) -> str:
+    return "" if temperature == 1.0 else f" / {temperature:g}"
