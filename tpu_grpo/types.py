@@ -6,8 +6,8 @@ V vocabulary. Row ``p * G + g`` is completion ``g`` of prompt ``p``.
     PromptBatch -> (rollout) -> Rollout -> (rewards) -> Scores -> (learner) -> UpdateResult -> (weights) -> SyncResult
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -34,6 +34,11 @@ class PromptBatch:
     prompts: tuple[Prompt, ...]
     records: tuple[int, ...] = ()
     """The number of each prompt among all that the run trains on, source after source; empty for other prompts."""
+
+    def select(self, prompts: Sequence[int]) -> "PromptBatch":
+        """Take some of the prompts, by their numbers in the batch."""
+        records = tuple(self.records[prompt] for prompt in prompts) if self.records else ()
+        return replace(self, prompts=tuple(self.prompts[prompt] for prompt in prompts), records=records)
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,21 @@ class Rollout:
         """Sampled tokens over all rows."""
         return sum(len(c.token_ids) for c in self.completions)
 
+    def rows_of(self, prompts: Sequence[int]) -> list[int]:
+        """List the rows of some of the prompts, by their numbers in the batch."""
+        return [p * self.group_size + g for p in prompts for g in range(self.group_size)]
+
+    def select(self, prompts: Sequence[int]) -> "Rollout":
+        """Take the groups of some of the prompts, in this order; what sampling cost stays that of all."""
+        rows = self.rows_of(prompts)
+        return replace(
+            self,
+            batch=self.batch.select(prompts),
+            completions=tuple(self.completions[row] for row in rows),
+            texts=tuple(self.texts[row] for row in rows),
+            told=tuple(self.told[prompt] for prompt in prompts) if self.told else (),
+        )
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -159,6 +179,11 @@ class Scores:
     figures: Mapping[str, Figure] = field(default_factory=dict)
     """What the rewards cost and logged, under their names in the metrics."""
 
+    def select(self, rows: Sequence[int]) -> "Scores":
+        """Take some of the rows; what scoring cost stays that of all."""
+        kept = list(rows)
+        return replace(self, total=self.total[kept], by_name={name: v[kept] for name, v in self.by_name.items()})
+
 
 @dataclass(frozen=True)
 class ScoredRollout:
@@ -166,6 +191,10 @@ class ScoredRollout:
 
     rollout: Rollout
     scores: Scores
+
+    def select(self, prompts: Sequence[int]) -> "ScoredRollout":
+        """Take the groups of some of the prompts, by their numbers in the batch."""
+        return ScoredRollout(self.rollout.select(prompts), self.scores.select(self.rollout.rows_of(prompts)))
 
 
 @dataclass(frozen=True)

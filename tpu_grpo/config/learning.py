@@ -88,6 +88,12 @@ class AlgorithmSection(Section):
     divergence (arXiv 2512.02556)."""
     entropy_bonus: float = Field(default=0.0, ge=0.0)
     """Subtract the policy's entropy at every token from the loss, times this."""
+    drop_uninformative: bool = False
+    """Leave out groups whose completions all have the same reward, from which nothing can be learnt: means no longer
+    divide by them."""
+    truncated: Literal["keep", "mask"] = "keep"
+    """Train on completions that were cut at rollout.max_new_tokens (keep), or leave them out of the loss; their rewards
+    still count for their group's baseline. The shipped reward overlong penalises them."""
     row_tokens: PositiveInt | None = None
     """Pack prompts and completions into training rows of this many tokens, at least those of the longest of them:
     data.max_prompt_tokens + rollout.max_new_tokens, which is also taken when unset."""

@@ -60,6 +60,11 @@ class RunConfig(Section):
         return self.data.prompts_per_step * self.algorithm.group_size
 
     @property
+    def drops_uninformative(self) -> bool:
+        """Say whether groups of equal rewards have no part in the loss, nor in what it divides by."""
+        return self.algorithm.drop_uninformative
+
+    @property
     def row_tokens(self) -> int:
         """Return the tokens of a training row; one that holds the longest sequence unless the setting says more."""
         return self.algorithm.row_tokens or self.context_tokens
@@ -242,6 +247,14 @@ def _evaluation_tells_something(config: RunConfig) -> None:
             )
 
 
+def _groups_are_judged_by_themselves(config: RunConfig) -> None:
+    if config.drops_uninformative and config.algorithm.advantage == "reinforce_pp":
+        raise ValueError(
+            "algorithm.drop_uninformative=true does not go with algorithm.advantage=reinforce_pp, whose baseline is "
+            "the whole step's: groups of equal rewards teach something there; take reinforce_pp_baseline, or false"
+        )
+
+
 def _recorded_steps_come(config: RunConfig) -> None:
     steps, last = config.logging.profile_steps, config.run.max_steps
     if beyond := [step for step in steps if step > last]:
@@ -264,5 +277,6 @@ _RULES = (
     _decay_is_used,
     _one_kind_of_source,
     _evaluation_tells_something,
+    _groups_are_judged_by_themselves,
     _recorded_steps_come,
 )

@@ -3,6 +3,7 @@
 learner.py         what the pipeline drives: read this
 packing.py         where sequences lie in training rows of fixed length
 rows.py            a scored rollout becomes packed rows;  token_weights.py: how much each token counts
+signal.py          which groups can be learnt from, and which completions count in the loss
 routing.py         routing replay: the trainer's tokens pass the experts that the engine chose
 batches.py         rows become micro-batches on the devices, with what the loss compares the policy to
 loss.py            the loss, around an algorithm's token losses;  forward.py: the model over packed rows

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from tpu_grpo.algorithms import correction_metrics
 from tpu_grpo.config import RunConfig
@@ -28,6 +28,7 @@ from tpu_grpo.learner.checkpoints import Checkpoints
 from tpu_grpo.learner.digest import params_digest, whole
 from tpu_grpo.learner.loss import LossSums, TrainBatch
 from tpu_grpo.learner.rows import group_advantages, train_rows, unpacked
+from tpu_grpo.learner.signal import counted_rows, informative_groups, signal_metrics
 from tpu_grpo.learner.trained import has_adapters, parameters
 from tpu_grpo.learner.update import UpdateRecord, by_name
 from tpu_grpo.metrics.run_files import CHECKPOINTS_DIR
@@ -69,11 +70,19 @@ class Learner:
             NonFiniteError: for a loss or gradient that is not finite; the policy is then corrupt: do not sync it.
         """
         started = time.perf_counter()
-        advantages = self._advantages(scored)
-        batches = self._micro_batches(scored, advantages)
+        self._check_rows(scored)
+        informative_P = self.informative(scored)
+        counted_B = counted_rows(scored.rollout, informative_P, self._config)
+        advantages = self._advantages(scored, informative_P)
+        batches = self._micro_batches(scored, advantages, counted_B)
         passes = [self._one_pass(scored.rollout.batch.step, batches) for _ in range(self._config.algorithm.iterations)]
         seconds = time.perf_counter() - started
-        return UpdateResult(metrics=_update_metrics(passes), advantages=advantages, seconds=seconds)
+        metrics = _update_metrics(passes) | signal_metrics(scored.rollout, informative_P, self._config)
+        return UpdateResult(metrics=metrics, advantages=advantages, seconds=seconds)
+
+    def informative(self, scored: ScoredRollout) -> Bool[np.ndarray, " P"]:
+        """Say which groups can be learnt from; the rollout may have any number of prompts."""
+        return informative_groups(scored, self._asked(scored), self._config)
 
     def logprobs(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Float[np.ndarray, "B T"]:
         """Compute the policy's log-probability of every completion token, at the rollout's temperature, on every host.
@@ -106,7 +115,7 @@ class Learner:
         """Wait until every checkpoint is complete."""
         self._checkpoints.close()
 
-    def _advantages(self, scored: ScoredRollout) -> np.ndarray:
+    def _check_rows(self, scored: ScoredRollout) -> None:
         totals = scored.scores.total
         if (rows := len(scored.rollout.completions)) != self._config.batch_rows:
             raise DataError(
@@ -115,8 +124,16 @@ class Learner:
             )
         if len(totals) != rows:
             raise RewardError(f"every completion needs a reward, got {len(totals)} for {rows}; score them all")
-        group_size, algorithm = self._config.algorithm.group_size, self._algorithm
-        return group_advantages(totals, group_size=group_size, algorithm=algorithm, known=self._asked(scored))
+
+    def _advantages(self, scored: ScoredRollout, informative_P: Bool[np.ndarray, " P"]) -> Float[np.ndarray, " B"]:
+        """Compute the advantages; deviations of a whole step, too, are those of the groups that are not left out."""
+        return group_advantages(
+            scored.scores.total,
+            group_size=self._config.algorithm.group_size,
+            algorithm=self._algorithm,
+            known=self._asked(scored),
+            taken_P=informative_P if self._config.drops_uninformative else None,
+        )
 
     def _asked(self, scored: ScoredRollout) -> dict[str, np.ndarray]:
         """Put together what the advantages ask for beside the total rewards, see `ON_REQUEST`."""
@@ -132,10 +149,12 @@ class Learner:
             found["weights_N"] = np.array([spec.weight_at(scored.rollout.batch.step) for spec in specs])
         return found
 
-    def _micro_batches(self, scored: ScoredRollout, advantages: np.ndarray) -> list[TrainBatch]:
+    def _micro_batches(
+        self, scored: ScoredRollout, advantages: Float[np.ndarray, " B"], counted_B: Bool[np.ndarray, " B"]
+    ) -> list[TrainBatch]:
         prompts = [prompt.token_ids for prompt in scored.rollout.row_prompts]
         completions, aggregation = scored.rollout.completions, self._algorithm.aggregation
-        rows, _ = train_rows(prompts, completions, advantages, self._shape, aggregation)
+        rows, _ = train_rows(prompts, completions, advantages, self._shape, aggregation, counted_B)
         return [self._batches.place(part) for part in rows.chunks(self._shape.micro_batch)]
 
     def _one_pass(self, step: int, batches: Sequence[TrainBatch]) -> tuple[list[LossSums], UpdateRecord]:

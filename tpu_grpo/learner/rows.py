@@ -84,8 +84,11 @@ def train_rows(
     advantages: Float[np.ndarray, " B"],
     shape: RowShape,
     aggregation: LossAggregation = "token-mean",
+    counted: Bool[np.ndarray, " B"] | None = None,
 ) -> tuple[TrainRows, Packing]:
     """Check and pack B prompts (token ids) and their completions, which are all those of a step.
+
+    Completions that are not ``counted`` get weight 0, and no mean divides by them; all count unless it is given.
 
     Raises:
         DataError: for a prompt or completion that does not fit, or log-probabilities or experts that are missing or too
@@ -96,7 +99,7 @@ def train_rows(
     counts = np.array([len(completion.token_ids) for completion in completions])
     lengths = [len(prompt) + int(count) for prompt, count in zip(prompts, counts, strict=True)]
     packing = pack(lengths, row_tokens=shape.tokens, multiple=shape.micro_batch)
-    weights = token_weights(counts, aggregation, shape.max_new_tokens)
+    weights = token_weights(counts if counted is None else counts * counted, aggregation, shape.max_new_tokens)
     packed = shape.empty(packing.count)
     for index, (row, start) in enumerate(zip(packing.rows, packing.starts, strict=True)):
         completion, end = completions[index], start + lengths[index]
@@ -136,6 +139,7 @@ def group_advantages(
     group_size: int,
     algorithm: RunAlgorithm,
     known: Mapping[str, np.ndarray] | None = None,
+    taken_P: Bool[np.ndarray, " P"] | None = None,
 ) -> Float[np.ndarray, " B"]:
     """Compute the algorithm's advantages of B rows, of which ``group_size`` in a row are of one prompt, in float64.
 
@@ -144,12 +148,30 @@ def group_advantages(
         group_size: G.
         algorithm: what the advantages are taken from.
         known: what else advantages may ask for, by the names in `ON_REQUEST` of algorithms/algorithm.py.
+        taken_P: the groups that there are to the algorithm, if not all; completions of the others get 0.
 
     Raises:
         RewardError: for a count that is no multiple of the group size, a reward that is not finite, or one that the
             advantages are not made for.
         NonFiniteError: for an advantage that is not finite.
     """
+    _check_rewards(rewards_B, group_size)
+    rewards_PG = rewards_B.astype(np.float64).reshape(-1, group_size)
+    taken_P = np.ones(len(rewards_PG), np.bool_) if taken_P is None else taken_P
+    advantages_PG = np.zeros_like(rewards_PG)
+    if taken_P.any():
+        advantages_PG[taken_P] = algorithm.advantages(rewards_PG[taken_P], _of_groups(known or {}, taken_P))
+    advantages_B = advantages_PG.reshape(-1)
+    if (bad := np.flatnonzero(~np.isfinite(advantages_B))).size:
+        group = rewards_PG[bad[0] // group_size].tolist()
+        raise NonFiniteError(
+            f"advantages must be finite, got {advantages_B[bad[0]]} in row {bad[0]}, for a group with the rewards "
+            f"{group}; repair the algorithm's method advantages"
+        )
+    return advantages_B
+
+
+def _check_rewards(rewards_B: Float[np.ndarray, " B"], group_size: int) -> None:
     if len(rewards_B) % group_size:
         raise RewardError(
             f"rewards must come in groups of algorithm.group_size={group_size}, got {len(rewards_B)}; score every row"
@@ -158,15 +180,11 @@ def group_advantages(
         raise RewardError(
             f"rewards must be finite, got {rewards_B[bad[0]]} in row {bad[0]}; return a number for every completion"
         )
-    rewards_PG = rewards_B.astype(np.float64).reshape(-1, group_size)
-    advantages_B = np.asarray(algorithm.advantages(rewards_PG, known), np.float64).reshape(-1)
-    if (bad := np.flatnonzero(~np.isfinite(advantages_B))).size:
-        group = rewards_PG[bad[0] // group_size].tolist()
-        raise NonFiniteError(
-            f"advantages must be finite, got {advantages_B[bad[0]]} in row {bad[0]}, for a group with the rewards "
-            f"{group}; repair the algorithm's method advantages"
-        )
-    return advantages_B
+
+
+def _of_groups(known: Mapping[str, np.ndarray], taken_P: Bool[np.ndarray, " P"]) -> dict[str, np.ndarray]:
+    """Take what is known of some groups; their axis is the last but one of what has one."""
+    return {name: values[..., taken_P, :] if values.ndim > 1 else values for name, values in known.items()}
 
 
 def check_sequences(

@@ -9,13 +9,13 @@ answer = Answer([1.0, nan], [Problem("raised", "...", row=1)])      # comes back
 import math
 import reprlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal
 
 from tpu_grpo.errors import RewardError
 from tpu_grpo.rewards.protocol import TEXT_ARGUMENTS
-from tpu_grpo.types import PromptBatch, Rollout
+from tpu_grpo.types import Rollout
 
 SHORT_REPR = reprlib.Repr(maxstring=120, maxother=120)
 """It shortens the texts and values that error messages show."""
@@ -152,22 +152,6 @@ class Table:
     def batch(self, names: Sequence[str], rows: Sequence[int]) -> RewardBatch:
         """Make a batch of some columns of some rows."""
         return RewardBatch({name: [self.columns[name][row] for row in rows] for name in names}, self.step, len(rows))
-
-
-def select_prompts(rollout: Rollout, prompts: Sequence[int]) -> Rollout:
-    """Select the rows of some of a rollout's prompts."""
-    rows = rows_of(prompts, rollout.group_size)
-    return replace(
-        rollout,
-        batch=PromptBatch(rollout.batch.step, tuple(rollout.batch.prompts[p] for p in prompts)),
-        completions=tuple(rollout.completions[row] for row in rows),
-        texts=tuple(rollout.texts[row] for row in rows),
-    )
-
-
-def rows_of(prompts: Sequence[int], group_size: int) -> list[int]:
-    """List the rows of some prompts."""
-    return [p * group_size + g for p in prompts for g in range(group_size)]
 
 
 def build_table(

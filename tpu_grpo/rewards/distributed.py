@@ -13,7 +13,6 @@ import numpy as np
 
 from tpu_grpo.errors import LockstepError
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.rewards.batches import select_prompts
 from tpu_grpo.rewards.scoring import RewardSet, Scoring
 from tpu_grpo.types import Completion, Figure, PromptBatch, Rollout, Scores
 
@@ -87,7 +86,7 @@ class DistributedScoring:
 
     def _gathered(self, rollout: Rollout, own: Scores | None, scorers: Sequence[int], start: float) -> Scores:
         """Put the scores of all hosts together, and compare those of the witness."""
-        witness = select_prompts(rollout, [rollout.batch.step % len(scorers)])
+        witness = rollout.select([rollout.batch.step % len(scorers)])
         witness_values = self._rewards.repeatable_values(witness, self._compared)
         names = self._rewards.names
         figures = {} if own is None else encode_figures(own.figures)

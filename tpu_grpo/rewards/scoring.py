@@ -23,7 +23,7 @@ from jaxtyping import Bool, Float
 from tpu_grpo.config import RewardSpec, check_rewards
 from tpu_grpo.errors import RewardError
 from tpu_grpo.rewards.asking import OpenReward, RewardResult, ask_reward
-from tpu_grpo.rewards.batches import Table, build_table, describe_row, rows_of, select_prompts
+from tpu_grpo.rewards.batches import Table, build_table, describe_row
 from tpu_grpo.rewards.early import EarlyGroups
 from tpu_grpo.rewards.executors import Executor, ThreadExecutor, WorkerPool
 from tpu_grpo.rewards.loading import LoadedReward, load_reward, workers_of
@@ -199,7 +199,7 @@ class Scoring:
         self._early.end()
         found = []
         for number, rollout in enumerate(rollouts):
-            table = self._rewards._table(select_prompts(rollout, own), rows_of(own, rollout.group_size))
+            table = self._rewards._table(rollout.select(own), rollout.rows_of(own))
             early = {name: partial(self._early.result, name, number, own) for name in self._early.names}
             found.append(self._rewards._scores(table, started, early))
             started = time.perf_counter()

@@ -67,6 +67,7 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
                 f"algorithm.advantage={section.advantage or section.name} needs {', '.join(algorithm.asked)}, which "
                 "Tunix's own loop does not have; train with the pipeline, or take other advantages, like grpo"
             )
+        _check_all_count(section)
         return cls(
             algorithm=algorithm,
             advantage_estimator=section.advantage or section.name,
@@ -82,6 +83,16 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
             kl_unbiased=section.kl_unbiased,
             entropy_bonus=section.entropy_bonus,
         )
+
+
+def _check_all_count(section: AlgorithmSection) -> None:
+    """Refuse to leave out groups or completions: this loop sees one micro-batch at a time, and no finish reason."""
+    for name, usual in (("drop_uninformative", False), ("truncated", "keep")):
+        if (value := getattr(section, name)) != usual:
+            raise ConfigError(
+                f"algorithm.{name}={str(value).lower()} needs a whole step at once, which Tunix's own loop does not "
+                "have; train with the pipeline, or leave it out"
+            )
 
 
 class EngineGrpoLearner(grpo_learner.GRPOLearner[GrpoAlgorithmConfig]):

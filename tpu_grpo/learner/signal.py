@@ -1,0 +1,67 @@
+"""Which groups can be learnt from, and which completions count in the loss.
+
+    rewards of a group      [1 1 1 1]   uninformative: no completion is better than another
+                            [0 1 0 0]   informative
+                            [1 0 | |]   informative; with truncated=mask the last two, which were cut, do not count
+
+Suffixes: P prompts, G completions of each, B = P*G rows, N rewards of the config.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.types import Rollout, ScoredRollout
+
+
+def informative_groups(
+    scored: ScoredRollout, known: Mapping[str, np.ndarray], config: RunConfig
+) -> Bool[np.ndarray, " P"]:
+    """Say of which groups the completions have different rewards, and not only cut ones that are masked.
+
+    That is the total reward; but each reward that has a weight, if ``known`` holds them one by one because the
+    advantages ask for them (see `ON_REQUEST` in algorithms/algorithm.py).
+    """
+    totals_PG = scored.scores.total.reshape(-1, scored.rollout.group_size)
+    judged = [totals_PG]
+    if "rewards_NPG" in known:
+        judged = list(known["rewards_NPG"][known["weights_N"] != 0.0])
+    informative_P = np.zeros(len(totals_PG), np.bool_)
+    for rewards_PG in judged:
+        informative_P |= _vary(rewards_PG)
+    if config.algorithm.truncated == "mask":
+        whole_PG = ~truncated_rows(scored.rollout).reshape(totals_PG.shape)
+        informative_P &= whole_PG.any(axis=1)
+    return informative_P
+
+
+def counted_rows(rollout: Rollout, informative_P: Bool[np.ndarray, " P"], config: RunConfig) -> Bool[np.ndarray, " B"]:
+    """Say which completions count in the loss, as algorithm.drop_uninformative and algorithm.truncated decide."""
+    counted_B = np.ones(len(rollout.completions), np.bool_)
+    if config.drops_uninformative:
+        counted_B &= np.repeat(informative_P, rollout.group_size)
+    if config.algorithm.truncated == "mask":
+        counted_B &= ~truncated_rows(rollout)
+    return counted_B
+
+
+def signal_metrics(rollout: Rollout, informative_P: Bool[np.ndarray, " P"], config: RunConfig) -> dict[str, float]:
+    """Measure which share of a step's groups taught something, and of its completions was masked, if any are."""
+    metrics = {"groups/informative_fraction": float(informative_P.mean())}
+    if config.algorithm.truncated == "mask":
+        metrics["completions/masked_fraction"] = float(truncated_rows(rollout).mean())
+    return metrics
+
+
+def truncated_rows(rollout: Rollout) -> Bool[np.ndarray, " B"]:
+    """Say which completions were cut at rollout.max_new_tokens."""
+    return np.array([completion.finish_reason == "length" for completion in rollout.completions])
+
+
+def _vary(rewards_PG: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, " P"]:
+    """Say which groups hold different values; NaN, where a reward does not apply, is none."""
+    applies_PG = ~np.isnan(rewards_PG)
+    highest_P = np.where(applies_PG, rewards_PG, -np.inf).max(axis=1)
+    return highest_P > np.where(applies_PG, rewards_PG, np.inf).min(axis=1)
