@@ -15,7 +15,8 @@ import pytest
 from tests.algorithms import test_correction, test_objectives
 from tests.algorithms.test_objectives import Case, case, completions_of, terms  # noqa: F401
 from tpu_grpo.algorithms import ADVANTAGES, objective_line, open_algorithm
-from tpu_grpo.algorithms.formula import KL_ESTIMATES, MEANS, pieces, token_formula
+from tpu_grpo.algorithms.formula import MEANS, pieces, token_formula
+from tpu_grpo.algorithms.penalties import KL_ESTIMATES
 from tpu_grpo.config import AlgorithmSection, LossAggregation, parse_config
 
 
@@ -40,7 +41,7 @@ GRPO = "A = (R - mean_g(R)) / (std_g(R) + 1e-6); p = softmax(logits)"
         (
             {"name": "gspo", "old_policy": "trainer", "correction": "sequence", "entropy_bonus": 0.01},
             "mean_i mean_t [ sg(w)*(max(-s*A, -clip(s, 0.9997, 1.0004)*A)) - 0.01*H ]; s = exp(mean_t(log(r))); "
-            "w = q if 0 <= q <= 2 else 0; q = prod_t(rho); rho = p_old/p_engine; H = entropy of softmax; r = p/p_old; "
+            "w = q if 0 <= q <= 2 else 0; q = prod_t(rho); rho = p_old/p_engine; H = entropy of p; r = p/p_old; "
             f"{GRPO}",
         ),
         (
@@ -52,6 +53,20 @@ GRPO = "A = (R - mean_g(R)) / (std_g(R) + 1e-6); p = softmax(logits)"
             "mean_i sum_t [ sg(w)*(-A*log(p)) + 0.1*k ] / 64; "
             "w = 1 if all_t(0.001 <= rho <= inf) and (A >= 0 or mean_t(log(p_engine/p)) <= 0.5) else 0; "
             "rho = p/p_engine; k = log(p/p_ref); A = R - mean_g(R); p = softmax(logits)",
+        ),
+        (
+            {"beta": 0.1, "kl_in": "reward", "entropy_target": 0.2, "old_policy": "trainer", "correction": "geometric"},
+            "mean_i mean_t [ sg(w)*(max(-r*A, -clip(r, 0.8, 1.2)*A)) - c*H ]; w = 1 if 0.99 <= q <= 1.01 else 0; "
+            "q = exp(mean_t(log(rho))); rho = p_old/p_engine; k = log(p_old/p_ref); H = entropy of p; "
+            "c = 0 at first, + 0.005 after an update of mean H <= 0.2, else - 0.005 (>= 0) and unused in the next "
+            "update; r = p/p_old; A = (R - mean_g(R)) / (std_g(R) + 1e-6) + 0.1*(mean_step(k) - k); "
+            "p = softmax(logits)",
+        ),
+        (
+            {"name": "dr_grpo", "beta": 0.1, "kl_estimator": "k2", "reference_reset_every": 50, "advantage": "max_rl"},
+            "mean_i sum_t [ max(-r*A, -clip(r, 0.8, 1.2)*A) + 0.1*k ] / 64; k = log(p/p_ref)**2 / 2; "
+            "p_ref = p after the last step that 50 divides; r = p/p_engine; "
+            "A = (R - mean_g(R)) / mean_g(R) if mean_g(R) > 0 else 0; p = softmax(logits)",
         ),
     ],
 )

@@ -109,10 +109,22 @@ def test_the_bonus() -> None:
         ({"kl_unbiased": True}, "kl_unbiased=true needs a KL penalty, got algorithm.beta=0; set beta"),
         (
             {"kl_unbiased": True, "beta": 0.1, "kl_estimator": "mse_kl"},
-            "needs kl_estimator low_var_kl or kl, got mse_kl",
+            "needs kl_estimator k3 or k1, got mse_kl",
         ),
+        ({"reference_reset_every": 5}, "reference_reset_every=5 needs a KL penalty, got algorithm.beta=0; set beta"),
+        ({"kl_in": "reward"}, "kl_in=reward needs a KL penalty, got algorithm.beta=0; set beta"),
+        ({"kl_in": "reward", "beta": 0.1, "kl_unbiased": True}, "kl_unbiased=true needs algorithm.kl_in=loss, got rew"),
+        ({"kl_in": "reward", "beta": 0.1, "kl_estimator": "k3"}, "kl_in=reward needs kl_estimator k1, got k3; as a re"),
+        ({"entropy_step": 0.01}, "entropy_step=0.01 needs algorithm.entropy_target, got none; set it"),
     ],
 )
 def test_settings_that_make_no_sense_together_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         open_algorithm(AlgorithmSection.model_validate(settings))
+
+
+def test_estimates_have_the_names_of_the_literature_and_of_tunix() -> None:
+    names = {"k1": "kl", "k2": "mse_kl", "k3": "low_var_kl", "kl": "kl", "mse_kl": "mse_kl", "low_var_kl": "low_var_kl"}
+    assert {name: AlgorithmSection.model_validate({"kl_estimator": name}).kl_estimate for name in names} == names
+    assert AlgorithmSection().kl_estimate == "low_var_kl"
+    assert AlgorithmSection(kl_in="reward").kl_estimate == "kl"

@@ -13,6 +13,7 @@ from tests.learner.toy import make_config, make_mesh
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner.building import cast_to_compute
+from tpu_grpo.learner.entropy import EntropyControl
 from tpu_grpo.learner.loss import LossSettings
 from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule
 from tpu_grpo.learner.update import Updater, UpdateRecord, Values
@@ -58,7 +59,13 @@ def linear_config(directory: Path, **sections: Any) -> RunConfig:
 
 
 def linear_run(
-    config: RunConfig, *, seed: int = 0, shape: tuple[int, int] = (4, 64), scale: float = 1.0, mesh: Mesh | None = None
+    config: RunConfig,
+    *,
+    seed: int = 0,
+    shape: tuple[int, int] = (4, 64),
+    scale: float = 1.0,
+    mesh: Mesh | None = None,
+    control: EntropyControl | None = None,
 ) -> Run:
     mesh = mesh or make_mesh(1)
     model = Linear(seed, shape, scale, mesh)
@@ -68,7 +75,7 @@ def linear_run(
         stepped,
         build_optimizer(config, stepped),
         learning_rate_schedule(config),
-        LossSettings(open_algorithm(config.algorithm), 0.0, "kl", 1.0, None),
+        LossSettings(open_algorithm(config.algorithm), 0.0, "kl", 1.0, None, entropy_control=control),
         mesh,
         max_grad_norm=config.optimizer.max_grad_norm,
         residual=config.model.param_dtype == "bfloat16",

@@ -80,7 +80,7 @@ def batch_of(rows: TrainRows, **fields: Any) -> TrainBatch:
 
 def make_settings(directory: Path, **algorithm: Any) -> LossSettings:
     section = make_config(directory, {"algorithm": algorithm}).algorithm
-    return LossSettings(open_algorithm(section), section.beta, section.kl_estimator, TEMPERATURE, None)
+    return LossSettings(open_algorithm(section), section.beta, section.kl_estimate, TEMPERATURE, None)
 
 
 @partial(jax.jit, static_argnums=3)

@@ -89,7 +89,7 @@ def test_the_registered_loss_is_the_learners(tmp_path: Path) -> None:
         importance=after_prompts(importance),
         reference_logps=after_prompts(reference),
     )
-    settings = LossSettings(config.algorithm, 0.2, section.kl_estimator, 0.9, None)
+    settings = LossSettings(config.algorithm, 0.2, section.kl_estimate, 0.9, None)
     expected, sums = policy_loss(model, batch, settings)
     assert float(loss) == float(expected) != 0.0
     assert float(aux["kl"]) == pytest.approx(float(sums.kl) / 10)

@@ -14,6 +14,7 @@ correction.py  weights and masks for the difference between engine and trainer
 algorithm.py   what an algorithm is
 combined.py    the algorithm of a run, put together from these
 formula.py     the objective of a run in one line
+penalties.py   which penalties and bonuses go together
 checks.py      what is seen to before one is trained with
 
     algorithm = open_algorithm(config.algorithm)
@@ -37,6 +38,7 @@ from tpu_grpo.algorithms.dr_grpo import DrGrpo
 from tpu_grpo.algorithms.formula import objective_line
 from tpu_grpo.algorithms.grpo import Grpo
 from tpu_grpo.algorithms.gspo import Gspo
+from tpu_grpo.algorithms.penalties import ENTROPY_STEP, check_penalties
 from tpu_grpo.algorithms.reinforce import Reinforce
 from tpu_grpo.algorithms.rloo import Rloo
 from tpu_grpo.algorithms.sapo import Sapo
@@ -68,7 +70,7 @@ def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:
             settings that do not go together, and a class that lacks a method or answers a trial call with wrong shapes
             or with numbers that are not finite.
     """
-    _check_penalty(section)
+    check_penalties(section)
     found = _find(section.name)
     if section.name in SHIPPED:
         algorithm = build(section.name, found, _settings(section), section.options, bounds=_BOUNDS)
@@ -78,18 +80,6 @@ def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:
     baseline = algorithm if section.advantage is None else ADVANTAGES[section.advantage]()
     aggregation = section.loss_aggregation or algorithm.aggregation
     return RunAlgorithm(algorithm, baseline, aggregation, open_correction(section))
-
-
-def _check_penalty(section: AlgorithmSection) -> None:
-    if section.kl_unbiased and section.beta == 0.0:
-        raise ConfigError(
-            "algorithm.kl_unbiased=true needs a KL penalty, got algorithm.beta=0; set beta, or leave it out"
-        )
-    if section.kl_unbiased and section.kl_estimator == "mse_kl":
-        raise ConfigError(
-            "algorithm.kl_unbiased=true needs kl_estimator low_var_kl or kl, got mse_kl; its mean is not the KL "
-            "divergence, with or without the ratio: choose another"
-        )
 
 
 def _settings(section: AlgorithmSection) -> dict[str, Any]:
@@ -124,6 +114,7 @@ def _find(name: str) -> object:
 
 __all__ = [
     "ADVANTAGES",
+    "ENTROPY_STEP",
     "SHIPPED",
     "Algorithm",
     "CorrectionSums",

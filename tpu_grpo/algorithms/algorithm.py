@@ -89,7 +89,8 @@ class Algorithm(Protocol):
 
     The constructor gets, by name, whichever of group_size, iterations, clip_low and clip_high it has parameters for,
     of dual_clip and delta those that are set, and the options of the config. The methods get what they ask for of
-    `ON_REQUEST`. The attributes ``formula`` and ``advantage_formula`` are for people, see formula.py.
+    `ON_REQUEST`. The attributes ``formula`` and ``advantage_formula`` are for people, see formula.py. Those of its
+    attributes that the attribute ``numbers`` names are handed to the compiled program as data.
     """
 
     @property

@@ -32,6 +32,7 @@ class Cispo:
     """Weighs every token's log-probability with its ratio, cut at a cap."""
 
     aggregation: LossAggregation = "token-mean"
+    numbers = ("_lowest", "_highest")
     advantage_formula = Grpo.advantage_formula
 
     def __init__(self, clip_low: float | None = None, clip_high: float | None = None, cap: float | None = None):

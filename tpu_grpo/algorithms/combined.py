@@ -1,7 +1,8 @@
 """The algorithm of a run: one class's token losses, perhaps with the advantages of another, and a correction."""
 
+import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from jaxtyping import Array, Float
 from tpu_grpo.algorithms.algorithm import Sequences, TokenLosses, asked, requested
 from tpu_grpo.algorithms.correction import Correction
 from tpu_grpo.config import LossAggregation
+
+_WITH_NUMBERS = ("objective", "correction")
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,26 @@ class RunAlgorithm:
     """Computes advantages."""
     aggregation: LossAggregation
     correction: Correction | None = None
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The numbers of objective and correction that a program can take as data, by name; their class lists them."""
+        return {
+            f"{part}.{name}": value
+            for part in _WITH_NUMBERS
+            for name in getattr(getattr(self, part), "numbers", ())
+            if (value := getattr(getattr(self, part), name)) is not None
+        }
+
+    def with_numbers(self, numbers: Mapping[str, Any]) -> "RunAlgorithm":
+        """Return the same algorithm with other numbers, which may be arrays that jax traces."""
+        changed = {}
+        for part in _WITH_NUMBERS:
+            own = {key.partition(".")[2]: value for key, value in numbers.items() if key.partition(".")[0] == part}
+            if own:
+                changed[part] = copy.copy(getattr(self, part))
+                vars(changed[part]).update(own)
+        return replace(self, **changed)
 
     @property
     def asked(self) -> tuple[str, ...]:

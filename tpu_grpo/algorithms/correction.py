@@ -22,7 +22,7 @@ flows through them. Suffixes: B training rows, T tokens of a row.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +52,8 @@ class CorrectionSums(NamedTuple):
 @dataclass(frozen=True)
 class Correction:
     """What multiplies token losses beside the advantages."""
+
+    numbers: ClassVar[tuple[str, ...]] = ("bounds", "veto", "opsm")
 
     ratio: Literal["token", "sequence", "geometric"] | None
     mode: Literal["truncate", "mask"]

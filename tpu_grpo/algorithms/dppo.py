@@ -29,6 +29,7 @@ class Dppo:
     """Drops tokens whose probability has moved too far in the direction of their advantage."""
 
     aggregation: LossAggregation = "token-mean"
+    numbers = ("_low", "_high", "_kl_weight")
     advantage_formula = DrGrpo.advantage_formula
 
     def __init__(

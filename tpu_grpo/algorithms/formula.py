@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpu_grpo.algorithms.combined import RunAlgorithm
+from tpu_grpo.algorithms.penalties import entropy_formula, kl_formula
 from tpu_grpo.config import LossAggregation, RunConfig
 
 MEANS: Mapping[LossAggregation, tuple[str, str]] = {
@@ -29,11 +30,6 @@ MEANS: Mapping[LossAggregation, tuple[str, str]] = {
     "sequence-mean-token-scale": ("mean_i sum_t [ ", " ] / {max_new_tokens}"),
 }
 """What stands before and after the loss of a token."""
-KL_ESTIMATES: Mapping[str, str] = {
-    "kl": "log(p/p_ref)",
-    "mse_kl": "log(p/p_ref)**2 / 2",
-    "low_var_kl": "p_ref/p - 1 - log(p_ref/p)",
-}
 
 
 def objective_line(config: RunConfig, algorithm: RunAlgorithm) -> str:
@@ -50,15 +46,13 @@ def objective_line(config: RunConfig, algorithm: RunAlgorithm) -> str:
         definitions += [f"w = {weight}", *more]
     if factors:
         token = f"sg({'*'.join(factors)})*({token})"
-    if section.beta:
-        token += f" + {section.beta:g}*{'r*' if section.kl_unbiased else ''}k"
-        definitions.append(f"k = {KL_ESTIMATES[section.kl_estimator]}")
-    if section.entropy_bonus:
-        token += f" - {section.entropy_bonus:g}*H"
-        definitions.append("H = entropy of softmax")
+    kl, of_advantage, kl_names = kl_formula(section, old)
+    entropy, entropy_names = entropy_formula(section)
+    token, definitions = token + kl + entropy, [*definitions, *kl_names, *entropy_names]
     if re.search(r"\br\b", "; ".join([token, *definitions])):
         definitions.append(f"r = p/{old}")
     advantage, *more = pieces(advantage_formula(algorithm.baseline))
+    advantage = f"({advantage}){of_advantage}" if " if " in advantage and of_advantage else advantage + of_advantage
     definitions += [f"A = {advantage}", *more, f"p = softmax(logits{_divided(config.rollout.temperature)})"]
     before, after = MEANS[algorithm.aggregation]
     return "; ".join([before + token + after.format(max_new_tokens=config.rollout.max_new_tokens), *definitions])

@@ -34,6 +34,7 @@ class Grpo:
     """Advantages in standard deviations of the group, and the clipped surrogate."""
 
     aggregation: LossAggregation = "sequence-mean-token-mean"
+    numbers = ("_lowest", "_highest", "_bound")
     advantage_formula = "(R - mean_g(R)) / (std_g(R) + 1e-6)"
 
     def __init__(

@@ -25,6 +25,7 @@ class Sapo:
     """Passes the ratio through a sigmoid, whose temperature depends on the advantage's sign."""
 
     aggregation: LossAggregation = "sequence-mean-token-mean"
+    numbers = ("_positive", "_negative")
     advantage_formula = Grpo.advantage_formula
 
     def __init__(self, temperature_positive: float = 1.0, temperature_negative: float = 1.05):

@@ -81,13 +81,26 @@ class AlgorithmSection(Section):
     """Reduce the token losses of a whole step to one number in this way. The algorithm's own when unset:
     sequence-mean-token-mean for grpo, gspo and sapo, token-mean for dapo, cispo and dppo, sequence-mean-token-scale for
     dr_grpo, rloo and reinforce."""
-    kl_estimator: Literal["low_var_kl", "kl", "mse_kl"] = "low_var_kl"
-    """Estimate the KL divergence by this; low_var_kl is the paper's (k3), kl is k1, mse_kl is k2."""
+    kl_estimator: Literal["k1", "k2", "k3", "kl", "mse_kl", "low_var_kl"] | None = None
+    """Estimate the KL divergence by this: k1 (also kl), k2 (mse_kl) or k3 (low_var_kl). When unset k3, which is the
+    paper's, and k1 with kl_in=reward."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Add the KL penalty to the loss of every token, or take k1 without gradient from every token's advantage, after
+    its mean over the step was subtracted."""
     kl_unbiased: bool = False
     """Multiply the estimates low_var_kl and kl by the ratio to the old policy, so that the gradient is that of the KL
     divergence (arXiv 2512.02556)."""
     entropy_bonus: float = Field(default=0.0, ge=0.0)
-    """Subtract the policy's entropy at every token from the loss, times this."""
+    """Subtract the policy's entropy at every token from the loss, times this; with entropy_target it is the first
+    coefficient."""
+    entropy_target: float | None = Field(default=None, gt=0.0)
+    """Adapt the coefficient of the entropy bonus: after an update whose mean entropy is at most this many nats it grows
+    by entropy_step, after any other it falls, and the next update has no bonus (arXiv 2505.22312)."""
+    entropy_step: float | None = Field(default=None, gt=0.0)
+    """Change the coefficient of the entropy bonus by this after an update, for entropy_target; 0.005 when unset."""
+    reference_reset_every: PositiveInt | None = None
+    """Make the reference of the KL penalty a copy of the policy after every so many steps; it stays the initial policy
+    when unset."""
     drop_uninformative: bool = False
     """Leave out groups whose completions all have the same reward, from which nothing can be learnt: means no longer
     divide by them."""
@@ -106,6 +119,17 @@ class AlgorithmSection(Section):
     def upper_importance(self) -> float:
         """Where the importance weights of old_policy=trainer are cut: importance_cap, or 2 when that is unset."""
         return 2.0 if self.importance_cap is None else self.importance_cap
+
+    @property
+    def kl_estimate(self) -> Literal["kl", "mse_kl", "low_var_kl"]:
+        """The estimate of the KL divergence, by Tunix's names: kl is k1, mse_kl k2, low_var_kl k3."""
+        match self.kl_estimator or ("k1" if self.kl_in == "reward" else "k3"):
+            case "k1" | "kl":
+                return "kl"
+            case "k2" | "mse_kl":
+                return "mse_kl"
+            case _:
+                return "low_var_kl"
 
     @property
     def lower_clip(self) -> float:

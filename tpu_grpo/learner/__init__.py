@@ -6,6 +6,8 @@ rows.py            a scored rollout becomes packed rows;  token_weights.py: how 
 signal.py          which groups can be learnt from, and which completions count in the loss
 routing.py         routing replay: the trainer's tokens pass the experts that the engine chose
 batches.py         rows become micro-batches on the devices, with what the loss compares the policy to
+kl_reward.py       the KL penalty in the reward;  reference.py: what it compares with;  entropy.py: an adapted bonus
+numbers.py         the numbers that the loss takes as data
 loss.py            the loss, around an algorithm's token losses;  forward.py: the model over packed rows
 flat_products.py   the model's products on a CPU
 output_head.py     log-probabilities and entropies in chunks;  head_split.py: how that work is divided

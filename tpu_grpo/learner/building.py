@@ -10,17 +10,19 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
-from tpu_grpo.config import RunConfig
+from tpu_grpo.algorithms import ENTROPY_STEP, RunAlgorithm, open_algorithm
+from tpu_grpo.config import AlgorithmSection, RunConfig
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.families.flash_attention import whole_blocks
 from tpu_grpo.learner.batches import DATA_AXIS, Batches
+from tpu_grpo.learner.entropy import EntropyControl
 from tpu_grpo.learner.loss import LossSettings
 from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule
+from tpu_grpo.learner.reference import own_copy
 from tpu_grpo.learner.routing import ReplayShape
 from tpu_grpo.learner.rows import RowShape
 from tpu_grpo.learner.trained import Frozen, freeze_untrained, has_adapters, trained_type
-from tpu_grpo.learner.update import Updater, Values, by_name, dotted
+from tpu_grpo.learner.update import Updater, Values, by_name
 
 SMALL_MODEL_PARAMETERS, SMALL_PASS_TOKENS = 4 * 2**20, 192
 """Passes of so small a model take no more tokens than this on a device that is a CPU, unless the config says more:
@@ -50,6 +52,8 @@ class LearnerParts:
     shape: RowShape
     batches: Batches
     updater: Updater
+    reference: nnx.Module | None
+    """The model of the KL penalty, with arrays of its own where updates of the policy change them."""
 
 
 def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
@@ -66,17 +70,19 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     settings = LossSettings(
         algorithm,
         section.beta,
-        section.kl_estimator,
+        section.kl_estimate,
         config.rollout.temperature,
         inputs.mesh,
         section.kl_unbiased,
         section.entropy_bonus,
+        section.kl_in == "loss",
+        _entropy_control(section),
     )
     freeze_untrained(model, config)
     stepped = cast_to_compute(model, config)
     reference = None
     if section.beta > 0.0 and inputs.reference is not None:
-        reference = _own_copy(inputs.reference, frozenset(() if has_adapters(model) else stepped), config)
+        reference = _reference(config, inputs, frozenset(stepped))
     updater = Updater(
         model,
         stepped,
@@ -88,7 +94,7 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
         residual=config.model.param_dtype == "bfloat16",
     )
     batches = Batches(model, reference, settings, section, inputs.mesh)
-    return LearnerParts(algorithm, row_shape(config, model, inputs.mesh), batches, updater)
+    return LearnerParts(algorithm, row_shape(config, model, inputs.mesh), batches, updater, reference)
 
 
 def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
@@ -137,15 +143,17 @@ def _cast(leaf: Any, dtype: np.dtype[Any]) -> Any:
     return leaf.astype(dtype)
 
 
-def _own_copy(reference: nnx.Module, names: Collection[str], config: RunConfig) -> nnx.Module:
-    """Copy the parameters whose memory an update of the policy reuses; the rest stays the same arrays."""
-    copied = nnx.clone(reference)
+def _reference(config: RunConfig, inputs: LearnerInputs, trained: Collection[str]) -> nnx.Module:
+    """Make the model of the KL penalty, which shares with the policy what no update changes."""
+    if config.algorithm.reference_reset_every is not None:
+        return own_copy(inputs.model, trained)
+    assert inputs.reference is not None
+    copied = nnx.clone(inputs.reference)
     cast_to_compute(copied, config)
-    state = nnx.to_flat_state(nnx.state(copied, nnx.Param))
-    own = [(path, leaf.replace(_copy(leaf.get_raw_value()))) for path, leaf in state if dotted(path) in names]
-    nnx.update(copied, nnx.from_flat_state(own))
-    return copied
+    return own_copy(copied, () if has_adapters(inputs.model) else trained)
 
 
-def _copy(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.copy()
+def _entropy_control(section: AlgorithmSection) -> EntropyControl | None:
+    if section.entropy_target is None:
+        return None
+    return EntropyControl(section.entropy_bonus, section.entropy_target, section.entropy_step or ENTROPY_STEP)

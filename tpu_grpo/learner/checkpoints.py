@@ -7,7 +7,8 @@ continued on another base.
                                     {"global_step": step, "format": FORMAT, "checksums": {...}}
 
 model_params holds the model as it computes; optimizer_state holds the count of updates, the optimizer's moments, and
-what the parameters have beyond ``model.dtype``.
+what the parameters have beyond ``model.dtype``. Where they are used, entropy_state holds the coefficient of an entropy
+bonus that is adapted, and reference_params a reference of the KL penalty that is made anew now and then.
 
 A step is saved on a thread of its own into a directory with a temporary name, renamed when it is complete: a process
 that is killed leaves the previous checkpoint as the newest, and the next start removes what was unfinished.
@@ -19,7 +20,7 @@ here.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -29,13 +30,22 @@ from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 from tpu_grpo.errors import CheckpointError
 from tpu_grpo.learner.digest import checksums
 from tpu_grpo.learner.trained import has_adapters
-from tpu_grpo.learner.update import Updater, by_name
+from tpu_grpo.learner.update import Updater, UpdateState, by_name
 
 Resume = Literal["auto", "never", "require"]
 FORMAT = 2
 """What a checkpoint's optimizer_state holds. 1, which was not written down: bfloat16 moments and accumulated gradients
 of ``optax.MultiSteps``."""
 _MODEL, _STATE = "model_params", "optimizer_state"
+_ENTROPY, _REFERENCE = "entropy_state", "reference_params"
+
+
+class _SavedState(NamedTuple):
+    """The part of an `UpdateState` that every run has."""
+
+    count: Any
+    optimizer: Any
+    kept: Any
 
 
 @dataclass
@@ -60,8 +70,8 @@ class Checkpoints:
     checkpoints.close()
     """
 
-    def __init__(self, directory: Path, *, keep: int):
-        self._directory = directory.absolute()
+    def __init__(self, directory: Path, *, keep: int, reference: nnx.Module | None = None):
+        self._directory, self._reference = directory.absolute(), reference
         self._kept = NewestAndBest(keep)
         options = ocp.CheckpointManagerOptions(preservation_policy=self._kept, cleanup_tmp_directories=True)
         self._manager = _manager(self._directory, options)
@@ -79,7 +89,7 @@ class Checkpoints:
                     f"checkpoint.resume=require needs a checkpoint in {self._directory}, found none; check run.dir, or "
                     "use checkpoint.resume=auto"
                 )
-            _checksums(updater.model, updater)  # compiles them now, not at the first save
+            self._checksums(updater)  # compiles them now, not at the first save
             return 0
         if resume == "never":
             raise CheckpointError(
@@ -97,14 +107,14 @@ class Checkpoints:
         self._kept.best = best
         if step == self._manager.latest_step():
             return
-        saved = {_MODEL: _saved_part(updater.model), _STATE: updater.state}
+        saved = self._items(updater)
         self._manager.save(
             step,
             args=ocp.args.Composite(**{item: ocp.args.PyTreeSave(tree) for item, tree in saved.items()}),
             custom_metadata={
                 "global_step": step,
                 "format": FORMAT,
-                "checksums": _checksums(updater.model, updater),
+                "checksums": self._checksums(updater),
             },
             force=True,
         )
@@ -114,24 +124,36 @@ class Checkpoints:
         self._manager.close()
 
     def _read(self, step: int, updater: Updater) -> None:
-        if missing := [item for item in (_MODEL, _STATE) if not (self._directory / str(step) / item).is_dir()]:
+        wanted = self._items(updater)
+        if missing := [item for item in wanted if not (self._directory / str(step) / item).is_dir()]:
             raise self._damaged(step, f"{' and '.join(missing)} is missing")
         try:
             metadata = self._manager.metadata(step).custom_metadata or {}
             self._check_format(step, metadata)
-            wanted = {_MODEL: _saved_part(updater.model), _STATE: updater.state}
             found = self._manager.restore(step, args=_restore_args(wanted))
         except CheckpointError:
             raise
         except Exception as error:  # Orbax raises many types, and for a truncated array the bare Exception
             raise self._damaged(step, f"{type(error).__name__}: {str(error).strip()[:300]}") from error
         nnx.update(updater.model, found[_MODEL])
-        updater.state = found[_STATE]
+        updater.state = UpdateState(*found[_STATE], found[_ENTROPY] if _ENTROPY in wanted else ())
+        if self._reference is not None:
+            nnx.update(self._reference, found[_REFERENCE])
         saved: dict[str, int] | None = metadata.get("checksums")
         if saved is None:
             raise self._damaged(step, "its checksums are missing")
-        if wrong := [name for name, value in _checksums(updater.model, updater).items() if saved.get(name) != value]:
+        if wrong := [name for name, value in self._checksums(updater).items() if saved.get(name) != value]:
             raise self._damaged(step, f"{len(wrong)} arrays are not what was saved, the first {wrong[0]}")
+
+    def _items(self, updater: Updater) -> dict[str, Any]:
+        state = updater.state
+        items = {_MODEL: _saved_part(updater.model), _STATE: _SavedState(state.count, state.optimizer, state.kept)}
+        if state.entropy:
+            items[_ENTROPY] = state.entropy
+        return items if self._reference is None else items | {_REFERENCE: _saved_part(self._reference)}
+
+    def _checksums(self, updater: Updater) -> dict[str, Any]:
+        return _checksums(updater.model, updater, self._reference)
 
     def _check_format(self, step: int, metadata: dict[str, Any]) -> None:
         if "checksums" in metadata and (found := metadata.get("format", 1)) != FORMAT:
@@ -189,6 +211,8 @@ def _manager(directory: Path, options: ocp.CheckpointManagerOptions) -> ocp.Chec
         item_handlers={
             _MODEL: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
             _STATE: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+            _ENTROPY: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
+            _REFERENCE: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
         },
         options=options,
     )
@@ -207,8 +231,12 @@ def _restore_args(trees: dict[str, Any]) -> ocp.args.Composite:
     return ocp.args.Composite(**arguments)
 
 
-def _checksums(model: nnx.Module, updater: Updater | None = None) -> dict[str, Any]:
+def _checksums(
+    model: nnx.Module, updater: Updater | None = None, reference: nnx.Module | None = None
+) -> dict[str, Any]:
     leaves = {f"model.{name}": leaf for name, leaf in by_name(nnx.state(model)).items()}
+    if reference is not None:
+        leaves |= {f"reference.{name}": leaf for name, leaf in by_name(_saved_part(reference)).items()}
     if updater is not None:
         paths = jax.tree_util.tree_leaves_with_path(updater.state)
         leaves |= {f"optimizer{jax.tree_util.keystr(path)}": leaf for path, leaf in paths}

@@ -26,7 +26,9 @@ from tpu_grpo.learner.agreement import agreement_metrics
 from tpu_grpo.learner.building import LearnerInputs, build_parts
 from tpu_grpo.learner.checkpoints import Checkpoints
 from tpu_grpo.learner.digest import params_digest, whole
+from tpu_grpo.learner.kl_reward import with_kl_in_advantages
 from tpu_grpo.learner.loss import LossSums, TrainBatch
+from tpu_grpo.learner.reference import reset
 from tpu_grpo.learner.rows import group_advantages, train_rows, unpacked
 from tpu_grpo.learner.signal import counted_rows, informative_groups, signal_metrics
 from tpu_grpo.learner.trained import has_adapters, parameters
@@ -53,8 +55,9 @@ class Learner:
         self._mesh = inputs.mesh
         parts = build_parts(config, inputs)
         self._algorithm, self._shape = parts.algorithm, parts.shape
-        self._batches, self._updater = parts.batches, parts.updater
-        self._checkpoints = Checkpoints(config.run_dir / CHECKPOINTS_DIR, keep=config.checkpoint.keep)
+        self._batches, self._updater, self._reference = parts.batches, parts.updater, parts.reference
+        kept = parts.reference if config.algorithm.reference_reset_every is not None else None
+        self._checkpoints = Checkpoints(config.run_dir / CHECKPOINTS_DIR, keep=config.checkpoint.keep, reference=kept)
         self.restored_step = self._checkpoints.restore(self._updater, resume=config.checkpoint.resume)
         """The step that was restored; 0 for a fresh start."""
 
@@ -76,6 +79,7 @@ class Learner:
         advantages = self._advantages(scored, informative_P)
         batches = self._micro_batches(scored, advantages, counted_B)
         passes = [self._one_pass(scored.rollout.batch.step, batches) for _ in range(self._config.algorithm.iterations)]
+        self._reset_reference(scored.rollout.batch.step)
         seconds = time.perf_counter() - started
         metrics = _update_metrics(passes) | signal_metrics(scored.rollout, informative_P, self._config)
         return UpdateResult(metrics=metrics, advantages=advantages, seconds=seconds)
@@ -155,7 +159,15 @@ class Learner:
         prompts = [prompt.token_ids for prompt in scored.rollout.row_prompts]
         completions, aggregation = scored.rollout.completions, self._algorithm.aggregation
         rows, _ = train_rows(prompts, completions, advantages, self._shape, aggregation, counted_B)
-        return [self._batches.place(part) for part in rows.chunks(self._shape.micro_batch)]
+        placed = [self._batches.place(part) for part in rows.chunks(self._shape.micro_batch)]
+        section = self._config.algorithm
+        return with_kl_in_advantages(placed, section.beta) if section.kl_in == "reward" else placed
+
+    def _reset_reference(self, step: int) -> None:
+        """Make the reference a copy of the policy, if the step is one of those after which that is done."""
+        every = self._config.algorithm.reference_reset_every
+        if every is not None and self._reference is not None and step % every == 0:
+            reset(self._reference, self._updater.model, self._updater.trained)
 
     def _one_pass(self, step: int, batches: Sequence[TrainBatch]) -> tuple[list[LossSums], UpdateRecord]:
         with self._mesh:
@@ -197,4 +209,11 @@ def _update_metrics(passes: Sequence[tuple[list[LossSums], UpdateRecord]]) -> di
         "update/learning_rate": float(records[-1].learning_rate),
         **agreement_metrics([sums.agreement for sums in passes[0][0]]),
         **(correction_metrics(corrected) if corrected else {}),
+        **_entropy_metrics(records),
     }
+
+
+def _entropy_metrics(records: Sequence[UpdateRecord]) -> dict[str, float]:
+    """Say what the last update multiplied its entropy with, where that is adapted."""
+    coefficient = records[-1].entropy_coefficient
+    return {} if coefficient is None else {"update/entropy_coefficient": float(coefficient)}

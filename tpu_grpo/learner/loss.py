@@ -1,6 +1,6 @@
 """The loss of a micro-batch: the algorithm's token losses, and what all algorithms have in common around them.
 
-    loss = sum of weight x (importance x correction x algorithm.token_losses + beta x KL - entropy_bonus x entropy)
+    loss = sum of weight x (importance x correction x algorithm.token_losses + beta x KL - coefficient x entropy)
 
 Without a ratio to the old policy the gradient of the KL estimates is not that of the divergence: of k1 it is zero in
 expectation, of k2 it is right for what the policy now has sampled, of k3 it is that of the divergence the other way
@@ -11,6 +11,7 @@ The weights hold the aggregation over the whole step (token_weights.py), so that
 Suffixes: R packed rows, S tokens of a row. An algorithm calls them B and T.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -22,6 +23,7 @@ from jaxtyping import Array, Float
 
 from tpu_grpo.algorithms import CorrectionSums, RunAlgorithm, Sequences, token_ratio
 from tpu_grpo.learner.agreement import AgreementSums, agreement_sums
+from tpu_grpo.learner.entropy import EntropyControl
 from tpu_grpo.learner.forward import ModelRows, kl_divergence, run_model
 
 
@@ -58,6 +60,15 @@ class LossSettings:
     kl_unbiased: bool = False
     """Multiply the KL estimates by the ratio to the old policy."""
     entropy_bonus: float = 0.0
+    kl_in_loss: bool = True
+    """If not, the penalty is in the advantages already, and is only measured."""
+    entropy_control: EntropyControl | None = None
+    """Adapts the coefficient of the entropy bonus, which is else ``entropy_bonus``."""
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """The numbers that the program takes as data, so that other values need no other program."""
+        return {"beta": self.beta, "entropy": self.entropy_bonus, **self.algorithm.numbers}
 
     @property
     def forward(self) -> dict[str, Any]:
@@ -80,8 +91,15 @@ class LossSums(NamedTuple):
     """What the algorithm's correction did, if it has one."""
 
 
-def policy_loss(model: nnx.Module, batch: TrainBatch, settings: LossSettings) -> tuple[Float[Array, ""], LossSums]:
-    """Compute the loss of a micro-batch, through which the gradient flows, and what is measured beside it."""
+def policy_loss(
+    model: nnx.Module, batch: TrainBatch, settings: LossSettings, numbers: Mapping[str, Any] | None = None
+) -> tuple[Float[Array, ""], LossSums]:
+    """Compute the loss of a micro-batch, through which the gradient flows, and what is measured beside it.
+
+    ``numbers`` take the places of those of the settings.
+    """
+    numbers = settings.numbers if numbers is None else numbers
+    algorithm = settings.algorithm.with_numbers(numbers)
     found, mask_RS = run_model(model, batch.rows, **settings.forward), batch.rows.mask
     counts_RS = batch.weights != 0.0
 
@@ -92,15 +110,15 @@ def policy_loss(model: nnx.Module, batch: TrainBatch, settings: LossSettings) ->
 
     now_RS, old_RS = counted(found.logprobs_RS), counted(batch.old_logps)
     sequences, correction = Sequences(batch.rows.segments, counts_RS), None
-    losses = settings.algorithm.token_losses(
+    losses = algorithm.token_losses(
         logprobs_BT=now_RS,
         old_logprobs_BT=old_RS,
         advantages_BT=batch.advantages,
         sequences=sequences,
     )
     loss_RS = losses.loss_BT if batch.importance is None else losses.loss_BT * batch.importance
-    if settings.algorithm.correction is not None:
-        weights_RS, correction = settings.algorithm.correction.weights(
+    if algorithm.correction is not None:
+        weights_RS, correction = algorithm.correction.weights(
             now_RS, old_RS, counted(batch.rollout_logps), batch.advantages, sequences
         )
         loss_RS = loss_RS * weights_RS
@@ -108,9 +126,11 @@ def policy_loss(model: nnx.Module, batch: TrainBatch, settings: LossSettings) ->
     if batch.reference_logps is not None:
         kl_RS = kl_divergence(now_RS, counted(batch.reference_logps), settings.kl_estimator)
         kl = (kl_RS * mask_RS).sum()
-        loss_RS = loss_RS + settings.beta * (kl_RS * token_ratio(now_RS, old_RS) if settings.kl_unbiased else kl_RS)
-    if settings.entropy_bonus:
-        loss_RS = loss_RS - settings.entropy_bonus * found.entropies_RS
+        if settings.kl_in_loss:
+            ratio_RS = token_ratio(now_RS, old_RS) if settings.kl_unbiased else 1.0
+            loss_RS = loss_RS + numbers["beta"] * (kl_RS * ratio_RS)
+    if settings.entropy_bonus or settings.entropy_control is not None:
+        loss_RS = loss_RS - numbers["entropy"] * found.entropies_RS
     loss = (batch.weights * counted(loss_RS)).sum()
     return loss, LossSums(
         loss=loss,

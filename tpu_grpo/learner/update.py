@@ -25,7 +25,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from tpu_grpo.learner.compact import join_residual, split_residual
+from tpu_grpo.learner.entropy import EntropyState, EntropySums, add_entropy, described_sums
 from tpu_grpo.learner.loss import LossSettings, LossSums, TrainBatch, policy_loss
+from tpu_grpo.learner.numbers import LossNumbers
 from tpu_grpo.learner.optimizers import state_shardings
 from tpu_grpo.learner.trained import trained_type
 
@@ -42,6 +44,8 @@ class UpdateRecord(NamedTuple):
     step_kept: Float[Array, ""]
     """How far the parameters moved along the step that was meant, over its length; 1 if nothing was lost. What rounding
     at random adds lies across the step, and does not count."""
+    entropy_coefficient: Float[Array, ""] | None = None
+    """That of the update's entropy bonus, if it is adapted."""
 
 
 class UpdateState(NamedTuple):
@@ -53,6 +57,8 @@ class UpdateState(NamedTuple):
     kept: Values
     """What the model's parameters lack of those that are stepped: float32 copies, or int8 residuals; empty if
     nothing."""
+    entropy: EntropyState | tuple[()] = ()
+    """The coefficient of the entropy bonus, if it is adapted."""
 
 
 class Updater:
@@ -92,6 +98,8 @@ class Updater:
         self._dtypes = {name: leaf.dtype for name, leaf in self.trained.items()}
         self._shared: frozenset[str] = frozenset(self.trained)
         self._gradients: Values | None = None
+        self._entropy: EntropySums | tuple[()] = ()  # measured since the last step, if the bonus is adapted
+        self._numbers = LossNumbers(settings, mesh)
         self._read: tuple[Values, nnx.State] | None = None  # the model's arrays, taken apart once for all micro-batches
         self.state: UpdateState = self._initial(stepped)
 
@@ -113,25 +121,29 @@ class Updater:
     def accumulate(self, batch: TrainBatch) -> LossSums:
         """Add a micro-batch's gradient to those since the last step, and return what its forward pass measured."""
         if self._gradients is None or self._read is None:
-            self._gradients, self._read = self._zeros(), self._model_values()
-        self._gradients, measured = self._accumulate(self._gradients, *self._read, batch)
+            (self._gradients, self._entropy), self._read = self._zeros(), self._model_values()
+        sums, numbers = (self._gradients, self._entropy), self._numbers.placed(self.state.entropy)
+        (self._gradients, self._entropy), measured = self._accumulate(sums, *self._read, batch, numbers)
         return measured
 
     def step(self) -> UpdateRecord:
         """Let the optimizer step once along the sum of the gradients, which is empty afterwards."""
         assert self._gradients is not None, "accumulate comes before step"
         gradients, self._gradients, self._read = self._gradients, None, None
-        changed, self.state, record = self._step(*self._step_arguments(gradients, self._shared))
+        changed, self.state, record = self._step(*self._step_arguments(gradients, self._shared), self._entropy)
         self._install(changed)
         return record
 
     def lower_accumulate(self, batch: Any) -> jax.stages.Lowered:
         """Lower the forward and backward pass of a micro-batch, for arrays or their descriptions."""
-        return self._accumulate.lower(self.gradients, *self._model_values(), batch)
+        sums = self.gradients, described_sums(self._settings.entropy_control, self._mesh)
+        return self._accumulate.lower(sums, *self._model_values(), batch, self._numbers.described())
 
     def lower_step(self, shared: Collection[str]) -> jax.stages.Lowered:
         """Lower the optimizer's step, with the memory of all but the ``shared`` parameters reused."""
-        return self._step.lower(*self._step_arguments(self.gradients, shared))
+        return self._step.lower(
+            *self._step_arguments(self.gradients, shared), described_sums(self._settings.entropy_control, self._mesh)
+        )
 
     # --- the programs -------------------------------------------------------------------------------------------------
 
@@ -145,17 +157,19 @@ class Updater:
         return self._compiled("step", self._stepped, donate_argnums=(2, 3, 4), keep_unused=True)
 
     def _accumulated(
-        self, sums: Values, trained: Values, others: nnx.State, batch: TrainBatch
-    ) -> tuple[Values, LossSums]:
+        self, sums: tuple[Values, Any], trained: Values, others: nnx.State, batch: TrainBatch, numbers: Values
+    ) -> tuple[tuple[Values, Any], LossSums]:
         def loss(values: Values) -> tuple[Float[Array, ""], LossSums]:
-            return policy_loss(nnx.merge(self._definition, self._as_state(values), others), batch, self._settings)
+            model = nnx.merge(self._definition, self._as_state(values), others)
+            return policy_loss(model, batch, self._settings, numbers)
 
         gradients, measured = jax.grad(loss, has_aux=True)(trained)
-        added = {name: sums[name] + gradients[name].astype(jnp.float32) for name in sums}
-        return self._laid_out(added), measured
+        added = {name: value + gradients[name].astype(jnp.float32) for name, value in sums[0].items()}
+        entropy = add_entropy(sums[1], measured.entropy, measured.agreement.tokens)
+        return (self._laid_out(added), entropy), measured
 
     def _stepped(
-        self, held: Values, read: Values, free: Values, state: UpdateState, reused: Values
+        self, held: Values, read: Values, free: Values, state: UpdateState, reused: Values, measured: Any
     ) -> tuple[Values, UpdateState, UpdateRecord]:
         gradients = read | reused
         values = self._joined(held | free, state.kept)
@@ -170,7 +184,11 @@ class Updater:
         along = sum(((arrived[name] - values[name]) * meant[name]).sum() for name in values)
         rate = jnp.asarray(self._schedule(state.count), jnp.float32)
         record = UpdateRecord(norm, rate, jnp.where(length > 0.0, along / length, 1.0))
-        return self._laid_out(trained), UpdateState(state.count + 1, optimizer, self._laid_out(kept)), record
+        entropy, control = state.entropy, self._settings.entropy_control
+        if control is not None and isinstance(entropy, EntropyState):
+            record = record._replace(entropy_coefficient=entropy.applied)
+            entropy = control.following(entropy, measured)
+        return self._laid_out(trained), UpdateState(state.count + 1, optimizer, self._laid_out(kept), entropy), record
 
     def _joined(self, trained: Values, kept: Values) -> Values:
         """The parameters that are stepped, float32."""
@@ -212,6 +230,7 @@ class Updater:
             whole,  # type: ignore[arg-type]  # a sharding in the place of its array
             state_shardings(shapes.optimizer, stepped),
             {name: self._layout[name] for name in shapes.kept},
+            jax.tree.map(lambda _: whole, shapes.entropy),
         )
         if isinstance(next(iter(stepped.values())), jax.ShapeDtypeStruct):
             return jax.tree.map(_described, shapes, shardings)
@@ -223,7 +242,9 @@ class Updater:
         kept = {name: value for name, value in values.items() if value.dtype != self._dtypes[name]}
         if self._residual:
             kept = {name: jnp.zeros(value.shape, jnp.int8) for name, value in values.items()}
-        return UpdateState(jnp.zeros((), jnp.int32), self._optimizer.init(values), kept)
+        control = self._settings.entropy_control
+        entropy = () if control is None else control.initial()
+        return UpdateState(jnp.zeros((), jnp.int32), self._optimizer.init(values), kept, entropy)
 
     @property
     def gradients(self) -> Values:
@@ -231,14 +252,11 @@ class Updater:
         trained = self.trained
         return {name: _described(_Float32(trained[name].shape), self._layout[name]) for name in trained}
 
-    def _zeros(self) -> Values:
-        shapes = {name: leaf.shape for name, leaf in self.trained.items()}
-        make = self._compiled(
-            "zeros",
-            lambda: {name: jnp.zeros(shape, jnp.float32) for name, shape in shapes.items()},
-            out_shardings=self._layout,
-        )
-        return make()
+    def _zeros(self) -> tuple[Values, Any]:
+        kinds = self.gradients, described_sums(self._settings.entropy_control, self._mesh)
+        layout = jax.tree.map(lambda kind: kind.sharding, kinds)
+        made = lambda: jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), kinds)  # noqa: E731
+        return self._compiled("zeros", made, out_shardings=layout)()
 
     def _model_values(self) -> tuple[Values, nnx.State]:
         _, trained, others = nnx.split(self.model, self._kind, ...)

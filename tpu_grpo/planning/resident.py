@@ -21,7 +21,7 @@ class ResidentBytes:
     trained: int
     """The part of ``parameters`` that is trained."""
     reference: int
-    """The part of the initial policy that the policy no longer shares once it has been updated."""
+    """The part of the reference that the policy no longer shares once it has been updated."""
     sampler: int
     """Those weights of the engines that are arrays of their own."""
     shared: int
@@ -37,13 +37,14 @@ def resident_bytes(run: AbstractRun) -> ResidentBytes:
     config, params = run.config, parameters(run.policy)
     leaves, frozen = named_leaves(params), frozen_leaves(params)
     adapters = config.model.lora.rank is not None
+    own_adapters = config.algorithm.reference_reset_every is not None
     trained = [leaf for name, leaf in leaves.items() if name not in frozen]
     moves, micro_batches = run.sync.moves, config.micro_batches(run.meshes.trainer.shape["fsdp"])
     return ResidentBytes(
         parameters=per_device(leaves.values()),
         optimizer=per_device(jax.tree.leaves(run.learner.state)),
         trained=per_device(trained),
-        reference=per_device(trained) if config.algorithm.beta > 0.0 and not adapters else 0,
+        reference=per_device(trained) if config.algorithm.beta > 0.0 and (own_adapters or not adapters) else 0,
         sampler=per_device(move.spec for move in moves if not move.aliased),
         shared=per_device(move.spec for move in moves if move.aliased),
         cache=per_device(run.engine.cache_specs),

@@ -68,6 +68,16 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
                 "Tunix's own loop does not have; train with the pipeline, or take other advantages, like grpo"
             )
         _check_all_count(section)
+        for name, value, plain in (
+            ("kl_in", section.kl_in, "loss"),
+            ("entropy_target", section.entropy_target, None),
+            ("reference_reset_every", section.reference_reset_every, None),
+        ):
+            if value != plain:
+                raise ConfigError(
+                    f"algorithm.{name}={value} needs the pipeline, which does it around the update; Tunix's own loop "
+                    "does not: train with the pipeline, or leave it out"
+                )
         return cls(
             algorithm=algorithm,
             advantage_estimator=section.advantage or section.name,
@@ -75,7 +85,7 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
             num_generations=section.group_size,
             num_iterations=section.iterations,
             beta=section.beta,
-            kl_loss_mode=section.kl_estimator,
+            kl_loss_mode=section.kl_estimate,
             epsilon=section.lower_clip,
             epsilon_high=section.upper_clip,
             old_policy=section.old_policy,

@@ -1,0 +1,112 @@
+"""The coefficient of an entropy bonus that is adapted to a target, by hand and through updates."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from tests.learner.linear import Run, linear_config, linear_run
+from tests.learner.toy import counted_compilations, make_config, make_learner, make_mesh, make_model, make_scored
+from tpu_grpo.errors import CheckpointError
+from tpu_grpo.learner.checkpoints import Checkpoints
+from tpu_grpo.learner.entropy import EntropyControl, EntropySums, add_entropy
+from tpu_grpo.learner.update import by_name
+
+
+def test_by_hand() -> None:
+    """Mean entropies of 1, 2, 3, 1, 1 nats for a target of 2: the coefficient waits at 0 and never falls below."""
+    control = EntropyControl(first=0.25, target=2.0, step=0.5)
+    state, found = control.initial(), []
+    for mean in (1.0, 2.0, 3.0, 3.0, 3.0, 3.0, 1.0):
+        found.append((float(state.coefficient), float(state.applied)))
+        state = jax.jit(control.following)(state, EntropySums(jnp.float32(8 * mean), jnp.float32(8)))
+    assert found == [(0.25, 0.25), (0.75, 0.75), (1.25, 1.25), (0.75, 0.0), (0.25, 0.0), (0.0, 0.0), (0.0, 0.0)]
+    assert (float(state.coefficient), float(state.applied)) == (0.5, 0.5)
+
+
+def test_sums_add_up_over_micro_batches_and_are_nothing_without_a_target() -> None:
+    sums = EntropySums(jnp.float32(1.0), jnp.float32(2.0))
+    assert tuple(map(float, add_entropy(sums, jnp.float32(3.0), jnp.float32(4.0)))) == (4.0, 6.0)
+    assert add_entropy((), jnp.float32(3.0), jnp.float32(4.0)) == ()
+
+
+def test_a_checkpoint_holds_the_coefficient_and_the_reference(tmp_path: Path) -> None:
+    def opened(seed: int) -> tuple[Run, Run, Checkpoints]:
+        control = EntropyControl(first=0.25, target=2.0, step=0.5)
+        run, reference = (
+            linear_run(linear_config(tmp_path), seed=seed, control=control),
+            linear_run(linear_config(tmp_path), seed=seed + 1),
+        )
+        return run, reference, Checkpoints(tmp_path, keep=2, reference=reference.updater.model)
+
+    def step(run: Run, mean: float) -> float:
+        run.updater._entropy = EntropySums(jnp.float32(8 * mean), jnp.float32(8))
+        return float(run.step().entropy_coefficient)  # type: ignore[arg-type]
+
+    run, reference, checkpoints = opened(0)
+    assert checkpoints.restore(run.updater, resume="auto") == 0
+    assert [step(run, mean) for mean in (1.0, 3.0)] == [0.25, 0.75]
+    checkpoints.save(2, run.updater)
+    checkpoints.close()
+    after, other, checkpoints = opened(7)
+    assert checkpoints.restore(after.updater, resume="auto") == 2
+    assert tuple(map(float, after.updater.state.entropy)) == (0.25, 0.0)
+    held, found = (by_name(nnx.state(each.updater.model)) for each in (reference, other))
+    for name, value in held.items():
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(found[name]))
+    assert [step(after, mean) for mean in (1.0, 1.0)] == [0.0, 0.75]
+    checkpoints.close()
+
+    plain = linear_run(linear_config(tmp_path))  # what the others are not asked for stays where it is
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.restore(plain.updater, resume="auto") == 2
+    checkpoints.save(3, plain.updater)
+    checkpoints.close()
+    after, _, checkpoints = opened(7)
+    with pytest.raises(CheckpointError, match="entropy_state and reference_params is missing"):
+        checkpoints.restore(after.updater, resume="auto")
+    checkpoints.close()
+
+
+@pytest.mark.slow  # two learners are compiled
+def test_a_run_adapts_its_bonus_and_its_reference_and_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """Everything that a step leaves for later ones: the coefficient, and a reference that is made anew."""
+    algorithm = {
+        "beta": 0.1,
+        "kl_in": "reward",
+        "reference_reset_every": 2,
+        "entropy_bonus": 0.01,
+        "entropy_target": 2.0,
+        "entropy_step": 0.02,
+        "micro_batch_prompts": 2,
+    }
+    config, mesh = make_config(tmp_path, {"algorithm": algorithm}), make_mesh()
+    scored = [make_scored(make_model(mesh), config, step) for step in range(1, 6)]
+    learner, found = make_learner(config, mesh, reference=make_model(mesh)), []
+    for step, each in enumerate(scored, 1):
+        with counted_compilations() as compiled:
+            found.append(learner.update(each).metrics)
+        assert step < 3 or not compiled
+        if step == 3:
+            learner.save(step)
+    learner.close()
+
+    coefficient, applied = 0.01, 0.01
+    for metrics in found:
+        assert metrics["update/entropy_coefficient"] == pytest.approx(applied, abs=1e-7)
+        low = metrics["update/entropy"] <= 2.0
+        coefficient = max(0.0, coefficient + (0.02 if low else -0.02))
+        applied = coefficient if low else 0.0
+    # The reference starts as the policy, and after steps 2 and 4 it is the policy again.
+    assert np.abs([found[step]["update/kl"] for step in (0, 2, 4)]) == pytest.approx(0.0, abs=1e-5)
+    assert min(abs(found[step]["update/kl"]) for step in (1, 3)) > 1e-4
+
+    other = make_learner(config, mesh, seed=7, reference=make_model(mesh))
+    assert other.restored_step == 3
+    for each, metrics in zip(scored[3:], found[3:], strict=True):
+        assert other.update(each).metrics == metrics
+    assert other.params_digest() == learner.params_digest()
+    other.close()

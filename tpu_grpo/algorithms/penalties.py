@@ -1,0 +1,88 @@
+"""Which settings of the KL penalty and of the entropy bonus go together, and what is written of them in the formula.
+
+With x = log(policy / reference) of a sampled token, the estimates of KL(policy || reference) are
+
+    k1    x                 its mean is the divergence; as a loss its gradient is zero in expectation
+    k2    x^2 / 2           its gradient is right for what the policy now has sampled
+    k3    exp(-x) - 1 + x   its mean is the divergence, and its gradient that of the divergence the other way round
+
+(http://joschu.net/blog/kl-approx.html). Times the ratio to the old policy, k1 and k3 have the right gradient. As a part
+of the reward k1 has it too: there it has no gradient of its own, and is a cost of the token like any other.
+"""
+
+from collections.abc import Mapping
+
+from tpu_grpo.config import AlgorithmSection
+from tpu_grpo.errors import ConfigError
+
+ENTROPY_STEP = 0.005
+KL_ESTIMATES: Mapping[str, str] = {
+    "kl": "log(p/p_ref)",
+    "mse_kl": "log(p/p_ref)**2 / 2",
+    "low_var_kl": "p_ref/p - 1 - log(p_ref/p)",
+}
+
+
+def check_penalties(section: AlgorithmSection) -> None:
+    """Refuse settings that do not go together.
+
+    Raises:
+        ConfigError: for the first of them.
+    """
+    for name in ("kl_unbiased", "reference_reset_every"):
+        if (value := getattr(section, name)) and section.beta == 0.0:
+            shown = "true" if value is True else value
+            raise ConfigError(
+                f"algorithm.{name}={shown} needs a KL penalty, got algorithm.beta=0; set beta, or leave it out"
+            )
+    if section.kl_in == "reward":
+        _check_in_reward(section)
+    if section.kl_unbiased and section.kl_estimate == "mse_kl":
+        raise ConfigError(
+            f"algorithm.kl_unbiased=true needs kl_estimator k3 or k1, got {section.kl_estimator}; its mean is not the "
+            "KL divergence, with or without the ratio: choose another"
+        )
+    if section.entropy_step is not None and section.entropy_target is None:
+        raise ConfigError(
+            f"algorithm.entropy_step={section.entropy_step:g} needs algorithm.entropy_target, got none; set it, or "
+            "leave entropy_step out: the coefficient is entropy_bonus all the time"
+        )
+
+
+def _check_in_reward(section: AlgorithmSection) -> None:
+    if section.beta == 0.0:
+        raise ConfigError("algorithm.kl_in=reward needs a KL penalty, got algorithm.beta=0; set beta, or leave it out")
+    if section.kl_unbiased:
+        raise ConfigError(
+            "algorithm.kl_unbiased=true needs algorithm.kl_in=loss, got reward; k1 in the reward has the gradient of "
+            "the KL divergence already: leave it out"
+        )
+    if section.kl_estimate != "kl":
+        raise ConfigError(
+            f"algorithm.kl_in=reward needs kl_estimator k1, got {section.kl_estimator}; as a reward, only k1 has the "
+            "gradient of the KL divergence: leave kl_estimator out"
+        )
+
+
+def kl_formula(section: AlgorithmSection, old: str) -> tuple[str, str, list[str]]:
+    """Return what the KL penalty adds to a token's loss and to its advantage, and the definitions of its names."""
+    if not section.beta:
+        return "", "", []
+    weight, reset = f"{section.beta:g}*", section.reference_reset_every
+    reference = [] if reset is None else [f"p_ref = p after the last step that {reset} divides"]
+    if section.kl_in == "reward":
+        return "", f" + {weight}(mean_step(k) - k)", [f"k = log({old}/p_ref)", *reference]
+    ratio = "r*" if section.kl_unbiased else ""
+    return f" + {weight}{ratio}k", "", [f"k = {KL_ESTIMATES[section.kl_estimate]}", *reference]
+
+
+def entropy_formula(section: AlgorithmSection) -> tuple[str, list[str]]:
+    """Return what the entropy bonus adds to a token's loss, and the definitions of its names."""
+    if section.entropy_target is not None:
+        step, target = f"{section.entropy_step or ENTROPY_STEP:g}", f"{section.entropy_target:g}"
+        adapted = (
+            f"c = {section.entropy_bonus:g} at first, + {step} after an update of mean H <= {target}, else - {step} "
+            "(>= 0) and unused in the next update"
+        )
+        return " - c*H", ["H = entropy of p", adapted]
+    return (f" - {section.entropy_bonus:g}*H", ["H = entropy of p"]) if section.entropy_bonus else ("", [])
