@@ -188,7 +188,9 @@ def test_the_learner_gives_what_advantages_ask_for(tmp_path: Path, advantage: st
     scores = Scores(parts[0], {"second": parts[1], "first": parts[0]}, 0.0)
     groups = parts.reshape(2, 4, 2)
     expected = REFERENCES[advantage](groups[0], counts.reshape(4, 2), groups, [2.0, 0.5])
-    np.testing.assert_allclose(learner._advantages(ScoredRollout(rollout, scores)), expected.ravel(), rtol=1e-12)
+    np.testing.assert_allclose(
+        learner._advantages(ScoredRollout(rollout, scores), np.ones(4, bool)), expected.ravel(), rtol=1e-12
+    )
     if advantage == "gdpo":
         with pytest.raises(RewardError, match=r"take rewards one by one, and \['second'\] are not scored"):
-            learner._advantages(ScoredRollout(rollout, Scores(parts[0], {"first": parts[0]}, 0.0)))
+            learner._advantages(ScoredRollout(rollout, Scores(parts[0], {"first": parts[0]}, 0.0)), np.ones(4, bool))
