@@ -23,8 +23,10 @@ from tests.rollout.interpreter import interpreted_kernels
 from tpu_grpo.rollout.attention import NativeMode
 from tpu_grpo.rollout.decode_loop import LaunchInputs, LaunchRows, Sampled, decode_loop, pack_rows, unpack_rows
 from tpu_grpo.rollout.engine import Engine
-from tpu_grpo.rollout.reservation import keep, reserve
+from tpu_grpo.rollout.reservation import give_back, keep, reserve, reserve_ahead
+from tpu_grpo.rollout.runner import Runner
 from tpu_grpo.rollout.sampling import SamplingColumns
+from tpu_grpo.rollout.scheduler import SteppedScheduler
 from tpu_grpo.rollout.step_arrays import StepInputs, StepOutput
 from tpu_grpo.rollout.use import total_use
 from tpu_grpo.types import Completion, Request, SamplingParams
@@ -157,6 +159,36 @@ def test_stop_tokens_at_every_place_of_a_launch(checkpoint: Path, model: nnx.Mod
     assert places == set(range(8))
 
 
+def test_devices_have_the_next_launch_before_this_one_has_ended(checkpoint: Path, model: nnx.Module) -> None:
+    """But not while a request waits, of which there are 12 for 8 places, nor with single steps."""
+    asked, happened = requests(sampling=SamplingParams(24, ignore_stop=True), group=4), []
+    launch, take_in = Runner.launch, SteppedScheduler._take_in
+
+    def launched(self: Any, *args: Any) -> Any:
+        happened.append("launch")
+        return launch(self, *args)
+
+    def taken_in(self: Any, batch: Any, reservation: Any, output: Any) -> None:
+        happened.append("tokens" if reservation is not None else "prefill")
+        take_in(self, batch, reservation, output)
+
+    found = {}
+    with mock.patch.object(Runner, "launch", launched), mock.patch.object(SteppedScheduler, "_take_in", taken_in):
+        for steps in (1, 8):
+            happened.clear()
+            found[steps] = (
+                sampled_by(build_engine(checkpoint, model, steps_per_launch=steps, **SMALL), asked),
+                [*happened],
+            )
+    assert found[1][0] == found[8][0]
+    order = ",".join(found[8][1])
+    alone, _, together = order.rpartition("prefill,")
+    assert "launch,tokens" in alone
+    assert "launch,launch" not in alone
+    assert together == "launch,launch,tokens,launch,tokens,tokens"
+    assert "launch,launch" not in ",".join(found[1][1])
+
+
 def _unstopped(request: Request) -> Request:
     return replace(request, sampling=replace(request.sampling, ignore_stop=True))
 
@@ -237,7 +269,14 @@ class Counting:
         return StepOutput(inputs.input_ids + 1, -inputs.seq_lens.astype(jnp.float32), None), [written]
 
 
-def count_up(slots: list[list[int]], steps: int, left: int = 0, stop: frozenset[int] = frozenset()) -> Any:
+def count_up(
+    slots: list[list[int]],
+    steps: int,
+    left: int = 0,
+    stop: frozenset[int] = frozenset(),
+    before: list[list[int]] | None = None,
+    what_follows: bool = False,
+) -> Any:
     """Rows start with tokens 10, 20, ..., of lengths 5, 6, ...; the last row takes no stop token for an end."""
     rows = len(slots)
     columns = SamplingColumns(
@@ -248,17 +287,21 @@ def count_up(slots: list[list[int]], steps: int, left: int = 0, stop: frozenset[
     lengths = np.arange(5, 5 + rows, dtype=np.int32)
     given = LaunchRows(10 * np.arange(1, rows + 1, dtype=np.int32), lengths, np.arange(rows) < rows - 1, columns, None)
     packed = pack_rows(given._replace(slots=np.array(slots, np.int32)))
+    control = jnp.array([steps, left, before is not None])
+    given_before = jnp.array([[99] * rows, [1] * rows] if before is None else before)
     model: Any = Counting()
     with jax.disable_jit():
         output, cache = decode_loop(
             model,
             [jnp.zeros(12, jnp.int32)],
-            LaunchInputs(jnp.asarray(packed), jnp.array([steps, left]), None),
+            LaunchInputs(jnp.asarray(packed), control, None, given_before),
             attention=model,
             stop_token_ids=stop,
             experts=None,
         )
-    found = Sampled.of(output, rows)
+    if what_follows:
+        return np.asarray(output.after)
+    found = Sampled.of_launch(np.asarray(output.results), np.arange(rows))
     return (
         [column[:n].tolist() for column, n in zip(found.tokens.T, found.count, strict=True)],
         [column[:n].tolist() for column, n in zip(found.logprobs.T, found.count, strict=True)],
@@ -281,6 +324,25 @@ def test_rows_end_with_their_slots_and_by_stop_tokens() -> None:
 def test_a_launch_ends_after_its_steps_or_with_few_rows(steps: int, left: int, counts: list[int]) -> None:
     found, _, _ = count_up([[0, 1, 2, 3], [4, 5, -1, -1], [6, -1, -1, -1]], steps, left)
     assert [len(row) for row in found] == counts
+
+
+def test_a_launch_takes_up_the_rows_that_go_on() -> None:
+    """The second has stopped in the launch before, the third has no more slots; 2 rows are no more than 2."""
+    slots = [[0, 1], [2, 3], [-1, -1], [4, 5]]
+    before = [[70, 80, 90, 60], [0, 1, 0, 0]]
+    found, logprobs, cache = count_up(slots, steps=2, before=before)
+    assert found == [[71, 72], [], [], [61, 62]]
+    assert logprobs == [[-5, -6], [], [], [-8, -9]]
+    assert cache == [5, 6, 0, 0, 8, 9, 0, 0, 0, 0, 0, 0]
+    assert count_up(slots, steps=2, left=2, before=before)[0] == [[], [], [], []]
+
+
+def test_a_launch_says_what_the_next_needs() -> None:
+    """The first row ends by its slots, the second by a stop token, and the third goes on."""
+    slots = [[0, 1, -1], [4, 5, 6], [7, 8, 9], [-1, -1, -1]]
+    after = count_up(slots, steps=3, stop=frozenset({22}), what_follows=True)
+    assert after[1].tolist() == [0, 1, 0, 0]
+    assert after[0, 2] == 33
 
 
 def test_rows_survive_being_packed() -> None:
@@ -368,6 +430,40 @@ def test_slots_are_reserved_and_given_back(page: int, steps: int) -> None:
     assert batch.seq_lens_sum == 11
     assert [(req.kv_allocated_len, req.kv_committed_len) for req in batch.reqs] == [(8, 8), (3, 3)]
     assert before - allocator.available_size() == {1: 2, 4: 0}[page]
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_slots_for_the_next_launch_are_reserved_before_this_one_has_ended(page: int) -> None:
+    """Rows of 6, 3 and 5 tokens; the second ends with this launch of 4 steps, the third after 2 more."""
+    batch = batch_of([6, 3, 5], new=[20, 4, 6], free=64, page=page)
+    allocator, table = batch.token_to_kv_pool_allocator, batch.req_to_token_pool.req_to_token
+    now = reserve(batch, 4, left=1)
+    known, free = [req.kv_allocated_len for req in batch.reqs], allocator.available_size()
+    ahead = reserve_ahead(batch, now, 4)
+    assert ahead is not None
+    assert (ahead.lengths.tolist(), ahead.ends.tolist(), ahead.left) == ([10, 7, 9], [13, 6, 10], 1)
+    np.testing.assert_array_equal(ahead.slots, [table[0, 9:13], [-1] * 4, [*table[2, 8:10], -1, -1]])
+    assert [req.kv_allocated_len for req in batch.reqs] == known  # the library is not told
+    assert free - allocator.available_size() == {1: 6, 4: 8}[page]  # 4 and 2 tokens, or the last page of two rows
+    taken = [slot for part in (now, ahead) for slot in part.slots[part.slots >= 0].tolist()]
+    assert len(set(taken)) == len(taken)
+
+    keep(batch, now, np.array([4, 4, 2]))  # the third has stopped after 6 tokens
+    give_back(batch, ahead.of(np.array([False, True, True])))
+    assert allocator.available_size() == free - {1: 6 - 2 - 2, 4: 8 - 4}[page]  # of both launches; page 2 stays its own
+    give_back(batch, ahead.of(np.array([True, False, False])))
+    assert allocator.available_size() == free + {1: 2, 4: 0}[page]
+    again = allocator.alloc(allocator.available_size()).tolist()
+    assert len(set(again)) == len(again)  # nothing was given back twice
+
+
+@pytest.mark.parametrize(("new", "free", "given"), [(4, 64, 4), (20, 64, 3), (20, 14, 4)])
+def test_nothing_is_reserved_ahead_without_use_or_room(new: int, free: int, given: int) -> None:
+    """All rows end with this launch; it has fewer steps than others; or 8 more slots leave none for each row."""
+    batch = batch_of([6, 3], new=[new, new], free=free, page=1)
+    now = reserve(batch, given, left=0)
+    assert now.steps == given
+    assert reserve_ahead(batch, now, 4) is None
 
 
 @pytest.mark.parametrize(

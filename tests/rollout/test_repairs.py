@@ -7,10 +7,12 @@ import copy
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -139,6 +141,52 @@ def test_the_prefix_trees_clock_is_still_needed() -> None:
     repairs.count_instead_of_clock()
     assert radix_cache.time is clock
     assert radix_cache.TreeNode().last_access_time == first + 1
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_slots_that_are_taken_are_still_allocated(page: int) -> None:
+    """A row of 8 tokens: the library allocates a slot for the next, and with the repair takes the one that we say."""
+    from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
+    from sgl_jax.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+    from sgl_jax.srt.mem_cache.memory_pool import ReqToTokenPool
+
+    kind: Any = TokenToKVPoolAllocator if page == 1 else PagedTokenToKVPoolAllocator
+
+    def prepared(slots: np.ndarray | None) -> tuple[list[int], int]:
+        allocator, table = kind(32, kvcache=None, **({} if page == 1 else {"page_size": page})), ReqToTokenPool(1, 16)
+        table.req_to_token[0, :8] = allocator.alloc(8)
+        batch, free = ScheduleBatch.__new__(ScheduleBatch), allocator.available_size()
+        info = SimpleNamespace(
+            reqs=[SimpleNamespace(decode_batch_idx=0, kv_committed_len=8, kv_allocated_len=8)],
+            seq_lens=np.array([8]),
+            seq_lens_sum=8,
+            req_pool_indices=np.array([0]),
+            output_ids=np.array([7]),
+            sampling_info=repairs.NoSamplingInfo(),
+        )
+        tree = SimpleNamespace(token_to_kv_pool_allocator=allocator, evict=None, disable=True)
+        for name, value in {
+            "reqs_info": [info],
+            "dp_size": 1,
+            "spec_algorithm": None,
+            "enable_overlap": False,
+            "is_hybrid_recurrent": False,
+            "tree_cache": tree,
+            "req_to_token_pool": table,
+            "token_to_kv_pool_allocator": allocator,
+        }.items():
+            setattr(batch, name, value)
+        with (
+            mock.patch.object(ScheduleBatch, "maybe_evict_swa"),
+            nullcontext() if slots is None else repairs.slots_taken(slots),
+        ):
+            assert slots is None or batch.check_decode_mem()
+            batch.prepare_for_decode()
+        assert table.req_to_token[0, 8] == info.out_cache_loc[0]
+        return info.out_cache_loc.tolist(), free - allocator.available_size()
+
+    assert prepared(None)[1] == page
+    assert prepared(np.array([23], np.int32)) == ([23], 0)
 
 
 def test_sampling_info_is_put_back() -> None:

@@ -7,7 +7,9 @@ dealing.py           which replica serves which group, and in which order
 engine.py            one engine: build it, install weights, generate, release
 options.py           the sizes and settings of an engine
 generation.py        a batch of requests while an engine serves it
-scheduler.py         sglang-jax's scheduler, stepped on the calling thread
+scheduler.py         sglang-jax's scheduler, stepped on the calling thread; quiet_scheduler.py: without its server
+decode_loop.py       several decode steps in one launch;  reservation.py: their cache slots
+decisions.py         what an engine decided and sampled, as a digest
 runner.py            one compiled program per shape, of model, attention and token sampling
 step_inputs.py       pads a scheduled batch to the arrays of one step
 shapes.py            chooses the few padded shapes that a run compiles

@@ -202,8 +202,12 @@ class FlashMode(NativeMode):
         return self._metadata(columns["seq_lens"], columns["extend_lens"], cache_loc, (0, rows, rows))
 
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
-        """Compute the library's metadata for rows as long as they may get; the pages stay during a launch."""
-        rows = int(np.sum(ends_B > 0))
+        """Compute the library's metadata for rows as long as they may get; the pages stay during a launch.
+
+        Padding between rows gets a page to itself, page 0, as rows that have ended do.
+        """
+        rows = int(np.max(np.nonzero(ends_B)[0], initial=-1)) + 1
+        ends_B = np.where((np.arange(len(ends_B)) < rows) & (ends_B == 0), 1, ends_B).astype(np.int32)
         return self._metadata(ends_B, np.ones_like(ends_B), self.cache_loc(slots_bL, ends_B), (rows, rows, rows))
 
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:

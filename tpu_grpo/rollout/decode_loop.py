@@ -2,7 +2,8 @@
 
 The cache slots of all steps are reserved before the launch, so that the host has nothing to say until it ends. A row
 ends inside the launch by a stop token, or when its slots are used up; from then on it counts as padding and writes
-nowhere. The loop ends when its steps are done or few rows are left, as ``LaunchInputs.control`` says.
+nowhere. The loop ends when its steps are done or few rows are left, as ``LaunchInputs.control`` says. A launch can take
+up rows where the launch before leaves them, so that the devices have it before the host has seen that one's tokens.
 
     step         0   1   2   3          (slots for 4 tokens; row c may have only 2 more, row b samples a stop token)
     row a        x   x   x   x
@@ -12,12 +13,14 @@ nowhere. The loop ends when its steps are done or few rows are left, as ``Launch
 Suffixes: B rows (padded), k the most steps of a launch, L layers, K experts per token.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Integer
 
 from tpu_grpo.rollout.arrays import AnyArray
@@ -50,10 +53,12 @@ class LaunchInputs(NamedTuple):
 
     rows: Int[AnyArray, "B columns"]
     """LaunchRows side by side in int32; ``pack_rows`` makes it."""
-    control: Int[AnyArray, " 2"]
-    """The number of steps, and how many running rows are so few that the launch ends before it."""
+    control: Int[AnyArray, " 3"]
+    """The number of steps; how many running rows are so few that the launch ends; and 1 to take up ``before``."""
     attention: Any
     """The attention mode's arrays, which stay as they are during a launch."""
+    before: Int[AnyArray, "2 B"]
+    """What the launch before left in ``LaunchOutput.after``; anything for a launch that does not take it up."""
 
 
 class LaunchOutput(NamedTuple):
@@ -64,24 +69,40 @@ class LaunchOutput(NamedTuple):
     log-probabilities."""
     experts: Integer[Array, "k B L K"] | None
     """The experts of every token that a step took in, if the runner returns them."""
+    after: Int[Array, "2 B"] | None
+    """Each row's last token, and 1 if that is a stop token; the next launch reads it, and the host does not."""
+
+
+def for_host(output: StepOutput | LaunchOutput) -> StepOutput | LaunchOutput:
+    """Leave out what the host does not read."""
+    return output._replace(after=None) if isinstance(output, LaunchOutput) else output
 
 
 class Sampled(NamedTuple):
-    """The tokens of b rows in a launch or a prefill step, on the host: the first ``count`` of each row's column."""
+    """The tokens of b rows in a launch or a prefill step, on the host: the first ``count`` of each row."""
 
     count: Int[np.ndarray, " b"]
     tokens: Int[np.ndarray, "k b"]
     logprobs: Float[np.ndarray, "k b"]
 
     @classmethod
-    def of(cls, output: "StepOutput | LaunchOutput", rows: int) -> "Sampled":
-        """Read the first ``rows`` rows of what has come to the host; each has one token after a prefill step."""
-        if isinstance(output, StepOutput):
-            tokens, logprobs = np.asarray(output.tokens), np.asarray(output.logprobs)
-            return cls(np.ones(rows, np.int32), tokens[None, :rows], logprobs[None, :rows])
-        results = np.ascontiguousarray(np.asarray(output.results)[:, :rows])
-        tokens, bits = np.split(results[1:], 2)
-        return cls(results[0], tokens, bits.view(np.float32))
+    def of_prefill(cls, output: StepOutput, rows: int) -> "Sampled":
+        """Read the first ``rows`` rows of a prefill step, which has come to the host; each has one token."""
+        tokens, logprobs = np.asarray(output.tokens), np.asarray(output.logprobs)
+        return cls(np.ones(rows, np.int32), tokens[None, :rows], logprobs[None, :rows])
+
+    @classmethod
+    def of_launch(cls, results: Int[np.ndarray, "results B"], columns: Int[np.ndarray, " b"]) -> "Sampled":
+        """Read the rows in these columns of a launch's results."""
+        chosen = np.ascontiguousarray(np.asarray(results)[:, columns])
+        tokens, bits = np.split(chosen[1:], 2)
+        return cls(chosen[0], tokens, bits.view(np.float32))
+
+
+@functools.cache
+def nothing_before(rows: int, mesh: Mesh) -> Int[Array, "2 B"]:
+    """Return the ``before`` of launches that follow none. It is on the devices, or they would have another program."""
+    return jax.jit(lambda: jnp.zeros((2, rows), jnp.int32), out_shardings=NamedSharding(mesh, PartitionSpec()))()
 
 
 def pack_rows(rows: LaunchRows) -> Int[np.ndarray, "B columns"]:
@@ -111,6 +132,7 @@ class _Carry(NamedTuple):
     step: Int[Array, ""]
     token: Int[Array, " B"]
     running: Bool[Array, " B"]
+    stopped: Bool[Array, " B"]
     count: Int[Array, " B"]
     tokens: Int[Array, "k B"]
     logprobs: Float[Array, "k B"]
@@ -142,11 +164,12 @@ def decode_loop(
         running = carry.running
         output, cache = step(carry.cache, _step_inputs(carry, rows, inputs.attention, attention))
         token = jnp.where(running, output.tokens, 0)
-        stopped = rows.stops & jnp.any(token[:, None] == stop_ids, axis=1)
+        stopped = carry.stopped | (running & rows.stops & jnp.any(token[:, None] == stop_ids, axis=1))
         return _Carry(
             step=carry.step + 1,
             token=token,
             running=running & ~stopped & (_slots_at(rows, carry.step + 1) >= 0),
+            stopped=stopped,
             count=carry.count + running,
             tokens=carry.tokens.at[carry.step].set(token),
             logprobs=carry.logprobs.at[carry.step].set(jnp.where(running, output.logprobs, 0.0)),
@@ -154,17 +177,21 @@ def decode_loop(
             cache=cache,
         )
 
-    last = jax.lax.while_loop(more, advance, _start(rows, cache, experts))
+    last = jax.lax.while_loop(more, advance, _start(rows, inputs, cache, experts))
     bits = jax.lax.bitcast_convert_type(last.logprobs, jnp.int32)
-    return LaunchOutput(jnp.concatenate([last.count[None], last.tokens, bits]), last.experts), last.cache
+    results = jnp.concatenate([last.count[None], last.tokens, bits])
+    return LaunchOutput(results, last.experts, jnp.stack([last.token, last.stopped.astype(jnp.int32)])), last.cache
 
 
-def _start(rows: LaunchRows, cache: Cache, experts: ExpertLayout | None) -> _Carry:
+def _start(rows: LaunchRows, inputs: LaunchInputs, cache: Cache, experts: ExpertLayout | None) -> _Carry:
     batch, steps = rows.slots.shape
+    follows, (token, stopped) = inputs.control[2] > 0, inputs.before
+    stopped = follows & (stopped > 0)
     return _Carry(
         step=jnp.int32(0),
-        token=rows.token,
-        running=rows.slots[:, 0] >= 0,
+        token=jnp.where(follows, token, rows.token),
+        running=(rows.slots[:, 0] >= 0) & ~stopped,
+        stopped=stopped,
         count=jnp.zeros(batch, jnp.int32),
         tokens=jnp.zeros((steps, batch), jnp.int32),
         logprobs=jnp.zeros((steps, batch), jnp.float32),

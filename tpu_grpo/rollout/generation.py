@@ -139,7 +139,8 @@ class Generation:
     def _start(self, most_steps: int | None) -> None:
         """Launch, and note how many rows can run, if requests wait beside decode steps."""
         scheduler = self._scheduler
-        scheduler.start(most_steps=most_steps, more_wait=bool(self._held))
+        ahead = most_steps is None and not self._held and not self._followers  # all requests are in the scheduler
+        scheduler.start(most_steps=most_steps, more_wait=bool(self._held), ahead=ahead)
         flight = scheduler.in_flight
         if flight is not None and flight.reservation is not None and scheduler.waiting_queue:
             self._places = len(flight.batch.reqs)

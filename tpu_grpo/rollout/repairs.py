@@ -178,6 +178,23 @@ def count_instead_of_clock() -> None:
         mock.patch.object(radix_cache, "time", counter).start()  # never stopped: the tree reads it at every step
 
 
+@contextmanager
+def slots_taken(slots_b: np.ndarray) -> Iterator[None]:
+    """Let the library prepare a decode step whose rows have these cache slots already.
+
+    Reason: it looks for free memory, evicts prefixes or puts rows back if there is none, and allocates the slots.
+    """
+    from sgl_jax.srt.managers import schedule_batch
+
+    batch = schedule_batch.ScheduleBatch
+    with (
+        mock.patch.object(batch, "check_decode_mem", return_value=True),
+        mock.patch.object(batch, "alloc_paged_token_slots_decode", return_value=slots_b),
+        mock.patch.object(schedule_batch, "alloc_token_slots", return_value=slots_b),
+    ):
+        yield
+
+
 class NoSamplingInfo:
     """Stands in for the library's ``SamplingBatchInfo``: our sampler's columns live in the runner's table.
 

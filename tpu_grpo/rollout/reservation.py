@@ -9,13 +9,16 @@ after single steps, and decide alike.
     ...                                     # the launch
     keep(batch, reservation, counts)        # the tokens that each row has sampled
 
+While nothing waits, the next launch is made before this one's tokens are known. ``reserve_ahead`` takes the slots of
+all rows for it, as if none ended, and ``give_back`` those of rows that have.
+
 Suffixes: b rows of the batch (B padded), k steps of the launch, T tokens, L layers, K experts per token.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int, Integer
+from jaxtyping import Bool, Int, Integer
 from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
 
 
@@ -25,15 +28,28 @@ class Reservation:
 
     slots: Int[np.ndarray, "b k"]
     """The cache slots of the tokens that the steps take in; -1 after the row's last."""
+    lengths: Int[np.ndarray, " b"]
+    """Tokens that each row has after the first step."""
     ends: Int[np.ndarray, " b"]
     """Tokens that each row has after all of its steps."""
     left: int
     """The launch ends early when no more rows than these are running."""
+    columns: Int[np.ndarray, " b"]
+    """Where each row lies on the devices: one that follows another launch leaves it where it was."""
 
     @property
     def steps(self) -> int:
         """The most steps of the launch."""
         return self.slots.shape[1]
+
+    @property
+    def places(self) -> Int[np.ndarray, "b k"]:
+        """The position in its row of each token that a step takes in."""
+        return self.lengths[:, None] - 1 + np.arange(self.steps)
+
+    def of(self, rows: Bool[np.ndarray, " b"]) -> "Reservation":
+        """Leave only these rows."""
+        return Reservation(self.slots[rows], self.lengths[rows], self.ends[rows], self.left, self.columns[rows])
 
 
 def reserve(batch: ScheduleBatch, most_steps: int, left: int) -> Reservation:
@@ -46,25 +62,57 @@ def reserve(batch: ScheduleBatch, most_steps: int, left: int) -> Reservation:
         most_steps: the most steps of a launch.
         left: the launch is to end early when no more rows than these are running.
     """
-    lengths_b = np.asarray(batch.seq_lens)
-    limits_b = np.array([req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs])
+    lengths_b, limits_b = np.asarray(batch.seq_lens), _limits(batch)
     steps = _affordable(batch, lengths_b, limits_b, most_steps)
     ends_b = lengths_b + np.minimum(limits_b, steps) - 1
     _allocate(batch, lengths_b, ends_b)
+    count_allocated(batch, lengths_b, ends_b)
+    return _reservation(batch, lengths_b, ends_b, steps, left, np.arange(len(lengths_b)))
+
+
+def reserve_ahead(batch: ScheduleBatch, before: Reservation, most_steps: int) -> Reservation | None:
+    """Reserve slots for the launch after one that is in flight; none without use, or without room for all its steps.
+
+    The library is not told: only rows that run on get there.
+
+    Args:
+        batch: the decode batch in flight.
+        before: its reservation.
+        most_steps: the most steps of a launch.
+    """
+    limits_b = np.maximum(before.lengths + _limits(batch) - 1 - before.ends, 0)
+    steps = min(most_steps, int(limits_b.max()))
+    if not steps or before.steps < most_steps:
+        return None
+    ends_b = before.ends + np.minimum(limits_b, steps)
+    page, free = batch.token_to_kv_pool_allocator.page_size, batch.token_to_kv_pool_allocator.available_size()
+    if (-(-ends_b // page) - -(-before.ends // page)).sum() + len(ends_b) > free // page:
+        return None
+    _allocate(batch, before.ends, ends_b)
+    return _reservation(batch, before.ends + 1, ends_b, steps, before.left, before.columns)
+
+
+def give_back(batch: ScheduleBatch, ahead: Reservation) -> None:
+    """Free the slots of a launch that was made ahead, for rows that have no part in it.
+
+    A page that the launch before has filled in part belongs to that one's reservation.
+    """
+    allocator = batch.token_to_kv_pool_allocator
+    first_b = -(-(ahead.lengths - 1) // allocator.page_size) * allocator.page_size
+    allocator.free(ahead.slots[(ahead.slots >= 0) & (ahead.places >= first_b[:, None])])
+
+
+def count_allocated(batch: ScheduleBatch, lengths_b: Int[np.ndarray, " b"], ends_b: Int[np.ndarray, " b"]) -> None:
+    """Let requests know of the slots from each row's length to its end."""
     for req, more in zip(batch.reqs, (ends_b - lengths_b).tolist(), strict=True):
         req.kv_allocated_len += more
-    places = lengths_b[:, None] - 1 + np.arange(steps)
-    table = batch.req_to_token_pool.req_to_token
-    slots = table[batch.req_pool_indices[:, None], np.minimum(places, table.shape[1] - 1)]
-    return Reservation(np.where(places < ends_b[:, None], slots, -1), ends_b, left)
 
 
 def keep(batch: ScheduleBatch, reservation: Reservation, counts_b: Int[np.ndarray, " b"]) -> None:
     """Note that each row has sampled ``counts`` tokens, at least one, and free the slots that no token took."""
     page, first_b = batch.token_to_kv_pool_allocator.page_size, np.asarray(batch.seq_lens)
     ends_b = first_b + counts_b - 1
-    places = first_b[:, None] - 1 + np.arange(reservation.steps)
-    unused = (reservation.slots >= 0) & (places >= (-(-ends_b // page) * page)[:, None])
+    unused = (reservation.slots >= 0) & (reservation.places >= (-(-ends_b // page) * page)[:, None])
     batch.token_to_kv_pool_allocator.free(reservation.slots[unused])
     for req, more in zip(batch.reqs, (counts_b - 1).tolist(), strict=True):
         req.kv_committed_len += more
@@ -86,8 +134,27 @@ def computed_experts(
     if reservation is None:
         return batch.out_cache_loc, experts[: len(batch.out_cache_loc)]
     taken = np.arange(reservation.steps) < counts_b[:, None]
-    by_row = experts[: reservation.steps, : len(counts_b)].swapaxes(0, 1)
+    by_row = experts[: reservation.steps, reservation.columns].swapaxes(0, 1)
     return reservation.slots[taken], by_row[taken]
+
+
+def _limits(batch: ScheduleBatch) -> Int[np.ndarray, " b"]:
+    """Return how many tokens each row may still sample, by what the host knows."""
+    return np.array([req.sampling_params.max_new_tokens - len(req.output_ids) for req in batch.reqs])
+
+
+def _reservation(
+    batch: ScheduleBatch,
+    lengths_b: Int[np.ndarray, " b"],
+    ends_b: Int[np.ndarray, " b"],
+    steps: int,
+    left: int,
+    columns_b: Int[np.ndarray, " b"],
+) -> Reservation:
+    """Read the slots of the steps from the request table."""
+    places, table = lengths_b[:, None] - 1 + np.arange(steps), batch.req_to_token_pool.req_to_token
+    slots = table[batch.req_pool_indices[:, None], np.minimum(places, table.shape[1] - 1)]
+    return Reservation(np.where(places < ends_b[:, None], slots, -1), lengths_b, ends_b, left, columns_b)
 
 
 def _affordable(

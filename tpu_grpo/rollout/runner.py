@@ -30,7 +30,7 @@ from sgl_jax.srt.model_loader.loader import get_model_architecture
 from tpu_grpo.errors import WeightsError
 from tpu_grpo.rollout import repairs
 from tpu_grpo.rollout.attention import AttentionMode, AttentionName, FlashMode, GatherMode, NativeMode
-from tpu_grpo.rollout.decode_loop import LaunchInputs, LaunchOutput, decode_loop
+from tpu_grpo.rollout.decode_loop import LaunchInputs, LaunchOutput, decode_loop, nothing_before
 from tpu_grpo.rollout.experts import EXPERTS, ExpertsName
 from tpu_grpo.rollout.forward_batch import forward_batch, logits_metadata
 from tpu_grpo.rollout.kv_formats import KVDtype, cache_dtype
@@ -215,13 +215,20 @@ class Runner(ModelRunner):
         """Launch the prefill step of a scheduled batch; rows beyond those of the batch are padding."""
         return self._run(self.inputs.prefill(batch))
 
-    def launch(self, batch: ScheduleBatch, reservation: Reservation) -> LaunchOutput:
-        """Launch several decode steps of a scheduled batch; rows beyond those of the batch are padding."""
-        return self._run(self.inputs.launch(batch, reservation))
+    def launch(
+        self, batch: ScheduleBatch, reservation: Reservation, before: LaunchOutput | None = None
+    ) -> LaunchOutput:
+        """Launch several decode steps of a scheduled batch; rows beyond those of the batch are padding.
+
+        With ``before``, the launch takes up the rows of that one where it leaves them.
+        """
+        return self._run(self.inputs.launch(batch, reservation, None if before is None else before.after))
 
     def _run(self, inputs: StepInputs | LaunchInputs) -> Any:
         """Run a program, and keep the cache that it returns."""
         assert self.weights is not None, "install_weights comes before the first step"
+        if isinstance(inputs, LaunchInputs) and not isinstance(inputs.before, jax.Array):
+            inputs = inputs._replace(before=nothing_before(len(inputs.rows), self.mesh))
         with jax.set_mesh(self.mesh):
             output, cache = self._program(inputs)(self.weights, self.token_to_kv_pool.kv_buffer, inputs)
         self.token_to_kv_pool.kv_buffer = cache

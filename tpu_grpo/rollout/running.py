@@ -46,3 +46,11 @@ class InFlight:
     reservation: Reservation | None
     """The cache slots of a launch of decode steps."""
     output: StepOutput | LaunchOutput
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A launch that the devices got while they compute the one in flight, whose rows it takes up."""
+
+    reservation: Reservation
+    output: LaunchOutput

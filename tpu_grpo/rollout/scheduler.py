@@ -3,50 +3,43 @@
 Its decisions depend on the submitted requests alone: no clock, free memory, thread or socket takes part in them.
 """
 
-import hashlib
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from sgl_jax.srt.managers.communication import CommunicationBackend
 from sgl_jax.srt.managers.io_struct import TokenizedGenerateReqInput
 from sgl_jax.srt.managers.schedule_batch import Req, ScheduleBatch
-from sgl_jax.srt.managers.scheduler import GenerationBatchResult, Scheduler
-from sgl_jax.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
-from sgl_jax.srt.mem_cache.memory_pool import ReqToTokenPool
+from sgl_jax.srt.managers.scheduler import GenerationBatchResult
 from sgl_jax.srt.sampling.sampling_params import SamplingParams as LibrarySamplingParams
-from sgl_jax.srt.server_args import PortArgs, ServerArgs
+from sgl_jax.srt.server_args import ServerArgs
 
 from tpu_grpo.errors import RequestError
 from tpu_grpo.rollout import repairs
-from tpu_grpo.rollout.decode_loop import LaunchOutput, Sampled
-from tpu_grpo.rollout.reservation import Reservation, computed_experts, keep, reserve
+from tpu_grpo.rollout.decisions import DecisionLog
+from tpu_grpo.rollout.decode_loop import LaunchOutput, Sampled, for_host
+from tpu_grpo.rollout.quiet_scheduler import QuietScheduler
+from tpu_grpo.rollout.reservation import (
+    Reservation,
+    computed_experts,
+    count_allocated,
+    give_back,
+    keep,
+    reserve,
+    reserve_ahead,
+)
 from tpu_grpo.rollout.routed_experts import ExpertTable
 from tpu_grpo.rollout.runner import Runner
-from tpu_grpo.rollout.running import InFlight, RunningRequest
+from tpu_grpo.rollout.running import Ahead, InFlight, RunningRequest
 from tpu_grpo.rollout.shapes import rows_left
 from tpu_grpo.rollout.step_arrays import StepOutput
 from tpu_grpo.rollout.use import EngineUse
 from tpu_grpo.types import Request
 
 
-class _NoPeers(CommunicationBackend):
-    """Stands in for the connection to the processes that send a server's requests and receive its answers."""
-
-    def recv_requests(self) -> Any:
-        """Refuse: requests come by ``SteppedScheduler.submit``."""
-        raise AssertionError("the library's event loop does not run")
-
-    def send_pyobj(self, data: Any) -> None:
-        """Refuse: the library sends only that it gave a request up, which ``Engine.check`` rules out."""
-        raise AssertionError(f"sglang-jax gave a request up: {data}")
-
-
-class SteppedScheduler(Scheduler):
-    """The library's Scheduler, driven by calls instead of its event loop.
+class SteppedScheduler(QuietScheduler):
+    """The library's Scheduler, driven by calls.
 
     ``submit`` queues requests. ``start`` launches a prefill step or several decode steps and returns while the devices
     work, so that other engines can be served meanwhile; ``finish`` collects the tokens. ``forget_prefixes`` empties the
@@ -54,17 +47,15 @@ class SteppedScheduler(Scheduler):
     """
 
     def __init__(self, server_args: ServerArgs, mesh: Mesh, build_runner: Callable[..., Runner]):
-        no_ports: Any = SimpleNamespace(**dict.fromkeys(PortArgs.__dataclass_fields__))
-        with repairs.in_process(build_runner):
-            super().__init__(server_args, no_ports, communication_backend=_NoPeers(), mesh=mesh)
-        self._decode_first_n = self._consec_decode = 0  # or the library takes them from the environment of this host
+        super().__init__(server_args, mesh, build_runner)
         self.running: dict[str, RunningRequest] = {}
         self.use = EngineUse()
         self.retractions = 0
         self.before_launch: Callable[[], None] | None = None
         self._experts = self._expert_table()
-        self._log = hashlib.sha256()
+        self._decisions = DecisionLog()
         self.in_flight: InFlight | None = None
+        self._ahead: Ahead | None = None
 
     @property
     def runner(self) -> Runner:
@@ -89,17 +80,28 @@ class SteppedScheduler(Scheduler):
         self.running[rid] = running
         return running
 
-    def start(self, *, most_steps: int | None = None, more_wait: bool = False) -> None:
-        """Schedule one batch and launch it on the devices; call ``finish`` next.
+    def start(self, *, most_steps: int | None = None, more_wait: bool = False, ahead: bool = False) -> None:
+        """Schedule one batch and launch it on the devices, unless they have it already; call ``finish`` next.
 
         Args:
             most_steps: decode steps of a launch, if it is to have fewer than others.
             more_wait: whether requests wait for a place that have not been submitted.
+            ahead: whether the devices may get the launch after this one, too, if it is one of decode steps and no
+                request waits. No request may be submitted before the second ``start`` from here.
 
         Raises:
             RequestError: if requests wait but none of them can ever run.
         """
         assert self.in_flight is None, "the launch before has not been finished"
+        self.in_flight = self._take_up() or self._schedule(most_steps, more_wait)
+        if self.in_flight is None:
+            self._rest()
+            self.last_batch = None
+        elif ahead:
+            self._launch_ahead(self.in_flight)
+
+    def _schedule(self, most_steps: int | None, more_wait: bool) -> InFlight | None:
+        """Schedule one batch and launch it; None if there is nothing to do."""
         with self.use.time("schedule"):
             with repairs.without_sampling_info():
                 batch = self.get_next_batch_to_run()
@@ -109,16 +111,48 @@ class SteppedScheduler(Scheduler):
                 left = rows_left(rungs, batch.batch_size(), waiting=waiting)
                 steps = self.runner.steps_per_launch
                 reservation = reserve(batch, steps if most_steps is None else min(most_steps, steps), left)
-        if batch:
-            self.in_flight = InFlight(batch, reservation, self._launch(batch, reservation))
-        else:
-            self._rest()
-            self.last_batch = None
+        return InFlight(batch, reservation, self._launch(batch, reservation)) if batch else None
+
+    def _launch_ahead(self, flight: InFlight) -> None:
+        """Give the devices the launch after this one, with rows that go on where this one leaves them.
+
+        So they need not wait until the host has collected tokens and built inputs. A launch of one step is left alone.
+        """
+        steps = self.runner.steps_per_launch
+        if flight.reservation is None or self.waiting_queue or steps == 1:
+            return
+        assert isinstance(flight.output, LaunchOutput)
+        with self.use.time("schedule"):
+            reservation = reserve_ahead(flight.batch, flight.reservation, steps)
+        if reservation is not None:
+            output = self._launch(flight.batch, reservation, flight.output)
+            assert isinstance(output, LaunchOutput)
+            self._ahead = Ahead(reservation, output)
+
+    def _take_up(self) -> InFlight | None:
+        """Take up the launch that was made ahead; none if so few rows are left that it makes no step."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return None
+        reservation = ahead.reservation
+        if len(reservation.columns) <= reservation.left:
+            give_back(self.running_batch, reservation)
+            return None
+        assert not self.waiting_queue, "a request was submitted after a launch had been made ahead"
+        with self.use.time("schedule"):
+            with repairs.slots_taken(reservation.slots[:, 0]), repairs.without_sampling_info():
+                batch = self.get_next_batch_to_run()
+            assert batch is not None
+            assert np.array_equal(batch.seq_lens, reservation.lengths), "rows have moved on from where they were"
+            count_allocated(batch, reservation.lengths, reservation.ends)
+        self.cur_batch = batch
+        return InFlight(batch, reservation, ahead.output)
 
     @property
     def ready(self) -> bool:
         """Whether ``finish`` would not have to wait for the devices."""
-        return self.in_flight is None or all(array.is_ready() for array in jax.tree.leaves(self.in_flight.output))
+        flight = self.in_flight
+        return flight is None or all(array.is_ready() for array in jax.tree.leaves(for_host(flight.output)))
 
     def finish(self) -> None:
         """Wait for what is in flight, if anything is, and collect its tokens."""
@@ -126,20 +160,22 @@ class SteppedScheduler(Scheduler):
             return
         flight, self.in_flight = self.in_flight, None
         with self.use.time("wait"):
-            output = jax.device_get(flight.output)
+            output = jax.device_get(for_host(flight.output))
         with self.use.time("collect"):
             self._take_in(flight.batch, flight.reservation, output)
 
     @property
     def digest(self) -> str:
         """sha256 of every launch so far: which requests ran, in which cache slots, and which tokens were sampled."""
-        return self._log.hexdigest()
+        return self._decisions.digest
 
-    def _launch(self, batch: ScheduleBatch, reservation: Reservation | None) -> StepOutput | LaunchOutput:
+    def _launch(
+        self, batch: ScheduleBatch, reservation: Reservation | None, before: LaunchOutput | None = None
+    ) -> StepOutput | LaunchOutput:
         """Launch a scheduled batch, and let what it leaves on the devices come to the host as soon as it is there."""
         with self.use.time("launch"):
             self.forward_ct += 1
-            self._note_decision(batch, reservation)
+            self._decisions.launched(batch, reservation)
             if self.before_launch is not None:
                 self.before_launch()
             if reservation is None:
@@ -148,19 +184,21 @@ class SteppedScheduler(Scheduler):
                     self.runner.inputs.admit(row, self.running[req.rid].request)
                 output = self.runner.prefill(batch)
             else:
-                output = self.runner.launch(batch, reservation)
-            for array in jax.tree.leaves(output):
+                output = self.runner.launch(batch, reservation, before)
+            for array in jax.tree.leaves(for_host(output)):
                 array.copy_to_host_async()
         return output
 
     def _take_in(self, batch: ScheduleBatch, reservation: Reservation | None, output: Any) -> None:
         """Take in a StepOutput or LaunchOutput, whose arrays are on the host now."""
-        sampled = Sampled.of(output, len(batch.reqs))
-        if reservation is not None:
+        if reservation is None:
+            sampled = Sampled.of_prefill(output, len(batch.reqs))
+        else:
+            sampled = Sampled.of_launch(output.results, reservation.columns)
             self._keep(batch, reservation, sampled)
         if self._experts is not None and output.experts is not None:
             self._experts.store(*computed_experts(batch, reservation, sampled.count, output.experts))
-        self._log.update(sampled.count.tobytes() + sampled.tokens.tobytes())
+        self._decisions.sampled(sampled)
         if reservation is None:
             self.use.accepted += sum(req.is_chunked <= 0 for req in batch.reqs)  # before the library counts a chunk off
         self._collect(batch, sampled)
@@ -196,27 +234,22 @@ class SteppedScheduler(Scheduler):
 
         The library does so when it prepares a decode step, and lets nobody in before that.
         """
-        rows = batch.batch_size()
+        stays = np.array([not req.finished() for req in batch.reqs])
+        if self._ahead is not None:
+            reservation, output = self._ahead.reservation, self._ahead.output
+            give_back(batch, reservation.of(~stays))
+            self._ahead = Ahead(reservation.of(stays), output)
         batch.filter_batch()
-        if batch.batch_size() < rows:
+        if not stays.all():
             batch.reqs_info[0].batch_is_full = False
 
     def maybe_collect_routed_experts(self, req: Req) -> None:
         """Take a finished request's experts; the library calls this before it frees the cache slots."""
         if req.return_routed_experts:
             assert self._experts is not None, "Engine.check refuses such a request"
-            request_table, _ = self._pools()
+            request_table, _ = self.pools()
             computed = len(req.origin_input_ids) + len(req.output_ids) - 1
             req.routed_experts = self._experts.read(request_table.req_to_token[req.req_pool_idx, :computed])
-
-    def stream_output(self, *_: Any, **__: Any) -> None:
-        """Do nothing: completions are read from the requests."""
-
-    def log_prefill_stats(self, *_: Any) -> None:
-        """Log nothing: the pipeline reports tokens per second."""
-
-    def log_decode_stats(self, *_: Any, **__: Any) -> None:
-        """Log nothing: the pipeline reports tokens per second."""
 
     def forget_prefixes(self) -> None:
         """Drop all cached keys and values; call it only between generations.
@@ -225,7 +258,7 @@ class SteppedScheduler(Scheduler):
         """
         assert not self.waiting_queue, "requests are still waiting"
         assert self.running_batch.is_empty(), "requests are still running"
-        request_table, allocator = self._pools()
+        request_table, allocator = self.pools()
         self.tree_cache.reset()
         request_table.clear()
         allocator.clear()
@@ -239,13 +272,6 @@ class SteppedScheduler(Scheduler):
         self.retractions += len(reqs) if is_retracted else 0
         super()._extend_requests_to_queue(reqs, is_retracted)
 
-    def _note_decision(self, batch: ScheduleBatch, reservation: Reservation | None) -> None:
-        rids = ",".join(req.rid for req in batch.reqs)
-        slots, left = (batch.out_cache_loc, 0) if reservation is None else (reservation.slots, reservation.left)
-        self._log.update(f"{batch.forward_mode.name} {rids} {left} ".encode())
-        self._log.update(np.asarray(batch.seq_lens, np.int64).tobytes())
-        self._log.update(np.asarray(slots, np.int64).tobytes())
-
     def _rest(self) -> None:
         """Check, when there is no batch, for leaked slots, as the library does, and for requests that can never run.
 
@@ -256,23 +282,12 @@ class SteppedScheduler(Scheduler):
             raise RequestError(
                 f"request {req.rid} ({len(req.origin_input_ids)} prompt tokens, up to "
                 f"{req.sampling_params.max_new_tokens} new) cannot be scheduled although nothing else runs: "
-                f"{self._available_tokens()} of {self.max_total_num_tokens} cache tokens are free; raise "
+                f"{self.available_tokens()} of {self.max_total_num_tokens} cache tokens are free; raise "
                 "rollout.kv_tokens"
             )
         self.check_memory()
         self.new_token_ratio = self.init_new_token_ratio
 
-    def _available_tokens(self) -> int:
-        _, allocator = self._pools()
-        return allocator.available_size() + self.tree_cache.evictable_size()
-
     def _expert_table(self) -> ExpertTable | None:
-        layout, (_, allocator) = self.runner.expert_layout, self._pools()
+        layout, (_, allocator) = self.runner.expert_layout, self.pools()
         return None if layout is None else ExpertTable(layout, allocator.size + allocator.page_size)
-
-    def _pools(self) -> tuple[ReqToTokenPool, BaseTokenToKVPoolAllocator]:
-        """Return the table of each running request's cache slots, and the allocator that knows the free slots."""
-        request_table, allocator = self.req_to_token_pool, self.token_to_kv_pool_allocator
-        assert request_table is not None
-        assert allocator is not None
-        return request_table, allocator

@@ -6,7 +6,7 @@ Suffixes: B rows (padded), b rows of the batch, T tokens of the step (padded), L
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Array, Int
 from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -61,21 +61,27 @@ class InputBuilder:
         }
         return self._prefill(columns, self._slots(batch), batch.req_pool_indices)
 
-    def launch(self, batch: ScheduleBatch, reservation: Reservation) -> LaunchInputs:
-        """Build the inputs of a launch of decode steps."""
-        rows, given = pad_to(self._shapes.batch, len(batch.seq_lens)), reservation.slots
+    def launch(
+        self, batch: ScheduleBatch, reservation: Reservation, before: Int[Array, "2 B"] | None = None
+    ) -> LaunchInputs:
+        """Build the inputs of a launch of decode steps; ``before`` is what the launch left that it follows, if any."""
+        follows, places = before is not None, reservation.columns
+        rows = len(before[0]) if before is not None else pad_to(self._shapes.batch, len(places))
         slots = np.full((rows, self._steps), -1, np.int32)
-        slots[: len(given), : reservation.steps] = given
-        ends, control = _padded(reservation.ends, rows), np.array([reservation.steps, reservation.left], np.int32)
-        table_rows = self._table_rows(batch.req_pool_indices, rows)
+        slots[places, : reservation.steps] = reservation.slots
+        table_rows = _placed(batch.req_pool_indices, places, rows, fill=self._shapes.max_rows + 1)
         columns = LaunchRows(
-            token=_padded(batch.input_ids, rows),
-            length=_padded(batch.seq_lens, rows),
+            token=np.zeros(rows, np.int32) if follows else _padded(batch.input_ids, rows),
+            length=_placed(reservation.lengths, places, rows),
             stops=self._stops[table_rows],
             sampling=self._sampling(table_rows),
             slots=slots,
         )
-        return LaunchInputs(pack_rows(columns), control, self._attention.launch_metadata(self._slots(batch), ends))
+        filled = np.zeros((rows, self._shapes.context), np.int32)
+        filled[places] = self._slots(batch)
+        metadata = self._attention.launch_metadata(filled, _placed(reservation.ends, places, rows))
+        control = np.array([reservation.steps, reservation.left, follows], np.int32)
+        return LaunchInputs(pack_rows(columns), control, metadata, _nothing_before(rows) if before is None else before)
 
     def padding(self, mode: ForwardMode, size: int) -> StepInputs | LaunchInputs:
         """Build inputs of one shape that hold nothing but padding, for compiling."""
@@ -84,8 +90,8 @@ class InputBuilder:
             zeros, slots = np.zeros(size, np.int32), np.full((size, self._steps), -1, np.int32)
             table_rows = self._table_rows(none, size)
             rows = LaunchRows(zeros, zeros, self._stops[table_rows], self._sampling(table_rows), slots)
-            control = np.zeros(2, np.int32)
-            return LaunchInputs(pack_rows(rows), control, self._attention.launch_metadata(nothing, zeros))
+            metadata, control = self._attention.launch_metadata(nothing, zeros), np.zeros(3, np.int32)
+            return LaunchInputs(pack_rows(rows), control, metadata, _nothing_before(size))
         columns = {name: np.zeros(size, np.int32) for name in ("input_ids", "positions")}
         columns |= {name: np.zeros(self._shapes.max_rows, np.int32) for name in ("seq_lens", "prefix_lens")}
         columns |= {"extend_lens": columns["seq_lens"], "out_cache_loc": np.full(size, -1, np.int32)}
@@ -115,6 +121,18 @@ class InputBuilder:
 
     def _sampling(self, table_rows_B: Int[np.ndarray, " B"]) -> SamplingColumns:
         return SamplingColumns(*(column[table_rows_B] for column in self._table))
+
+
+def _nothing_before(rows: int) -> Int[np.ndarray, "2 {rows}"]:
+    return np.zeros((2, rows), np.int32)
+
+
+def _placed(
+    values_b: Int[np.ndarray, " b"], places_b: Int[np.ndarray, " b"], size: int, fill: int = 0
+) -> Int[np.ndarray, " {size}"]:
+    placed = np.full(size, fill, np.int32)
+    placed[places_b] = values_b
+    return placed
 
 
 def _padded(values: Sequence[int] | np.ndarray, size: int, fill: int = 0) -> Int[np.ndarray, " size"]:

@@ -1,0 +1,35 @@
+"""What an engine decided and sampled, as one digest that hosts compare."""
+
+import hashlib
+
+import numpy as np
+from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
+
+from tpu_grpo.rollout.decode_loop import Sampled
+from tpu_grpo.rollout.reservation import Reservation
+
+
+class DecisionLog:
+    """Every launch so far: which requests ran, in which cache slots, and which tokens were sampled."""
+
+    def __init__(self) -> None:
+        self._log = hashlib.sha256()
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of the log."""
+        return self._log.hexdigest()
+
+    def launched(self, batch: ScheduleBatch, reservation: Reservation | None) -> None:
+        """Note a launch of a batch; one of decode steps has a reservation."""
+        rids = ",".join(req.rid for req in batch.reqs)
+        slots, lengths, left = batch.out_cache_loc, batch.seq_lens, 0
+        if reservation is not None:
+            slots, lengths, left = reservation.slots, reservation.lengths, reservation.left
+        self._log.update(f"{batch.forward_mode.name} {rids} {left} ".encode())
+        self._log.update(np.asarray(lengths, np.int64).tobytes())
+        self._log.update(np.asarray(slots, np.int64).tobytes())
+
+    def sampled(self, sampled: Sampled) -> None:
+        """Note the tokens of a launch."""
+        self._log.update(sampled.count.tobytes() + sampled.tokens.tobytes())
