@@ -5,7 +5,8 @@ number of steps those of the engine. Two tables:
 
     time a token    milliseconds between two tokens of a row, in an engine whose rows all run, with one step a launch
                     and with as many as ``rollout.steps_per_launch: auto`` takes. Prompts have 256 tokens, completions
-                    768. All engines of a host are driven by one thread
+                    768. All engines of a host are driven by one thread. No request waits, so that devices have the
+                    next launch before this one has ended
     refill          seconds of a rollout with four times as many completions as rows, when a launch ends as soon as one
                     row in 64, 32, .. 4 has ended while requests wait, or one row at all, or none. Completions have a
                     mean of 256 tokens, log-normal as those of GSM8K are, or with a long tail, and at most 768
@@ -63,7 +64,8 @@ class Case:
         """Seconds from one token of a row to the next, in the middle of its completion."""
         device = decode_step(self.sizes, self.generation, rows, rows * (PROMPT + LONGEST / 2))
         launch = {cause: seconds * steps for cause, seconds in device.items()}
-        return sum(round_seconds([(launch, host_seconds(self.sizes, rows, steps))] * self.engines).values()) / steps
+        engines = [(launch, host_seconds(self.sizes, rows, steps))] * self.engines
+        return sum(round_seconds(engines, ahead=steps > 1).values()) / steps
 
 
 CASES = (
@@ -110,7 +112,8 @@ class Rollout:
         steps = min(self.case.steps, sorted(self.running)[rows - left - 1])
         context = rows * (PROMPT + MEAN)
         device = decode_step(self.case.sizes, self.case.generation, pad_to(rungs, rows), context)
-        self.seconds += steps * sum(device.values()) + host_seconds(self.case.sizes, rows, steps)
+        host = host_seconds(self.case.sizes, rows, steps) if waiting else 0.0  # else devices have the next launch
+        self.seconds += steps * sum(device.values()) + host
         self.running = [length - steps for length in self.running if length > steps]
 
 

@@ -58,10 +58,13 @@ def test_steps_counted_at_once_are_those_walked_one_by_one(seed: int) -> None:
 
 
 def test_steps_of_a_launch_share_the_hosts_time() -> None:
-    """Lengths 6 and 2 for two slots, then 4 for the second: launches of 4 steps; the first ends with the row."""
+    """Lengths 6 and 2 for two slots, then 4 for the second: launches of 4 steps; the first ends with the row.
+
+    After that no row waits, and the devices do not wait for the host.
+    """
     found = decode([[6, 2, 4]], prompt=10, slots=2, step=step, launch_steps=4)
-    entering, first, rest = 20 + 10, 2 * 9 + 4, 2 * 9 + 8
-    assert found["host"] == entering + first + rest
+    entering, first = 20 + 10, 2 * 9 + 4
+    assert found["host"] == entering + first
     assert found["weights"] == (1 + 2 + 1 + 4) * 100
 
 
@@ -77,6 +80,8 @@ def test_one_thread_drives_all_engines_of_a_host() -> None:
     assert round_seconds([engine] * 6) == {"weights": 5.0, "host": 1.0}  # five launches while the first computes
     assert round_seconds([engine] * 8) == {"weights": 5.0, "host": 3.0}  # the thread has eight seconds of work
     assert round_seconds([engine, ({"weights": 7.0}, 0.5)]) == {"weights": 7.0, "host": 0.5}
+    assert round_seconds([engine] * 5, ahead=True) == {"weights": 5.0, "host": 0.0}
+    assert round_seconds([engine] * 8, ahead=True) == {"weights": 5.0, "host": 3.0}
 
 
 def test_lengths_have_their_mean_and_are_cut() -> None:

@@ -79,7 +79,8 @@ def decode(
     """Return the seconds of decoding rows of these lengths, by engine of one host, after prompts of ``prompt`` tokens.
 
     Rows that take slots cost their engine a step, in which their prompts are found in the cache. Other steps share
-    the host's time with those of their launch, of which there are at most ``launch_steps``.
+    the host's time with those of their launch, of which there are at most ``launch_steps``. While no row waits, the
+    devices have the next launch before the host has done its part of this one, unless launches have one step.
     """
     states, total = [_Engine(list(reversed(lengths)), prompt, slots) for lengths in engines], dict[str, float]()
     while any(state.ends or state.waiting for state in states):
@@ -90,7 +91,8 @@ def decode(
             step(count, count * prompt, 1) if count else _shared(state, rounds, step, launch_steps)
             for state, count in running
         ]
-        add(total, round_seconds(costs), rounds)
+        ahead = launch_steps > 1 and not any(entered) and not any(state.waiting for state in states)
+        add(total, round_seconds(costs, ahead=ahead), rounds)
         for state, count in running:
             state.advance(0 if count else rounds)
     return total

@@ -77,14 +77,15 @@ def host_seconds(sizes: EngineSizes, rows: int, steps: float = 1) -> float:
     return LAUNCH_SECONDS + arrays + (ROW_SECONDS + TOKEN_SECONDS * steps) * rows
 
 
-def round_seconds(engines: Sequence[tuple[Seconds, float]]) -> dict[str, float]:
+def round_seconds(engines: Sequence[tuple[Seconds, float]], *, ahead: bool = False) -> dict[str, float]:
     """Seconds of a round of the engines of a host, each with its (seconds on the devices, seconds of the host).
 
-    The devices' are those of the slowest engine; "host" is the time for which its devices wait.
+    The devices' are those of the slowest engine; "host" is the time for which its devices wait. With ``ahead`` they
+    have the next launch before the host takes in the tokens of this one, and wait only for a host with too much to do.
     """
     device, own = max(engines, key=lambda engine: sum(engine[0].values()) + engine[1])
     working = sum(device.values())
-    whole = max(sum(host for _, host in engines), working + own)
+    whole = max(sum(host for _, host in engines), working if ahead else working + own)
     return {**device, "host": whole - working}
 
 
