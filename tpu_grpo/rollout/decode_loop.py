@@ -178,9 +178,7 @@ def decode_loop(
         )
 
     last = jax.lax.while_loop(more, advance, _start(rows, inputs, cache, experts))
-    bits = jax.lax.bitcast_convert_type(last.logprobs, jnp.int32)
-    results = jnp.concatenate([last.count[None], last.tokens, bits])
-    return LaunchOutput(results, last.experts, jnp.stack([last.token, last.stopped.astype(jnp.int32)])), last.cache
+    return _output(last), last.cache
 
 
 def _start(rows: LaunchRows, inputs: LaunchInputs, cache: Cache, experts: ExpertLayout | None) -> _Carry:
@@ -198,6 +196,12 @@ def _start(rows: LaunchRows, inputs: LaunchInputs, cache: Cache, experts: Expert
         experts=None if experts is None else experts.zeros(steps, batch),
         cache=cache,
     )
+
+
+def _output(last: _Carry) -> LaunchOutput:
+    bits = jax.lax.bitcast_convert_type(last.logprobs, jnp.int32)
+    results = jnp.concatenate([last.count[None], last.tokens, bits])
+    return LaunchOutput(results, last.experts, jnp.stack([last.token, last.stopped.astype(jnp.int32)]))
 
 
 def _step_inputs(carry: _Carry, rows: LaunchRows, metadata: Any, attention: AttentionMode) -> StepInputs:
