@@ -73,7 +73,7 @@ def test_flash_is_refused_where_it_does_not(family: str, platform: str, said: st
 @pytest.mark.parametrize(
     ("family", "head_dim", "fsdp", "tp"),
     [
-        ("qwen2", 64, 1, 1),
+        pytest.param("qwen2", 64, 1, 1, marks=pytest.mark.slow),
         ("qwen3", 128, 2, 2),
         pytest.param("qwen3", 128, 1, 1, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", 128, 1, 1, marks=pytest.mark.slow),

@@ -53,6 +53,7 @@ def test_models_of_different_positions_live_together(
         np.testing.assert_allclose(compiled_logprobs(models[i], tokens_BT), expected[i], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_tunix_still_needs_the_repair_of_positions(
     directories: list[Path], family: str, tokens_BT: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -72,6 +73,7 @@ def test_tunix_still_needs_the_repair_of_positions(
         np.testing.assert_array_equal(outputs[0], other)
 
 
+@pytest.mark.slow
 def test_tunix_still_needs_the_repair_of_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_random("llama", tmp_path, layers=1)
     model: Any = load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=jnp.bfloat16, remat="none")
@@ -109,12 +111,13 @@ def left_padded_difference(directory: Path, tokens_BT: np.ndarray, padding: int)
     return float(np.abs(found - reference_logprobs(directory, tokens_BT)).max())
 
 
-@pytest.mark.parametrize("padding", [0, 5, 20])
+@pytest.mark.parametrize("padding", [0, pytest.param(5, marks=pytest.mark.slow), 20])
 def test_gemmas_windows_do_not_count_padding(tmp_path: Path, tokens_BT: np.ndarray, padding: int) -> None:
     directory = write_random("gemma2", tmp_path, scale=0.3)
     assert left_padded_difference(directory, tokens_BT, padding) <= 5e-5
 
 
+@pytest.mark.slow
 def test_tunix_still_needs_the_repair_of_gemmas_windows(
     tmp_path: Path, tokens_BT: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +127,7 @@ def test_tunix_still_needs_the_repair_of_gemmas_windows(
     assert left_padded_difference(directory, tokens_BT, 5) > 1  # five tokens of a window of 13 are others
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("setting", "holder", "name"),
     [
@@ -151,6 +155,7 @@ def test_tunix_still_needs_the_repair_of_gemmas_settings(
     np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("holder", "name"), GEMMA_REPAIRS, ids=["scores", "norms", "logits"])
 def test_tunix_still_needs_the_repair_of_gemma_in_bfloat16(
     tmp_path: Path, tokens_BT: np.ndarray, monkeypatch: pytest.MonkeyPatch, holder: Any, name: str

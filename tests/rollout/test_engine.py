@@ -97,7 +97,7 @@ def test_bfloat16_rotates_in_float32(tmp_path: Path) -> None:
         pytest.param({"max_running_requests": 16, "batch_paddings": (1, 2, 5)}, marks=pytest.mark.slow),
         pytest.param({"prefill_tokens": 16}, marks=pytest.mark.slow),  # test_families.py cuts a prompt of 110
         pytest.param({"page_size": 4}, marks=pytest.mark.slow),
-        {"page_size": 16, "max_running_requests": 4},
+        pytest.param({"page_size": 16, "max_running_requests": 4}, marks=pytest.mark.slow),
         pytest.param({"attention": "native", "page_size": 4}, marks=pytest.mark.slow),
         pytest.param({"tensor": 2}, marks=pytest.mark.slow),
         {"tensor": 4},

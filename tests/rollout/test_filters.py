@@ -117,7 +117,7 @@ def passes(monkeypatch: pytest.MonkeyPatch, logits: np.ndarray, asked: SamplingC
     return len(read)
 
 
-@pytest.mark.parametrize("settings", [{"top_k": 7}, {"top_p": 0.9}], ids=str)
+@pytest.mark.parametrize("settings", [pytest.param({"top_k": 7}, marks=pytest.mark.slow), {"top_p": 0.9}], ids=str)
 def test_a_threshold_takes_at_most_nine_passes(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
     """One tries likely values, and eight each leave a 16th of all float32 numbers; the last row needs most of them."""
     rows = {name: row for name, row in logit_rows(1_000).items() if name in ("normal", "flat", "tied", "huge range")}

@@ -23,7 +23,7 @@ SIZES = {"max_running_requests": 4, "prefill_tokens": 64}
 @pytest.mark.parametrize(
     ("head_dim", "page", "tensor", "cached"),
     [
-        (64, 16, 1, [0, 0, 0, 32]),  # padded; only whole pages are shared
+        pytest.param(64, 16, 1, [0, 0, 0, 32], marks=pytest.mark.slow),  # padded; only whole pages are shared
         pytest.param(128, 16, 1, [0, 0, 0, 32], marks=pytest.mark.slow),
         pytest.param(128, 1, 1, [0, 9, 0, 36], marks=pytest.mark.slow),
         pytest.param(64, 1, 2, [0, 9, 0, 36], marks=pytest.mark.slow),

@@ -140,7 +140,8 @@ def test_every_replica_has_all_experts(tmp_path: Path) -> None:
     assert disagreement(experts, asked, replicas.generate(asked)) <= 1e-4
 
 
-@pytest.mark.parametrize("tensor", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow  # what is expected and what waits changes the assignment, too, below
+@pytest.mark.parametrize("tensor", [1, 2])
 def test_tokens_do_not_depend_on_the_assignment(
     checkpoint: Path, model: nnx.Module, one_replica_tokens: list[list[int]], tensor: int
 ) -> None:
