@@ -13,13 +13,14 @@ Suffixes: R packed rows, S tokens of a row. An algorithm calls them B and T.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from tpu_grpo.algorithms import CorrectionSums, RunAlgorithm, Sequences, token_ratio
 from tpu_grpo.learner.agreement import AgreementSums, agreement_sums
@@ -102,19 +103,11 @@ def policy_loss(
     algorithm = settings.algorithm.with_numbers(numbers)
     found, mask_RS = run_model(model, batch.rows, **settings.forward), batch.rows.mask
     counts_RS = batch.weights != 0.0
-
-    def counted(values_RS: Float[Array, "R S"]) -> Float[Array, "R S"]:
-        # The loss of a token that does not count may be anything. It is cut off before and after: a gradient of
-        # 0 times infinity would not be 0.
-        return jnp.where(counts_RS, values_RS, 0.0)
-
+    counted = partial(_counted, counts_RS)
     now_RS, old_RS = counted(found.logprobs_RS), counted(batch.old_logps)
     sequences, correction = Sequences(batch.rows.segments, counts_RS), None
     losses = algorithm.token_losses(
-        logprobs_BT=now_RS,
-        old_logprobs_BT=old_RS,
-        advantages_BT=batch.advantages,
-        sequences=sequences,
+        logprobs_BT=now_RS, old_logprobs_BT=old_RS, advantages_BT=batch.advantages, sequences=sequences
     )
     loss_RS = losses.loss_BT if batch.importance is None else losses.loss_BT * batch.importance
     if algorithm.correction is not None:
@@ -127,8 +120,7 @@ def policy_loss(
         kl_RS = kl_divergence(now_RS, counted(batch.reference_logps), settings.kl_estimator)
         kl = (kl_RS * mask_RS).sum()
         if settings.kl_in_loss:
-            ratio_RS = token_ratio(now_RS, old_RS) if settings.kl_unbiased else 1.0
-            loss_RS = loss_RS + numbers["beta"] * (kl_RS * ratio_RS)
+            loss_RS = loss_RS + numbers["beta"] * _penalty(kl_RS, now_RS, old_RS, settings)
     if settings.entropy_bonus or settings.entropy_control is not None:
         loss_RS = loss_RS - numbers["entropy"] * found.entropies_RS
     loss = (batch.weights * counted(loss_RS)).sum()
@@ -140,3 +132,17 @@ def policy_loss(
         agreement=agreement_sums(found.logprobs_RS, batch.rollout_logps, mask_RS),
         correction=correction,
     )
+
+
+def _counted(counts_RS: Bool[Array, "R S"], values_RS: Float[Array, "R S"]) -> Float[Array, "R S"]:
+    """Cut off what does not count, whose loss may be anything.
+
+    It is cut off before and after: a gradient of 0 times infinity would not be 0.
+    """
+    return jnp.where(counts_RS, values_RS, 0.0)
+
+
+def _penalty(
+    kl_RS: Float[Array, "R S"], now_RS: Float[Array, "R S"], old_RS: Float[Array, "R S"], settings: LossSettings
+) -> Float[Array, "R S"]:
+    return kl_RS * token_ratio(now_RS, old_RS) if settings.kl_unbiased else kl_RS
