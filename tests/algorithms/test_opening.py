@@ -146,6 +146,7 @@ def test_unknown_names(name: str, message: str) -> None:
             {"name": "reinforce", "iterations": 2},
             "reinforce needs algorithm.iterations=1, got 2; .*importance_samp",
         ),
+        ({"name": "reinforce", "mini_batch_prompts": 4}, "needs algorithm.mini_batch_prompts=null, got 4; .*or take"),
     ],
 )
 def test_settings_that_make_no_sense_together_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -39,6 +39,36 @@ def test_micro_batches(micro: str, devices: int, rows: int, passes: int) -> None
     assert (config.micro_batch_rows(devices), config.micro_batches(devices)) == (rows, passes)
 
 
+@pytest.mark.parametrize(
+    ("mini", "micro", "rows", "passes", "updates"),
+    [
+        ("null", "null", 4, 8, 2),  # an eighth of 30 rows; two iterations
+        ("3", "null", 4, 8, 4),  # the same passes: 15 rows are 4 of them, twice
+        ("1", "null", 4, 12, 12),
+        ("1", "1", 5, 6, 12),
+        ("6", "2", 10, 3, 2),
+    ],
+)
+def test_mini_batches(mini: str, micro: str, rows: int, passes: int, updates: int) -> None:
+    lengths = ["data.max_prompt_tokens=100", "rollout.max_new_tokens=28", "algorithm.iterations=2"]
+    sizes = ["data.prompts_per_step=6", "algorithm.group_size=5", f"algorithm.micro_batch_prompts={micro}"]
+    config = load_config(None, [*lengths, *sizes, f"algorithm.mini_batch_prompts={mini}"])
+    assert (config.micro_batch_rows(1), config.micro_batches(1), config.updates_per_step) == (rows, passes, updates)
+    assert config.update_rows == (30 if mini == "null" else 5 * int(mini))
+
+
+def test_mini_batches_are_of_one_size() -> None:
+    prompts = "data.prompts_per_step=12"
+    assert message(prompts, "algorithm.mini_batch_prompts=5") == (
+        "algorithm.mini_batch_prompts must divide data.prompts_per_step=12, so that all updates are of one size, got "
+        "5; take e.g. 4"
+    )
+    assert message(prompts, "algorithm.mini_batch_prompts=24").endswith("got 24; take e.g. 12")
+    assert message(prompts, "algorithm.mini_batch_prompts=4", "algorithm.micro_batch_prompts=6") == (
+        "algorithm.micro_batch_prompts must be <= algorithm.mini_batch_prompts=4, got 6; lower it"
+    )
+
+
 def test_run_dir_follows_the_name_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     assert load_config(None, ["run.name=x"]).run_dir == Path("runs/x")

@@ -28,11 +28,13 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RewardError
 from tpu_grpo.learner import Learner
 from tpu_grpo.learner.agreement import agreement_metrics
+from tpu_grpo.learner.loss import TrainBatch
 from tpu_grpo.metrics.values import update_metrics
 from tpu_grpo.types import ScoredRollout
 
 MICRO = {"micro_batch_prompts": 2}
 PENALTY = {"beta": 0.1, "iterations": 2, "micro_batch_prompts": 2}
+MINI = {"old_policy": "trainer", "iterations": 2, "mini_batch_prompts": 2, "micro_batch_prompts": 1}
 
 
 def scored_steps(config: RunConfig, count: int) -> list[ScoredRollout]:
@@ -42,6 +44,16 @@ def scored_steps(config: RunConfig, count: int) -> list[ScoredRollout]:
 
 def policy(learner: Learner) -> Qwen3:
     return learner._updater.model  # type: ignore[return-value]
+
+
+def advantages_of(learner: Learner, scored: ScoredRollout) -> np.ndarray:
+    return learner._advantages(scored, np.ones(len(scored.rollout.batch.prompts), np.bool_))
+
+
+def micro_batches(learner: Learner, scored: ScoredRollout) -> list[TrainBatch]:
+    """Of a whole step, in which everything counts."""
+    everything = np.ones(len(scored.rollout.completions), np.bool_)
+    return learner._micro_batches(scored, advantages_of(learner, scored), everything)
 
 
 def old_logps(learner: Learner, scored: ScoredRollout) -> np.ndarray:
@@ -158,7 +170,7 @@ def test_flash_attention_takes_the_same_step(tmp_path: Path) -> None:
     expected = dot.update(noisy).metrics
     with interpreted_flash():
         found = flash.update(noisy).metrics
-        assert flash._micro_batches(scored, np.zeros(8))[0].rows.token_ids.shape == (2, 128)
+        assert micro_batches(flash, scored)[0].rows.token_ids.shape == (2, 128)
         logprobs = flash.logprobs(
             [prompt.token_ids for prompt in scored.rollout.row_prompts], scored.rollout.completions
         )
@@ -177,8 +189,8 @@ def test_the_second_iteration_still_compares_with_the_engine(tmp_path: Path) -> 
     (scored,) = scored_steps(config, 1)
     engine = np.concatenate([c.logprobs for c in scored.rollout.completions])
     lengths = [len(c.token_ids) for c in scored.rollout.completions]
-    examples = learner._micro_batches(scored, learner._advantages(scored))
-    advantages = np.repeat(learner._advantages(scored), lengths)
+    examples = micro_batches(learner, scored)
+    advantages = np.repeat(advantages_of(learner, scored), lengths)
     for _ in range(2):
         ratio = np.exp(old_logps(learner, scored) - engine)  # of the weights this pass starts from
         (micro,), _ = learner._one_pass(1, examples)
@@ -206,7 +218,7 @@ def test_trainer_as_old_policy_is_corrected_towards_the_engine(tmp_path: Path) -
     weights = np.minimum(np.exp(trainer - engine), 1.2)
     assert 0.1 < (weights == 1.2).mean() < 0.9
     lengths = [len(c.token_ids) for c in noisy.rollout.completions]
-    (example,) = learner._micro_batches(noisy, learner._advantages(noisy))
+    (example,) = micro_batches(learner, noisy)
     mask = np.asarray(example.rows.mask)  # packed, so that the order is another
     np.testing.assert_allclose(np.sort(np.asarray(example.importance)[mask]), np.sort(weights), rtol=1e-5)
     np.testing.assert_allclose(np.sort(np.asarray(example.old_logps)[mask]), np.sort(trainer), atol=1e-5)
@@ -229,7 +241,7 @@ def test_penalty_is_taken_against_the_initial_policy(tmp_path: Path) -> None:
     initial = old_logps(learner, scored[1])
     learner.update(scored[0])
     after_one = old_logps(learner, scored[1])
-    sums, _ = learner._one_pass(2, learner._micro_batches(scored[1], learner._advantages(scored[1])))
+    sums, _ = learner._one_pass(2, micro_batches(learner, scored[1]))
     gap = initial - after_one
     found = float(sum(micro.kl for micro in sums)) / scored[1].rollout.total_tokens
     assert found == pytest.approx(np.mean(np.exp(gap) - gap - 1), rel=1e-4)
@@ -239,7 +251,7 @@ def test_penalty_is_taken_against_the_initial_policy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [PENALTY, *(pytest.param(other, marks=pytest.mark.slow) for other in ({}, MICRO, {"old_policy": "trainer"}))],
+    [PENALTY, MINI, *(pytest.param(other, marks=pytest.mark.slow) for other in ({}, MICRO, {"old_policy": "trainer"}))],
     ids=str,
 )
 def test_nothing_is_compiled_after_the_first_update(tmp_path: Path, algorithm: dict[str, Any]) -> None:
@@ -258,7 +270,7 @@ def test_nothing_is_compiled_after_the_first_update(tmp_path: Path, algorithm: d
         learner.close()
 
 
-@pytest.mark.parametrize("algorithm", [pytest.param(MICRO, marks=pytest.mark.slow), PENALTY], ids=str)
+@pytest.mark.parametrize("algorithm", [pytest.param(MICRO, marks=pytest.mark.slow), PENALTY, MINI], ids=str)
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, algorithm: dict[str, Any]) -> None:
     schedule = {"schedule": "cosine", "warmup_steps": 2}
     configs = [make_config(tmp_path / name, {"algorithm": algorithm, "optimizer": schedule}) for name in ("one", "two")]

@@ -352,6 +352,15 @@ def test_schedules_by_hand(tmp_path: Path) -> None:
     np.testing.assert_allclose(rates(tmp_path, 4, 1, **peak, schedule="cosine"), cosine, atol=1e-6)
 
 
+def test_schedules_count_the_updates_of_mini_batches(tmp_path: Path) -> None:
+    """4 prompts in two mini-batches, twice: two steps have 8 updates."""
+    algorithm = {"iterations": 2, "mini_batch_prompts": 2}
+    optimizer = {"learning_rate": 8.0, "schedule": "linear"}
+    config = make_config(tmp_path, {"run": {"max_steps": 2}, "algorithm": algorithm, "optimizer": optimizer})
+    schedule = learning_rate_schedule(config)
+    assert [float(np.asarray(schedule(update))) for update in range(9)] == [8, 7, 6, 5, 4, 3, 2, 1, 0]
+
+
 def test_warm_up_stable_decay_by_hand(tmp_path: Path) -> None:
     wsd = {"learning_rate": 8.0, "schedule": "wsd"}
     assert rates(tmp_path, 8, 1, **wsd, warmup_steps=2, decay_steps=4) == [0, 4, 8, 8, 8, 6, 4, 2, 0]

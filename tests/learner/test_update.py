@@ -246,7 +246,9 @@ def test_gradients_of_a_bfloat16_model_add_up_in_float32(tmp_path: Path) -> None
     config = make_config(tmp_path, {"model": {"dtype": "bfloat16"}})
     mesh = make_mesh()
     learner, scored = make_learner(config, mesh), make_scored(make_model(mesh), config)
-    (batch,) = learner._micro_batches(scored, np.linspace(-1.0, 1.0, config.batch_rows))
+    (batch,) = learner._micro_batches(
+        scored, np.linspace(-1.0, 1.0, config.batch_rows), np.ones(config.batch_rows, np.bool_)
+    )
     updater = learner._updater
     with mesh:
         updater.accumulate(batch)

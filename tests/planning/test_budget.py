@@ -41,6 +41,7 @@ def test_what_is_released_is_not_there_during_the_update() -> None:
 def test_shared_leaves_stay_old_while_updates_follow_each_other() -> None:
     assert totals(algorithm={"group_size": 2, "micro_batch_prompts": 4})["update"] == totals()["update"]
     assert totals(algorithm={"group_size": 2, "iterations": 2})["update"] == totals()["update"] + 5
+    assert totals(algorithm={"group_size": 2, "mini_batch_prompts": 4})["update"] == totals()["update"] + 5
 
 
 def test_split_meshes_have_a_side_each() -> None:

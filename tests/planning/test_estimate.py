@@ -183,6 +183,22 @@ def test_forward_passes_and_iterations_repeat() -> None:
     assert step.of("logprobs") == pytest.approx(2 * 4 * sum(one.parts.values()))
 
 
+def test_mini_batches_take_passes_and_steps_of_their_own() -> None:
+    """2 prompts with 2 completions are 4 rows of 80 tokens: one pass, and one step of the optimizer."""
+    work, once = work_of(), work_of().step()
+    sizes = {"group_size": 2, "iterations": 2}
+    step = work_of(algorithm={**sizes, "mini_batch_prompts": 2, "old_policy": "trainer"}).step()
+    stepping = 1e9 / (MEMORY * 1640e9)
+    one = pass_seconds(work.trainer, GENERATION, head_tokens=4 * 60, accessed_bytes=1e6, updates=True)
+    assert step.of("update") == pytest.approx(8 * (sum(one.parts.values()) + stepping))
+    assert step.of("update") == pytest.approx(2 * once.of("update") + 6 * stepping)
+    forward = pass_seconds(work.trainer, GENERATION, head_tokens=4 * 60, accessed_bytes=1e6, updates=False)
+    assert step.of("logprobs") == pytest.approx(4 * sum(forward.parts.values()))  # once a step
+    halves = work_of(algorithm={**sizes, "mini_batch_prompts": 1}).step()  # half a pass is computed whole
+    half = pass_seconds(work.trainer, GENERATION, head_tokens=2 * 60, accessed_bytes=1e6, updates=True)
+    assert halves.of("update") == pytest.approx(16 * (sum(half.parts.values()) + stepping))
+
+
 def test_chips_have_the_memory_that_the_compiler_allows() -> None:
     assert {known.name: known.chip.memory_bytes / 2**30 for known in GENERATIONS} == pytest.approx(
         {"v4": 30.75, "v5e": 15.75, "v5p": 95.74, "v6e": 31.25}

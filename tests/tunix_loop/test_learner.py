@@ -11,6 +11,7 @@ from tunix.rl import function_registry
 
 from tests.learner.toy import EOS, PAD, RecordingEngine, make_config, make_mesh, make_model
 from tests.tunix_loop.parts import make_cluster
+from tpu_grpo.errors import ConfigError
 from tpu_grpo.learner.agreement import AgreementSums
 from tpu_grpo.learner.forward import ModelRows
 from tpu_grpo.learner.loss import LossSettings, TrainBatch, policy_loss
@@ -40,6 +41,12 @@ def test_names_are_translated(tmp_path: Path) -> None:
     assert (found.advantage_estimator, found.loss_agg_mode, found.kl_loss_mode) == ("rloo", "token-mean", "mse_kl")
     one_sided = GrpoAlgorithmConfig.from_section(make_config(tmp_path, {"algorithm": {"clip_low": 0.1}}).algorithm)
     assert one_sided.epsilon_high == 0.1
+
+
+def test_mini_batches_are_left_to_tunix(tmp_path: Path) -> None:
+    section = make_config(tmp_path, {"algorithm": {"mini_batch_prompts": 2}}).algorithm
+    with pytest.raises(ConfigError, match=r"mini_batch_prompts=2 is for the pipeline.*mini_batch_size .*leave it out"):
+        GrpoAlgorithmConfig.from_section(section)
 
 
 def test_the_registered_loss_is_the_learners(tmp_path: Path) -> None:

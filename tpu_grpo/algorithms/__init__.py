@@ -84,8 +84,8 @@ def open_algorithm(section: AlgorithmSection) -> RunAlgorithm:
 
 def _settings(section: AlgorithmSection) -> dict[str, Any]:
     """What a shipped class can ask for; it has defaults of its own for what is None."""
-    names = ("group_size", "iterations", "old_policy", "clip_low", "clip_high", "dual_clip", "delta")
-    return {name: getattr(section, name) for name in names}
+    names = ("group_size", "iterations", "mini_batch_prompts", "old_policy")
+    return {name: getattr(section, name) for name in (*names, *_BOUNDS)}
 
 
 def _settings_of_ones_own(section: AlgorithmSection) -> dict[str, Any]:

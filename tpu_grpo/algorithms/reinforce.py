@@ -8,8 +8,8 @@ summed over a completion, which is one episode, and divided by the constant ``ro
 sequence-mean-token-scale). The advantage is the reward minus the mean of the group.
 
 There is no ratio, so that the gradient is right only for what this very policy sampled: a second update on a rollout is
-refused. With the option importance_sampling the loss is - ratio A, which has the same gradient at ratio 1 and stays
-right beyond, with nothing to bound its variance.
+refused, and so are mini-batches. With the option importance_sampling the loss is - ratio A, which has the same gradient
+at ratio 1 and stays right beyond, with nothing to bound its variance.
 """
 
 import jax.numpy as jnp
@@ -28,12 +28,14 @@ class Reinforce:
     aggregation: LossAggregation = "sequence-mean-token-scale"
     advantage_formula = DrGrpo.advantage_formula
 
-    def __init__(self, iterations: int = 1, importance_sampling: bool = False):
-        if iterations > 1 and not importance_sampling:
+    def __init__(self, iterations: int = 1, mini_batch_prompts: int | None = None, importance_sampling: bool = False):
+        if (iterations > 1 or mini_batch_prompts is not None) and not importance_sampling:
+            needed, given = (
+                ("iterations=1", iterations) if iterations > 1 else ("mini_batch_prompts=null", mini_batch_prompts)
+            )
             raise ConfigError(
-                f"algorithm.name=reinforce needs algorithm.iterations=1, got {iterations}; it has no ratio that would "
-                "weigh what an older policy sampled: set algorithm.options.importance_sampling=true, or take grpo or "
-                "cispo"
+                f"algorithm.name=reinforce needs algorithm.{needed}, got {given}; it has no ratio that would weigh "
+                "what an older policy sampled: set algorithm.options.importance_sampling=true, or take grpo or cispo"
             )
         self._importance_sampling = importance_sampling
 

@@ -5,7 +5,8 @@
     sections.py     the settings of run, model, rollout, meshes, hosts, checkpoint and logging
     learning.py     the settings of algorithm and optimizer
     data.py         the settings of data, rewards and evaluation
-    run_config.py   all sections together, and the rules between them
+    run_config.py   all sections together, and the sizes derived from them
+    rules.py        what must hold between settings of different sections
     loading.py      reads YAML and overrides into a RunConfig, with errors people can act on
     dialect.py      says which YAML is read and written
     listing.py      lists every setting with its type and default, for --help
@@ -29,7 +30,8 @@ from tpu_grpo.config.data import (
 from tpu_grpo.config.learning import AdvantageName, AlgorithmSection, LossAggregation, OptimizerRule, OptimizerSection
 from tpu_grpo.config.listing import settings
 from tpu_grpo.config.loading import load_config, parse_config
-from tpu_grpo.config.run_config import CACHE_MARGIN_TOKENS, MICRO_BATCHES, RunConfig
+from tpu_grpo.config.rules import CACHE_MARGIN_TOKENS
+from tpu_grpo.config.run_config import MICRO_BATCHES, RunConfig
 from tpu_grpo.config.section import Section, parse_layers
 from tpu_grpo.config.sections import (
     CheckpointSection,

@@ -36,7 +36,10 @@ class AlgorithmSection(Section):
     beta: float = Field(default=0.0, ge=0.0)
     """Weigh the KL penalty against the initial policy by this; 0 keeps no reference model."""
     iterations: PositiveInt = 1
-    """Update this many times on the same rollout."""
+    """Go through the same rollout this many times, with an update each time, or with one for each mini-batch."""
+    mini_batch_prompts: PositiveInt | None = None
+    """Update once for every so many prompts, with all completions of each, as PPO does: every iteration shuffles the
+    prompts by run.seed and step, and cuts them into mini-batches. Once an iteration for all prompts when unset."""
     old_policy: Literal["rollout", "trainer"] = "rollout"
     """Take the ratio against these log-probabilities: the engine's (rollout), or the trainer's, recomputed before the
     update and corrected towards the engine by truncated importance weights (trainer)."""

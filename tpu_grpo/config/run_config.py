@@ -1,13 +1,14 @@
-"""The complete config: all sections, the sizes derived from them, and the validation rules that span sections."""
+"""The complete config: all sections, and the sizes derived from them; rules.py holds what must hold between them."""
 
 from pathlib import Path
 
 import yaml
 from pydantic import model_validator
 
-from tpu_grpo.config.data import BUILTIN_TASK, DataSection, EvaluationSection, ReadingSection, RewardSpec, check_rewards
+from tpu_grpo.config.data import DataSection, EvaluationSection, RewardSpec
 from tpu_grpo.config.dialect import Dumper
 from tpu_grpo.config.learning import AlgorithmSection, OptimizerSection
+from tpu_grpo.config.rules import RULES
 from tpu_grpo.config.section import Section
 from tpu_grpo.config.sections import (
     CheckpointSection,
@@ -19,8 +20,6 @@ from tpu_grpo.config.sections import (
     RunSection,
 )
 
-CACHE_MARGIN_TOKENS = 2
-"""sglang-jax cuts a completion short when the cache has fewer tokens than this beside it."""
 MICRO_BATCHES, MICRO_BATCH_TOKENS = 8, 512
 """Unless the config says more, a step has this many forward and backward passes at most, of at least this many tokens
 on a device: short completions, packed, then need fewer passes, and a pass still fills a device."""
@@ -45,7 +44,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":
-        for rule in _RULES:
+        for rule in RULES:
             rule(self)
         return self
 
@@ -72,7 +71,26 @@ class RunConfig(Section):
     @property
     def step_rows(self) -> int:
         """Return the most training rows of a step, those of completions that are all as long as they may be."""
-        return -(-self.batch_rows // (self.row_tokens // self.context_tokens))
+        return self._full_rows(self.batch_rows)
+
+    @property
+    def mini_batch_prompts(self) -> int:
+        """Return the prompts of one update: those of a mini-batch, or of the whole step."""
+        return self.algorithm.mini_batch_prompts or self.data.prompts_per_step
+
+    @property
+    def updates_per_step(self) -> int:
+        """Return the optimizer's steps on one rollout."""
+        return self.algorithm.iterations * (self.data.prompts_per_step // self.mini_batch_prompts)
+
+    @property
+    def update_rows(self) -> int:
+        """Return the most training rows of an update, those of completions that are all as long as they may be."""
+        return self._full_rows(self.mini_batch_prompts * self.algorithm.group_size)
+
+    def _full_rows(self, completions: int) -> int:
+        """Return the training rows that so many completions need when they are all as long as they may be."""
+        return -(-completions // (self.row_tokens // self.context_tokens))
 
     def micro_batch_rows(self, devices: int) -> int:
         """Return the training rows of one forward and backward pass; they fill a mesh that splits them over devices."""
@@ -80,12 +98,13 @@ class RunConfig(Section):
         if prompts is None:
             rows = max(-(-self.step_rows // MICRO_BATCHES), MICRO_BATCH_TOKENS * devices // self.row_tokens)
         else:
-            rows = -(-prompts * self.algorithm.group_size // (self.row_tokens // self.context_tokens))
-        return -(-min(rows, self.step_rows) // devices) * devices
+            rows = self._full_rows(prompts * self.algorithm.group_size)
+        return -(-min(rows, self.update_rows) // devices) * devices
 
     def micro_batches(self, devices: int) -> int:
-        """Return the most forward and backward passes that one optimizer step accumulates over."""
-        return -(-self.step_rows // self.micro_batch_rows(devices))
+        """Return the most forward and backward passes that go once through a step."""
+        updates = self.data.prompts_per_step // self.mini_batch_prompts
+        return updates * -(-self.update_rows // self.micro_batch_rows(devices))
 
     @property
     def context_tokens(self) -> int:
@@ -102,181 +121,3 @@ class RunConfig(Section):
     def to_yaml(self) -> str:
         """Return the resolved config as YAML, every setting written out."""
         return yaml.dump(self.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, width=120)
-
-
-# --- what must hold between settings of different sections; each rule raises ValueError with value and remedy ---------
-
-
-def _rows_hold_sequences(config: RunConfig) -> None:
-    prompts, micro = config.data.prompts_per_step, config.algorithm.micro_batch_prompts
-    if micro is not None and micro > prompts:
-        raise ValueError(
-            f"algorithm.micro_batch_prompts must be <= data.prompts_per_step={prompts}, got {micro}; lower it"
-        )
-    if config.row_tokens < config.context_tokens:
-        raise ValueError(
-            f"algorithm.row_tokens must be >= data.max_prompt_tokens + rollout.max_new_tokens = "
-            f"{config.context_tokens}, got {config.row_tokens}; raise it, or leave it out"
-        )
-
-
-def _rewards_fit_together(config: RunConfig) -> None:
-    if not config.rewards:
-        raise ValueError("rewards must name at least one reward, got none; add e.g. {name: exact_answer}")
-    check_rewards(config.rewards)
-
-
-def _cache_fits(config: RunConfig) -> None:
-    rollout, page = config.rollout, config.rollout.page_size
-    needed = -(-(config.context_tokens + CACHE_MARGIN_TOKENS) // page) * page
-    if rollout.kv_tokens is not None and rollout.kv_tokens < needed:
-        raise ValueError(
-            f"rollout.kv_tokens must hold one whole request: >= {needed} tokens (data.max_prompt_tokens="
-            f"{config.data.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens}, "
-            f"{CACHE_MARGIN_TOKENS} spare, whole pages of {page}), got "
-            f"{rollout.kv_tokens}; raise it or shorten prompts or completions"
-        )
-
-
-def _paddings_within_limit(config: RunConfig) -> None:
-    paddings, most = config.rollout.batch_paddings, config.rollout.max_running_requests
-    if paddings and max(paddings) > most:
-        raise ValueError(
-            f"rollout.batch_paddings must be at most rollout.max_running_requests={most}, got {list(paddings)}; drop "
-            "the larger ones, or raise the limit"
-        )
-
-
-def _release_makes_room(config: RunConfig) -> None:
-    if config.rollout.release_during_update and config.meshes.layout == "split":
-        raise ValueError(
-            "rollout.release_during_update=true needs meshes.layout=shared, got split; the engines then hold nothing "
-            "on the trainer's devices: leave it false"
-        )
-
-
-def _groups_vary(config: RunConfig) -> None:
-    if config.rollout.temperature == 0.0:
-        raise ValueError(
-            "rollout.temperature must be > 0 for training, got 0.0; greedy completions of a group are all the same, so "
-            "every advantage is zero. Try 1.0"
-        )
-
-
-def _hosts_described(config: RunConfig) -> None:
-    hosts = config.hosts
-    if hosts.index >= hosts.count:
-        raise ValueError(f"hosts.index must be below hosts.count={hosts.count}, got {hosts.index}; indices start at 0")
-    if hosts.count > 1 and hosts.coordinator is None:
-        raise ValueError(
-            f"hosts.count={hosts.count} needs hosts.coordinator, got none; set it to host:port of process 0"
-        )
-
-
-def _trained_once(config: RunConfig) -> None:
-    lora, layers = config.model.lora, config.model.train_layers
-    if layers is not None and lora.rank is not None:
-        raise ValueError(
-            f"model.train_layers={layers} and model.lora.rank={lora.rank} exclude each other; for adapters in some "
-            "layers use model.lora.layers"
-        )
-    for name in ("layers", "path"):
-        if lora.rank is None and (value := getattr(lora, name)) is not None:
-            raise ValueError(f"model.lora.{name}={value} needs model.lora.rank, got none; set it, e.g. to 16")
-
-
-def _nothing_is_lost(config: RunConfig) -> None:
-    model, compact = config.model, config.optimizer.compact
-    if model.param_dtype == "bfloat16" and not compact:
-        raise ValueError(
-            "model.param_dtype=bfloat16 needs optimizer.state=compact, got full; a step of 1e-6 is far below half a "
-            "bit of a bfloat16 weight and would be lost: set it, or use model.param_dtype=float32"
-        )
-    if model.param_dtype == "bfloat16" and model.dtype != "bfloat16":
-        raise ValueError(
-            f"model.param_dtype=bfloat16 needs model.dtype=bfloat16, got {model.dtype}; use model.param_dtype=float32"
-        )
-
-
-def _decay_is_used(config: RunConfig) -> None:
-    section = config.optimizer
-    if section.decay_steps and section.schedule != "wsd":
-        raise ValueError(
-            f"optimizer.decay_steps={section.decay_steps} needs optimizer.schedule=wsd, got {section.schedule}; set "
-            "it, or leave decay_steps at 0"
-        )
-
-
-def _one_kind_of_source(config: RunConfig) -> None:
-    data = config.data
-    if not data.sources:
-        return
-    if data.path != BUILTIN_TASK:
-        raise ValueError(
-            f"data.path={data.path} and data.sources exclude each other; make it one of the sources, {{path: ...}}"
-        )
-    for name in ReadingSection.model_fields:
-        if value := getattr(data, name):
-            raise ValueError(
-                f"data.{name} must be set for each of data.sources, got {value} beside them; move it there"
-            )
-    names = [source.name for source in data.sources if source.name is not None]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"data.sources must have names of their own, got {twice} twice; rename one")
-
-
-def _evaluation_tells_something(config: RunConfig) -> None:
-    section = config.evaluation
-    if section.k is not None and (above := [k for k in section.k if k > section.samples]):
-        raise ValueError(
-            f"evaluation.k must be at most evaluation.samples={section.samples}, got {above}; take more samples, or "
-            "drop them"
-        )
-    if section.rewards is not None:
-        if not section.rewards:
-            raise ValueError("evaluation.rewards must name at least one reward, got none; leave it unset for the run's")
-        check_rewards(section.rewards)
-    rewards = [spec.shown for spec in (config.rewards if section.rewards is None else section.rewards)]
-    modes = ["greedy", "sampled", *(f"{name}@{k}" for k in section.every_k for name in ("pass", "maj"))]
-    if section.best is not None:
-        mode, _, reward = section.best.partition("/")
-        if mode not in modes or reward not in rewards:
-            raise ValueError(
-                f"evaluation.best must be MODE/REWARD with a mode of {modes} and a reward of {rewards}, got "
-                f"{section.best!r}"
-            )
-
-
-def _groups_are_judged_by_themselves(config: RunConfig) -> None:
-    if config.drops_uninformative and config.algorithm.advantage == "reinforce_pp":
-        raise ValueError(
-            "algorithm.drop_uninformative=true does not go with algorithm.advantage=reinforce_pp, whose baseline is "
-            "the whole step's: groups of equal rewards teach something there; take reinforce_pp_baseline, or false"
-        )
-
-
-def _recorded_steps_come(config: RunConfig) -> None:
-    steps, last = config.logging.profile_steps, config.run.max_steps
-    if beyond := [step for step in steps if step > last]:
-        raise ValueError(
-            f"logging.profile_steps must be at most run.max_steps={last}, got {beyond}; drop them, or raise "
-            "run.max_steps"
-        )
-
-
-_RULES = (
-    _rows_hold_sequences,
-    _rewards_fit_together,
-    _cache_fits,
-    _paddings_within_limit,
-    _release_makes_room,
-    _groups_vary,
-    _hosts_described,
-    _trained_once,
-    _nothing_is_lost,
-    _decay_is_used,
-    _one_kind_of_source,
-    _evaluation_tells_something,
-    _groups_are_judged_by_themselves,
-    _recorded_steps_come,
-)

@@ -4,6 +4,7 @@ learner.py         what the pipeline drives: read this
 packing.py         where sequences lie in training rows of fixed length
 rows.py            a scored rollout becomes packed rows;  token_weights.py: how much each token counts
 signal.py          which groups can be learnt from, and which completions count in the loss
+mini_batches.py    which prompts each of several updates learns from
 routing.py         routing replay: the trainer's tokens pass the experts that the engine chose
 batches.py         rows become micro-batches on the devices, with what the loss compares the policy to
 kl_reward.py       the KL penalty in the reward;  reference.py: what it compares with;  entropy.py: an adapted bonus

@@ -1,7 +1,8 @@
 """How far the engine's log-probabilities are from the trainer's, measured in the forward pass of the update.
 
 Suffixes: R packed rows, S tokens of a row. With d = trainer - engine log-probability of a sampled token and the weight
-w = exp(d), over the n tokens of a step (unbiased for tokens that the engine sampled without top-k, top-p or min-p):
+w = exp(d), over the n tokens of a step's first update (unbiased for tokens that the engine sampled without top-k,
+top-p or min-p):
 
     logprob_abs_diff_max, _mean   of abs(d)
     ratio_mean                    of w; 1 in expectation

@@ -58,14 +58,18 @@ class Batches:
         when the forward passes of many micro-batches are under way at once.
         """
         placed, rollout_logps = self._rows(rows, self._put), self._put(rows.rollout_logps)
-        old_logps, importance, reference_logps = rollout_logps, None, None
-        if self._reference is not None:
-            reference_logps = self._logprobs(self._reference, placed._replace(experts=None))
-        if self._recomputed:
-            old_logps = self._logprobs(self._policy, placed)
+        compared, importance = self._compared(rows, placed), None
+        old_logps, reference_logps = compared.get("old_logps", rollout_logps), compared.get("reference_logps")
         if self._truncated:
             importance = truncated_weights(old_logps, rollout_logps, cap=self._cap)
         return jax.block_until_ready(self._batch(rows, placed, self._put, old_logps, importance, reference_logps))
+
+    def compared(self, rows: TrainRows) -> dict[str, Float[Array, "R S"]]:
+        """Compute what the loss compares the policy with beside the engine, by the names that `TrainRows` has for it.
+
+        That is the policy as it is now, if it is the old policy, and the reference, if there is one.
+        """
+        return jax.block_until_ready(self._compared(rows, self._rows(rows, self._put)))
 
     def describe(self, rows: TrainRows) -> TrainBatch:
         """Give the shapes, types and shardings of `place` without computing or placing anything."""
@@ -87,6 +91,18 @@ class Batches:
         """Lower the program of `policy_logprobs`."""
         with self._mesh:
             return lower_logprobs(self._policy, self._rows(rows, self._described), **self._settings.forward)
+
+    def _compared(self, rows: TrainRows, placed: ModelRows) -> dict[str, Float[Array, "R S"]]:
+        """Compute what is not known of ``old_logps`` and ``reference_logps``, as far as the loss takes them."""
+        found = {}
+        if self._reference is not None:
+            found["reference_logps"] = self._known(rows.reference_logps, self._reference, placed._replace(experts=None))
+        if self._recomputed:
+            found["old_logps"] = self._known(rows.old_logps, self._policy, placed)
+        return found
+
+    def _known(self, known: np.ndarray | None, model: nnx.Module, placed: ModelRows) -> Float[Array, "R S"]:
+        return self._logprobs(model, placed) if known is None else self._put(known)
 
     def _logprobs(self, model: nnx.Module, rows: ModelRows) -> Float[Array, "R S"]:
         with self._mesh:

@@ -11,7 +11,8 @@ learner.close()
 
 import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,8 +29,9 @@ from tpu_grpo.learner.checkpoints import Checkpoints
 from tpu_grpo.learner.digest import params_digest, whole
 from tpu_grpo.learner.kl_reward import with_kl_in_advantages
 from tpu_grpo.learner.loss import LossSums, TrainBatch
+from tpu_grpo.learner.mini_batches import mini_batches
 from tpu_grpo.learner.reference import reset
-from tpu_grpo.learner.rows import group_advantages, train_rows, unpacked
+from tpu_grpo.learner.rows import TrainRows, group_advantages, repacked, train_rows, unpacked
 from tpu_grpo.learner.signal import counted_rows, informative_groups, signal_metrics
 from tpu_grpo.learner.trained import has_adapters, parameters
 from tpu_grpo.learner.update import UpdateRecord, by_name
@@ -66,7 +68,7 @@ class Learner:
         self._updater.share(names)
 
     def update(self, scored: ScoredRollout) -> UpdateResult:
-        """Take ``algorithm.iterations`` optimizer updates on one rollout.
+        """Go through one rollout ``algorithm.iterations`` times, with an optimizer update for each mini-batch.
 
         Raises:
             DataError, RewardError, NonFiniteError: for a rollout that cannot be learnt from; the policy is unchanged.
@@ -76,10 +78,9 @@ class Learner:
         self._check_rows(scored)
         informative_P = self.informative(scored)
         counted_B = counted_rows(scored.rollout, informative_P, self._config)
-        advantages = self._advantages(scored, informative_P)
-        batches = self._micro_batches(scored, advantages, counted_B)
-        passes = [self._one_pass(scored.rollout.batch.step, batches) for _ in range(self._config.algorithm.iterations)]
-        self._reset_reference(scored.rollout.batch.step)
+        advantages, step = self._advantages(scored, informative_P), scored.rollout.batch.step
+        passes = [self._one_pass(step, batches) for batches in self._updates(scored, advantages, counted_B)]
+        self._reset_reference(step)
         seconds = time.perf_counter() - started
         metrics = _update_metrics(passes) | signal_metrics(scored.rollout, informative_P, self._config)
         return UpdateResult(metrics=metrics, advantages=advantages, seconds=seconds)
@@ -93,9 +94,8 @@ class Learner:
 
         T is ``rollout.max_new_tokens``; values past a completion's end are 0.
         """
-        rows, packing = train_rows(prompts, completions, np.zeros(len(prompts)), self._shape)
-        found = [whole(self._batches.policy_logprobs(part)) for part in rows.chunks(self._shape.micro_batch)]
-        return unpacked(np.concatenate(found), packing, prompts, completions, self._shape.max_new_tokens)
+        found = self._per_token(prompts, completions, lambda rows: {"policy": self._batches.policy_logprobs(rows)})
+        return found["policy"]
 
     def params(self) -> nnx.State:
         """Return the policy's parameters as they lie on the trainer's mesh, those that are not trained among them."""
@@ -153,21 +153,82 @@ class Learner:
             found["weights_N"] = np.array([spec.weight_at(scored.rollout.batch.step) for spec in specs])
         return found
 
-    def _micro_batches(
+    def _updates(
         self, scored: ScoredRollout, advantages: Float[np.ndarray, " B"], counted_B: Bool[np.ndarray, " B"]
+    ) -> Iterator[list[TrainBatch]]:
+        """Yield the micro-batches of every update on a rollout.
+
+        What the policy is compared with is of the policy before the first update. Mini-batches of an iteration are
+        placed together, so that no device waits for the host between them.
+        """
+        config, rollout = self._config, scored.rollout
+        iterations, prompts = config.algorithm.iterations, config.data.prompts_per_step
+        if (size := config.mini_batch_prompts) == prompts:
+            yield from self._with_kl_in_advantages([self._micro_batches(scored, advantages, counted_B)]) * iterations
+            return
+        row_prompts = [prompt.token_ids for prompt in rollout.row_prompts]
+        known = self._per_token(row_prompts, rollout.completions, self._batches.compared)
+        for iteration in range(1, iterations + 1):
+            updates = []
+            for chosen in mini_batches(prompts, size, config.run.seed, rollout.batch.step, iteration):
+                rows = rollout.rows_of(chosen)
+                of_rows = {name: values_BT[rows] for name, values_BT in known.items()}
+                updates.append(self._micro_batches(scored.select(chosen), advantages[rows], counted_B[rows], of_rows))
+            yield from self._with_kl_in_advantages(updates)
+
+    def _micro_batches(
+        self,
+        scored: ScoredRollout,
+        advantages: Float[np.ndarray, " B"],
+        counted_B: Bool[np.ndarray, " B"],
+        known: Mapping[str, Float[np.ndarray, "B T"]] | None = None,
     ) -> list[TrainBatch]:
+        """Pack and place the rows of an update, with what is ``known`` of their tokens by the names in `TrainRows`."""
         prompts = [prompt.token_ids for prompt in scored.rollout.row_prompts]
-        completions, aggregation = scored.rollout.completions, self._algorithm.aggregation
-        rows, _ = train_rows(prompts, completions, advantages, self._shape, aggregation, counted_B)
-        placed = [self._batches.place(part) for part in rows.chunks(self._shape.micro_batch)]
+        completions, aggregation, shape = scored.rollout.completions, self._algorithm.aggregation, self._shape
+        rows, packing = train_rows(prompts, completions, advantages, shape, aggregation, counted_B)
+        fields: dict[str, Any] = {
+            name: repacked(values_BT, packing, prompts, completions, shape.tokens)
+            for name, values_BT in (known or {}).items()
+        }
+        return [self._batches.place(part) for part in replace(rows, **fields).chunks(shape.micro_batch)]
+
+    def _with_kl_in_advantages(self, updates: Sequence[list[TrainBatch]]) -> list[list[TrainBatch]]:
+        """Add the KL penalty to the advantages of the updates of an iteration, if it is a part of the reward."""
         section = self._config.algorithm
-        return with_kl_in_advantages(placed, section.beta) if section.kl_in == "reward" else placed
+        if section.kl_in == "loss":
+            return list(updates)
+        penalized = iter(with_kl_in_advantages([batch for batches in updates for batch in batches], section.beta))
+        return [[next(penalized) for _ in batches] for batches in updates]
 
     def _reset_reference(self, step: int) -> None:
         """Make the reference a copy of the policy, if the step is one of those after which that is done."""
         every = self._config.algorithm.reference_reset_every
         if every is not None and self._reference is not None and step % every == 0:
             reset(self._reference, self._updater.model, self._updater.trained)
+
+    def _per_token(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Completion],
+        compute: Callable[[TrainRows], Mapping[str, jax.Array]],
+    ) -> dict[str, Float[np.ndarray, "B T"]]:
+        """Compute values of every completion token, by name, on every host; 0 past a completion's end."""
+        rows, packing = train_rows(prompts, completions, np.zeros(len(prompts)), self._shape)
+        parts = [
+            {name: whole(values) for name, values in compute(part).items()}
+            for part in rows.chunks(self._shape.micro_batch)
+        ]
+        return {
+            name: unpacked(
+                np.concatenate([part[name] for part in parts]),
+                packing,
+                prompts,
+                completions,
+                self._shape.max_new_tokens,
+            )
+            for name in parts[0]
+        }
 
     def _one_pass(self, step: int, batches: Sequence[TrainBatch]) -> tuple[list[LossSums], UpdateRecord]:
         with self._mesh:
@@ -183,9 +244,9 @@ class Learner:
 
 
 def _update_metrics(passes: Sequence[tuple[list[LossSums], UpdateRecord]]) -> dict[str, float]:
-    """Compute ``update/*`` and ``correction/*`` over all passes, and ``agreement/*`` over the first.
+    """Compute ``update/*`` and ``correction/*`` over all updates, and ``agreement/*`` over the tokens of the first.
 
-    The weights of the first pass are those that the engine sampled with.
+    The weights before the first update are those that the engine sampled with.
 
     The loss is the mean over updates of each update's loss; entropy, KL and clip fraction are means over tokens; the
     gradient norm is the mean over updates of each update's norm before clipping; the rate is the last update's, and of

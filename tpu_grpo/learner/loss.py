@@ -6,7 +6,7 @@ Without a ratio to the old policy the gradient of the KL estimates is not that o
 expectation, of k2 it is right for what the policy now has sampled, of k3 it is that of the divergence the other way
 round. Times the ratio, of k1 and k3 it is right.
 
-The weights hold the aggregation over the whole step (token_weights.py), so that the losses of micro-batches add up.
+The weights hold the aggregation over the whole update (token_weights.py), so that the losses of micro-batches add up.
 
 Suffixes: R packed rows, S tokens of a row. An algorithm calls them B and T.
 """
@@ -35,7 +35,7 @@ class TrainBatch:
     rows: ModelRows
     """What the model is run on; its mask is of the tokens that were sampled."""
     weights: Any
-    """How much each token counts in the step's loss, float32 [R, S]."""
+    """How much each token counts in the update's loss, float32 [R, S]."""
     advantages: Any
     """float32 [R, S]."""
     rollout_logps: Any

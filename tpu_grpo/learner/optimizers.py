@@ -115,7 +115,7 @@ def build_optimizer(config: RunConfig, params: Params) -> optax.GradientTransfor
 
 
 def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
-    """Give the rate of update u = 0, 1, ... of the N = run.max_steps * algorithm.iterations updates of a run.
+    """Give the rate of update u = 0, 1, ... of the N updates of a run: run.max_steps times those of a step.
 
     With W warm-up updates and peak p it is p * u / W for u < W. Then it stays p (constant), or falls from p at u = W
     towards 0 at u = N, the first update that is not made (linear, cosine), or falls so over the last D updates only
@@ -126,16 +126,16 @@ def learning_rate_schedule(config: RunConfig) -> optax.Schedule:
     """
     section = config.optimizer
     peak, warmup, decay = section.learning_rate, section.warmup_steps, section.decay_steps
-    total = config.run.max_steps * config.algorithm.iterations
+    total, counted = config.run.max_steps * config.updates_per_step, "run.max_steps * updates of a step"
     if section.schedule != "constant" and warmup >= total:
         raise ConfigError(
-            f"optimizer.warmup_steps must be < run.max_steps * algorithm.iterations = {total} with optimizer.schedule="
-            f"{section.schedule}, got {warmup}; lower it, or use schedule=constant"
+            f"optimizer.warmup_steps must be < {counted} = {total} with optimizer.schedule={section.schedule}, got "
+            f"{warmup}; lower it, or use schedule=constant"
         )
     if section.schedule == "wsd" and warmup + decay >= total:
         raise ConfigError(
-            f"optimizer.warmup_steps + optimizer.decay_steps must be < run.max_steps * algorithm.iterations = {total} "
-            f"with optimizer.schedule=wsd, got {warmup} + {decay}; lower them, or use schedule=linear"
+            f"optimizer.warmup_steps + optimizer.decay_steps must be < {counted} = {total} with "
+            f"optimizer.schedule=wsd, got {warmup} + {decay}; lower them, or use schedule=linear"
         )
     steady = total - warmup - decay
     schedules: dict[str, optax.Schedule] = {

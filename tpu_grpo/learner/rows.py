@@ -70,6 +70,10 @@ class TrainRows:
     """How much each token counts in the loss; see token_weights.py."""
     experts: Integer[np.ndarray, "R LK S"] | None = None
     """What is replayed of the engine's routing, if anything; see routing.py."""
+    old_logps: Float[np.ndarray, "R S"] | None = None
+    """The policy's log-probabilities before the first update on the rollout, where they are known already."""
+    reference_logps: Float[np.ndarray, "R S"] | None = None
+    """The initial policy's, where they are known already."""
 
     def chunks(self, size: int) -> Iterator["TrainRows"]:
         """Cut the rows into consecutive pieces of ``size``."""
@@ -86,7 +90,7 @@ def train_rows(
     aggregation: LossAggregation = "token-mean",
     counted: Bool[np.ndarray, " B"] | None = None,
 ) -> tuple[TrainRows, Packing]:
-    """Check and pack B prompts (token ids) and their completions, which are all those of a step.
+    """Check and pack B prompts (token ids) and their completions, which are all those of an update.
 
     Completions that are not ``counted`` get weight 0, and no mean divides by them; all count unless it is given.
 
@@ -124,13 +128,33 @@ def unpacked(
     completions: Sequence[Completion],
     max_new_tokens: int,
 ) -> Float[np.ndarray, "B T"]:
-    """Take the values of B completions' tokens out of packed rows, T = ``max_new_tokens``; 0 past a an end."""
+    """Take the values of B completions' tokens out of packed rows, T = ``max_new_tokens``; 0 past an end."""
     found = np.zeros((len(completions), max_new_tokens), values_RS.dtype)
-    for index, (row, start) in enumerate(zip(packing.rows, packing.starts, strict=True)):
-        count = len(completions[index].token_ids)
-        first = start + len(prompts[index])
+    for index, (row, first, count) in enumerate(_places(packing, prompts, completions)):
         found[index, :count] = values_RS[row, first : first + count]
     return found
+
+
+def repacked(
+    values_BT: Float[np.ndarray, "B T"],
+    packing: Packing,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+    row_tokens: int,
+) -> Float[np.ndarray, "R S"]:
+    """Put the values of B completions' tokens into packed rows of S = ``row_tokens``; 0 elsewhere."""
+    packed = np.zeros((packing.count, row_tokens), values_BT.dtype)
+    for index, (row, first, count) in enumerate(_places(packing, prompts, completions)):
+        packed[row, first : first + count] = values_BT[index, :count]
+    return packed
+
+
+def _places(
+    packing: Packing, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
+) -> Iterator[tuple[int, int, int]]:
+    """Give the training row of every completion, where it starts there, and its number of tokens."""
+    for row, start, prompt, completion in zip(packing.rows, packing.starts, prompts, completions, strict=True):
+        yield int(row), int(start) + len(prompt), len(completion.token_ids)
 
 
 def group_advantages(

@@ -1,6 +1,8 @@
-"""How much every token counts: aggregation, masks and denominators of the whole step in one number per token.
+"""How much every token counts: aggregation, masks and denominators of a whole update in one number per token.
 
-    loss = sum over all tokens of the step of weight * token loss
+    loss = sum over all tokens of the update of weight * token loss
+
+An update is on a step, or on a mini-batch of it (mini_batches.py), which then has denominators of its own.
 
 The weights are made on the host and are data to the train step. The gradient therefore depends neither on the
 micro-batches, nor on how rows are packed, nor on the mesh, and one program serves every aggregation. All tokens of a

@@ -85,6 +85,6 @@ def _with_program(config: RunConfig, resident: ResidentBytes, program: CompiledP
         work = max(0.0, program.temporary_bytes - arguments)  # the compiler's figure is of the whole program
     if program.stage != "rollout":
         work += resident.batch
-    if program.stage == "update" and not config.rollout.release_during_update and config.algorithm.iterations > 1:
+    if program.stage == "update" and not config.rollout.release_during_update and config.updates_per_step > 1:
         work += resident.shared  # from the second on, the sampler's are neither the old parameters nor the new
     return StageMemory(program.stage, program.name, parts | {"work": work})

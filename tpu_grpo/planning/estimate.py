@@ -141,8 +141,10 @@ class StepWork:
         if takes_logprobs(config):
             count = (config.algorithm.beta > 0.0) + (config.algorithm.old_policy == "trainer")
             stages.append(self._passes("logprobs", "log-probabilities", tokens, count))
-        update = self._passes("update", GRADIENTS, tokens, config.algorithm.iterations)
-        stepping = self._memory_seconds(self.accessed_bytes[OPTIMIZER_STEP]) * config.algorithm.iterations
+        updates = config.updates_per_step
+        iterated = tokens * config.algorithm.iterations
+        update = self._passes("update", GRADIENTS, iterated / updates, updates, config.mini_batch_prompts)
+        stepping = self._memory_seconds(self.accessed_bytes[OPTIMIZER_STEP]) * updates
         stages.append(StageTime("update", {**update.by_cause, "optimizer": stepping}, update.beside))
         return StepTime(tokens, (*stages, StageTime("sync", self._sync())))
 
@@ -172,14 +174,15 @@ class StepWork:
                 break  # the first host has the most rows
         return max(found, key=lambda seconds: sum(seconds.values()))
 
-    def _passes(self, stage: str, program: str, tokens: int, repeats: int) -> StageTime:
-        """Return the seconds of the passes over a step's training rows, which hold ``tokens`` completion tokens."""
+    def _passes(self, stage: str, program: str, tokens: float, repeats: int, prompts: int | None = None) -> StageTime:
+        """Return the seconds of the passes over the training rows of so many prompts, or of a whole step.
+
+        Their completions have ``tokens`` tokens.
+        """
         config = self.config
-        count = packed_passes(
-            self.trainer,
-            rows=config.batch_rows,
-            mean_tokens=config.data.max_prompt_tokens + tokens / config.batch_rows,
-        )
+        rows = config.batch_rows if prompts is None else prompts * config.algorithm.group_size
+        mean_tokens = config.data.max_prompt_tokens + tokens / rows
+        count = packed_passes(self.trainer, rows=rows, mean_tokens=mean_tokens)
         one = pass_seconds(
             self.trainer,
             self.generation,

@@ -68,8 +68,8 @@ def _update_changes(config: RunConfig) -> Iterator[tuple[str, object]]:
         yield "model.attention", "auto"
     if config.model.remat != "decoder":
         yield "model.remat", "decoder"
-    prompts = config.data.prompts_per_step
-    largest = config.algorithm.micro_batch_prompts or -(-prompts // MICRO_BATCHES)
+    prompts = config.mini_batch_prompts
+    largest = config.algorithm.micro_batch_prompts or min(prompts, -(-config.data.prompts_per_step // MICRO_BATCHES))
     yield from (("algorithm.micro_batch_prompts", size) for size in range(largest - 1, 0, -1) if prompts % size == 0)
 
 

@@ -62,6 +62,11 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
             ConfigError: for an algorithm that cannot be trained with, or not in Tunix's loop.
         """
         algorithm = open_algorithm(section)
+        if (size := section.mini_batch_prompts) is not None:
+            raise ConfigError(
+                f"algorithm.mini_batch_prompts={size} is for the pipeline's learner; Tunix's own loop updates once for "
+                "every mini_batch_size of its RLTrainingConfig: leave it out, and set that"
+            )
         if algorithm.asked:
             raise ConfigError(
                 f"algorithm.advantage={section.advantage or section.name} needs {', '.join(algorithm.asked)}, which "

@@ -1,0 +1,137 @@
+"""Several updates on a rollout: which prompts each learns from, and that each is an update like any other."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.learner.toy import (
+    make_config,
+    make_learner,
+    make_mesh,
+    make_model,
+    make_scored,
+    model_logps,
+    with_completion,
+    with_noise,
+)
+from tpu_grpo.errors import DataError
+from tpu_grpo.learner.loss import TrainBatch
+from tpu_grpo.learner.mini_batches import mini_batches
+
+SEED = 7
+MINI: dict[str, Any] = {"mini_batch_prompts": 2, "iterations": 2}
+
+
+def test_an_iteration_has_every_prompt_once_in_an_order_of_its_own() -> None:
+    orders = [list(mini_batches(32, 8, *key)) for key in ((7, 1, 1), (7, 1, 2), (7, 2, 1), (8, 1, 1))]
+    for order in orders:
+        assert [len(part) for part in order] == [8, 8, 8, 8]
+        assert sorted(prompt for part in order for prompt in part) == list(range(32))
+    assert len({str(order) for order in orders}) == 4
+    assert list(mini_batches(32, 8, 7, 2, 1)) == orders[2]
+
+
+def test_prompts_are_dealt_evenly() -> None:
+    """Of 4,000 iterations, each pair of 4 prompts is a mini-batch in a third; 3 standard errors are 0.022."""
+    together = np.zeros((4, 4))
+    for iteration in range(1, 4001):
+        for first, second in mini_batches(4, 2, seed=0, step=1, iteration=iteration):
+            together[[first, second], [second, first]] += 1
+    assert together[~np.eye(4, dtype=bool)] / 4000 == pytest.approx(1 / 3, abs=0.022)
+
+
+@pytest.mark.parametrize("name", [pytest.param("grpo", marks=pytest.mark.slow), "dapo"])
+def test_updates_are_those_of_the_mini_batches_one_after_the_other(tmp_path: Path, name: str) -> None:
+    """GRPO's advantages are of a group, so that two prompts alone are a step of their own, with its denominators."""
+    run, algorithm = {"seed": SEED}, {"name": name, "clip_high": 0.01, "clip_low": 0.01}
+    config = make_config(tmp_path / "mini", {"run": run, "algorithm": {**algorithm, **MINI}})
+    scored = with_noise(make_scored(make_model(make_mesh()), config, step=3), 0.1)
+    learner = make_learner(config)
+    metrics = dict(learner.update(scored).metrics)
+
+    alone = make_learner(make_config(tmp_path / "one", {"data": {"prompts_per_step": 2}, "algorithm": algorithm}))
+    orders = [list(mini_batches(4, 2, SEED, 3, iteration)) for iteration in (1, 2)]
+    assert orders[0] != orders[1]
+    parts = [scored.select(prompts) for order in orders for prompts in order]
+    single = [alone.update(part).metrics for part in parts]
+
+    assert learner.params_digest() == alone.params_digest()
+    assert int(learner._updater.state.count) == 4
+    tokens = np.array([part.rollout.total_tokens for part in parts])
+    for one in ("update/entropy", "update/clip_fraction"):  # means over tokens
+        assert metrics[one] == pytest.approx(np.average([found[one] for found in single], weights=tokens), rel=1e-6)
+    for one in ("update/loss", "update/grad_norm"):  # means over updates
+        assert metrics[one] == pytest.approx(np.mean([found[one] for found in single]), rel=1e-6, abs=1e-9)
+    assert metrics["update/clip_fraction"] > 0.0
+    for one in single[0]:
+        if one.startswith("agreement/"):  # of the tokens that the first update saw
+            assert metrics[one] == single[0][one]
+    learner.close()
+    alone.close()
+
+
+def completions_of(batches: list[TrainBatch], name: str) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
+    """The sampled tokens of every sequence, with a field's values there."""
+    for batch in batches:
+        ids, segments, mask = (np.asarray(getattr(batch.rows, part)) for part in ("token_ids", "segments", "mask"))
+        values = np.asarray(getattr(batch, name))
+        for row, segment in {(row, int(segments[row, at])) for row, at in np.argwhere(mask)}:
+            chosen = mask[row] & (segments[row] == segment)
+            yield tuple(ids[row][chosen].tolist()), values[row][chosen]
+
+
+def test_all_updates_compare_with_the_policy_before_the_first(tmp_path: Path) -> None:
+    """The old policy and the reference stay what they were; advantages, the KL in them too, are of the whole step."""
+    compared = {"old_policy": "trainer", "beta": 0.1, "kl_in": "reward", "advantage": "scale_rl"}
+    config = make_config(tmp_path, {"run": {"seed": SEED}, "algorithm": {**MINI, **compared}})
+    mesh = make_mesh()
+    initial, reference = make_model(mesh), make_model(mesh, 100)
+    scored = with_noise(make_scored(initial, config), 0.3)
+    learner = make_learner(config, mesh, reference=reference)
+    prompts = [prompt.token_ids for prompt in scored.rollout.row_prompts]
+    completions = [completion.token_ids.tolist() for completion in scored.rollout.completions]
+    rows = {tuple(ids): row for row, ids in enumerate(completions)}
+    assert len(rows) == 8
+    for row in range(8):  # of any mini-batch: the policy must still be the initial one afterwards
+        with pytest.raises(DataError, match=f"row {row} has"):
+            learner.update(with_completion(scored, row, logprobs=None))
+    centred = scored.scores.total.reshape(4, 2) - scored.scores.total.reshape(4, 2).mean(1, keepdims=True)
+    wanted = {
+        "old_logps": model_logps(initial, prompts, completions),
+        "reference_logps": model_logps(reference, prompts, completions),
+        "rollout_logps": [completion.logprobs for completion in scored.rollout.completions],
+    }
+    gaps = [old - reference for old, reference in zip(wanted["old_logps"], wanted["reference_logps"], strict=True)]
+    mean = np.concatenate(gaps).mean()
+    advantages = (centred / centred.std(ddof=1)).ravel()
+    wanted["advantages"] = [advantage + 0.1 * (mean - gap) for advantage, gap in zip(advantages, gaps, strict=True)]
+    wanted["importance"] = [
+        np.minimum(np.exp(old - engine), 2.0)
+        for old, engine in zip(wanted["old_logps"], wanted["rollout_logps"], strict=True)
+    ]
+    seen = []
+    found = learner._advantages(scored, np.ones(4, np.bool_))
+    for batches in learner._updates(scored, found, np.ones(8, np.bool_)):
+        for name, expected in wanted.items():
+            for ids, values in completions_of(batches, name):
+                np.testing.assert_allclose(values, expected[rows[ids]], atol=2e-5, err_msg=name)
+        seen.append([rows[ids] for ids, _ in completions_of(batches, "advantages")])
+        learner._one_pass(1, batches)  # the policy moves on
+    assert [len(part) for part in seen] == [4, 4, 4, 4]
+    assert sorted(seen[0] + seen[1]) == sorted(seen[2] + seen[3]) == list(range(8))
+    learner.close()
+
+
+@pytest.mark.slow  # the learner then takes the same way
+def test_a_mini_batch_of_all_prompts_is_none(tmp_path: Path) -> None:
+    digests = []
+    for size in (None, 4):
+        config = make_config(tmp_path / str(size), {"algorithm": {"iterations": 2, "mini_batch_prompts": size}})
+        learner = make_learner(config)
+        learner.update(make_scored(make_model(make_mesh()), config))
+        digests.append(learner.params_digest())
+        learner.close()
+    assert digests[0] == digests[1]
