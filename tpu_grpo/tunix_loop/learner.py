@@ -62,11 +62,6 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
             ConfigError: for an algorithm that cannot be trained with, or not in Tunix's loop.
         """
         algorithm = open_algorithm(section)
-        if (size := section.mini_batch_prompts) is not None:
-            raise ConfigError(
-                f"algorithm.mini_batch_prompts={size} is for the pipeline's learner; Tunix's own loop updates once for "
-                "every mini_batch_size of its RLTrainingConfig: leave it out, and set that"
-            )
         if algorithm.asked:
             raise ConfigError(
                 f"algorithm.advantage={section.advantage or section.name} needs {', '.join(algorithm.asked)}, which "
@@ -101,7 +96,12 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
 
 
 def _check_all_count(section: AlgorithmSection) -> None:
-    """Refuse to leave out groups or completions: this loop sees one micro-batch at a time, and no finish reason."""
+    """Refuse mini-batches of ours, and to leave out groups or completions: this loop sees one micro-batch at a time."""
+    if (size := section.mini_batch_prompts) is not None:
+        raise ConfigError(
+            f"algorithm.mini_batch_prompts={size} is for the pipeline's learner; Tunix's own loop updates once for "
+            "every mini_batch_size of its RLTrainingConfig: leave it out, and set that"
+        )
     for name, usual in (("drop_uninformative", False), ("truncated", "keep")):
         if (value := getattr(section, name)) != usual:
             raise ConfigError(
