@@ -1,8 +1,9 @@
 """The settings of what is learnt and how: algorithm and optimizer."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from tpu_grpo.config.section import Options, PositiveInt, Section, regular_expression
 
@@ -19,11 +20,24 @@ AdvantageName = Literal[
     "max_rl",
     "gdpo",
 ]
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "scalerl": {
+        "name": "cispo",
+        "advantage": "scale_rl",
+        "loss_aggregation": "token-mean",
+        "group_size": 16,
+        "drop_uninformative": True,
+    },
+}
+"""What ``algorithm.preset`` sets of the section, unless a setting is given. ScaleRL: arXiv 2510.13786."""
 
 
 class AlgorithmSection(Section):
     """These settings choose GRPO (Shao et al. 2024, arXiv 2402.03300), a variant of it, or an algorithm of your own."""
 
+    preset: Literal["scalerl"] | None = None
+    """Take other defaults in this section; what is set beside it counts. scalerl (arXiv 2510.13786): name=cispo,
+    advantage=scale_rl, loss_aggregation=token-mean, group_size=16 and drop_uninformative=true."""
     name: str = "grpo"
     """Train with this algorithm: grpo, dr_grpo, rloo, dapo, gspo, cispo, dppo, sapo, reinforce, or a class of your own
     as path.py:Class or package.module:Class."""
@@ -143,6 +157,12 @@ class AlgorithmSection(Section):
     def upper_clip(self) -> float:
         """What a class of one's own gets as clip_high: clip_high, or `lower_clip` when that is unset."""
         return self.lower_clip if self.clip_high is None else self.clip_high
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_gives_defaults(cls, given: Any) -> Any:
+        preset = given.get("preset") if isinstance(given, dict) else None
+        return {**PRESETS[preset], **given} if isinstance(preset, str) and preset in PRESETS else given
 
     @field_validator("group_size")
     @classmethod
