@@ -39,6 +39,16 @@ def test_tokens_and_parameters_are_those_of_one_process(
     assert re.findall(r"traced rows (.*)", ended.out) == ["(16, 18) (16, 18) (16, 18)"] * hosts
 
 
+@pytest.mark.slow  # learner/test_mini_batches.py says which prompts are taken
+def test_mini_batches_are_those_of_one_process(files: Path, tmp_path: Path) -> None:
+    """The old policy's and the reference's log-probabilities are gathered for all updates of a step."""
+    algorithm = {"beta": 0.1, "old_policy": "trainer", "iterations": 2, "mini_batch_prompts": 2}
+    for hosts, devices in ((1, 4), (2, 2)):
+        ended = run_hosts(hosts, devices, files, settings(tmp_path / str(hosts), algorithm=algorithm))
+        assert ended.code == 0, ended.errors
+    assert outcome(tmp_path / "2") == outcome(tmp_path / "1")
+
+
 def mesh(fsdp: int, tp: int, tensor: int) -> dict[str, Any]:
     return {"trainer": {"fsdp": fsdp, "tp": tp}, "sampler": {"tensor": tensor}}
 
