@@ -47,7 +47,7 @@ def scalerl(*overrides: str) -> RunConfig:
 
 def test_a_preset_gives_defaults() -> None:
     found = scalerl().algorithm
-    assert (found.name, found.advantage, found.loss_aggregation) == ("cispo", "scale_rl", "token-mean")
+    assert (found.name, found.advantage, found.loss_aggregation) == ("cispo", "scale_rl", "prompt-mean-token-mean")
     assert (found.group_size, found.drop_uninformative) == (16, True)
     others = {"preset", "name", "advantage", "loss_aggregation", "group_size", "drop_uninformative"}
     assert found.model_dump(exclude=others) == RunConfig().algorithm.model_dump(exclude=others)
@@ -61,7 +61,7 @@ def test_what_is_set_counts_before_a_preset(tmp_path: Path) -> None:
     found = load_config(path).algorithm
     assert (found.name, found.group_size, found.drop_uninformative, found.advantage) == ("cispo", 4, False, None)
     found = load_config(path, ["algorithm.group_size=8", "algorithm.name=grpo"]).algorithm
-    assert (found.name, found.group_size, found.loss_aggregation) == ("grpo", 8, "token-mean")
+    assert (found.name, found.group_size, found.loss_aggregation) == ("grpo", 8, "prompt-mean-token-mean")
     assert load_config(path, ["algorithm.preset=null"]).algorithm.name == "grpo"
 
 

@@ -7,6 +7,7 @@ as Python is, so that a test can work them out and compare them with the program
 
     p, p_engine, p_old, p_ref    a token's probability under the policy now, the engine, the trainer before the update
                                  and the reference
+    mean_i, mean_it, mean_p      over completions, over all their tokens, over prompts
     R, A                         a completion's total reward, and its advantage
     mean_t, prod_t, all_t        over the tokens of the completion; mean_g, std_g over the completions of the prompt;
                                  mean_step, std_step over those of the step, mean_tokens, std_tokens over its tokens
@@ -27,6 +28,7 @@ from tpu_grpo.config import LossAggregation, RunConfig
 MEANS: Mapping[LossAggregation, tuple[str, str]] = {
     "sequence-mean-token-mean": ("mean_i mean_t [ ", " ]"),
     "token-mean": ("mean_it [ ", " ]"),
+    "prompt-mean-token-mean": ("mean_p mean_it [ ", " ]"),
     "sequence-mean-token-scale": ("mean_i sum_t [ ", " ] / {max_new_tokens}"),
 }
 """What stands before and after the loss of a token."""

@@ -7,7 +7,9 @@ from pydantic import Field, field_validator, model_validator
 
 from tpu_grpo.config.section import Options, PositiveInt, Section, regular_expression
 
-LossAggregation = Literal["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale"]
+LossAggregation = Literal[
+    "sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale", "prompt-mean-token-mean"
+]
 AdvantageName = Literal[
     "grpo",
     "drgrpo",
@@ -24,7 +26,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "scalerl": {
         "name": "cispo",
         "advantage": "scale_rl",
-        "loss_aggregation": "token-mean",
+        "loss_aggregation": "prompt-mean-token-mean",
         "group_size": 16,
         "drop_uninformative": True,
     },
@@ -37,7 +39,7 @@ class AlgorithmSection(Section):
 
     preset: Literal["scalerl"] | None = None
     """Take other defaults in this section; what is set beside it counts. scalerl (arXiv 2510.13786): name=cispo,
-    advantage=scale_rl, loss_aggregation=token-mean, group_size=16 and drop_uninformative=true."""
+    advantage=scale_rl, loss_aggregation=prompt-mean-token-mean, group_size=16 and drop_uninformative=true."""
     name: str = "grpo"
     """Train with this algorithm: grpo, dr_grpo, rloo, dapo, gspo, cispo, dppo, sapo, reinforce, or a class of your own
     as path.py:Class or package.module:Class."""

@@ -107,6 +107,7 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
         tokens=whole_blocks(config.row_tokens, block),
         micro_batch=_pass_rows(config, model, mesh),
         replay=ReplayShape(model) if config.algorithm.routing_replay else None,
+        group_size=config.algorithm.group_size,
     )
 
 

@@ -40,6 +40,8 @@ class RowShape:
     """The rows of a micro-batch."""
     replay: ReplayShape | None = None
     """The sizes of what is replayed of the engine's routing, if anything is."""
+    group_size: int = 1
+    """The completions of each prompt, which follow each other."""
 
     def empty(self, rows: int) -> "TrainRows":
         """Make rows without sequences."""
@@ -103,7 +105,8 @@ def train_rows(
     counts = np.array([len(completion.token_ids) for completion in completions])
     lengths = [len(prompt) + int(count) for prompt, count in zip(prompts, counts, strict=True)]
     packing = pack(lengths, row_tokens=shape.tokens, multiple=shape.micro_batch)
-    weights = token_weights(counts if counted is None else counts * counted, aggregation, shape.max_new_tokens)
+    counting = counts if counted is None else counts * counted
+    weights = token_weights(counting, aggregation, shape.max_new_tokens, shape.group_size)
     packed = shape.empty(packing.count)
     for index, (row, start) in enumerate(zip(packing.rows, packing.starts, strict=True)):
         completion, end = completions[index], start + lengths[index]

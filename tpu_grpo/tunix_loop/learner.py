@@ -102,8 +102,9 @@ def _check_all_count(section: AlgorithmSection) -> None:
             f"algorithm.mini_batch_prompts={size} is for the pipeline's learner; Tunix's own loop updates once for "
             "every mini_batch_size of its RLTrainingConfig: leave it out, and set that"
         )
-    for name, usual in (("drop_uninformative", False), ("truncated", "keep")):
-        if (value := getattr(section, name)) != usual:
+    refused = (("drop_uninformative", True), ("truncated", "mask"), ("loss_aggregation", "prompt-mean-token-mean"))
+    for name, value in refused:
+        if getattr(section, name) == value:
             raise ConfigError(
                 f"algorithm.{name}={str(value).lower()} needs a whole step at once, which Tunix's own loop does not "
                 "have; train with the pipeline, or leave it out"
