@@ -19,7 +19,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LEVELS = (
     {"types", "errors"},
     {"config", "plugins"},
-    {"tasks", "hosts", "metrics", "families", "algorithms", "launching"},
+    {"tasks", "hosts", "metrics", "families", "algorithms", "launching", "thresholds"},
     {"models", "prompts", "rollout", "rewards", "weights", "learner"},
     {"evaluation", "tunix_loop"},
     {"run"},

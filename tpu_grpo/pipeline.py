@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
+from tpu_grpo.algorithms import notices
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import Interrupted
 from tpu_grpo.evaluation import EvaluationLog, describe, write_samples
@@ -95,6 +96,8 @@ class Run:
 
     def train(self, start: int, stop_requested: Callable[[], bool]) -> None:
         """Do steps ``start + 1`` to ``run.max_steps``."""
+        for notice in notices(self.config):
+            self.log.note(notice)
         if start:
             self.log.note(f"continuing after step {start}")
         if not start:

@@ -95,13 +95,16 @@ class Completion:
     token_ids: np.ndarray
     """int32 [T], including the stop token that ended it."""
     logprobs: Float[np.ndarray, " T"]
-    """float32: log-probability of each token under the full distribution at the temperature (at 1 when greedy)."""
+    """float32: log-probability of each token under the full distribution at the temperature (at 1 when greedy); with
+    ``algorithm.filtered_ratio`` that among the tokens that top-k, top-p and min-p keep."""
     finish_reason: FinishReason
     cached_tokens: int
     """Prompt tokens whose keys and values were found in the prefix cache."""
     experts: Integer[np.ndarray, "S layers k"] | None = None
     """The experts that the engine used, if the request asked for them, for the S tokens that it computed: those of the
     prompt and all sampled ones but the last. The type is `routing_dtype`."""
+    kept: Integer[np.ndarray, " T"] | None = None
+    """How many tokens top-k, top-p and min-p kept when each was drawn, with ``algorithm.filtered_ratio``."""
 
 
 def routing_dtype(experts: int) -> np.dtype:

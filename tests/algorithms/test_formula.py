@@ -78,6 +78,12 @@ def test_the_temperature_is_that_of_the_rollout() -> None:
     assert line_of({"temperature": 0.7}).endswith("; p = softmax(logits / 0.7)")
 
 
+def test_filters_are_named_where_the_ratio_is_among_what_they_keep() -> None:
+    line = line_of({"top_p": 0.9, "min_p": 0.05}, filtered_ratio=True)
+    assert line.endswith("; p = softmax(logits) over the tokens that top_p=0.9 and min_p=0.05 kept")
+    assert line_of({"top_p": 0.9}).endswith("; p = softmax(logits)")
+
+
 def test_every_aggregation_has_its_mean() -> None:
     assert set(MEANS) == set(get_args(LossAggregation))
 

@@ -73,7 +73,7 @@ def packed(lines: list[np.ndarray], case: dict[str, Any]) -> jax.Array:
 
 
 def batch_of(rows: TrainRows, **fields: Any) -> TrainBatch:
-    model_rows = ModelRows(*(jnp.asarray(getattr(rows, name)) for name in ModelRows._fields[:-1]))
+    model_rows = ModelRows(*(jnp.asarray(getattr(rows, name)) for name in ModelRows._fields[:4]))
     arrays = {name: jnp.asarray(getattr(rows, name)) for name in ("weights", "advantages", "rollout_logps")}
     rest = {"old_logps": arrays["rollout_logps"], "importance": None, "reference_logps": None}
     return TrainBatch(rows=model_rows, **{**arrays, **rest, **fields})

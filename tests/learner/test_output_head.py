@@ -45,6 +45,8 @@ class Case:
     dtype: Any = jnp.float32
     weigh: tuple[float, float] = (1.0, 1.0)
     """Multiplies a and c."""
+    filtered: bool = False
+    """Whether each target was drawn among some of the likeliest tokens."""
     seed: int = field(default=0, kw_only=True)
 
     def inputs(self) -> dict[str, Any]:
@@ -61,6 +63,7 @@ class Case:
             "a": self.weigh[0] * rng.normal(size=shape).astype(np.float32).astype(np.float64),
             "c": self.weigh[1] * rng.normal(size=shape).astype(np.float32).astype(np.float64),
             "wanted": np.array(WANTED[self.wanted], bool),
+            "kept": rng.integers(1, self.vocab + 1, shape) if self.filtered else None,
         }
 
 
@@ -70,9 +73,14 @@ def expected_values(case: Case, hidden: np.ndarray, weight_VD: np.ndarray, **inp
     if case.soft_cap is not None:
         logits = case.soft_cap * np.tanh(logits / case.soft_cap)
     powers = np.exp(logits / case.temperature)
+    if case.filtered:  # the likeliest, and the target, which need not be one of them
+        places = np.argsort(np.argsort(-np.real(logits), axis=-1), axis=-1)
+        powers = powers * (
+            (places < inputs["kept"][..., None]) | (np.arange(case.vocab) == inputs["targets"][..., None])
+        )
     p = powers / powers.sum(axis=-1, keepdims=True)
     logps = np.log(np.take_along_axis(p, inputs["targets"][..., None], -1)[..., 0])
-    entropies = -(p * np.log(p)).sum(axis=-1)
+    entropies = -(p * np.log(np.where(p == 0, 1, p))).sum(axis=-1)
     return np.where(inputs["wanted"], logps, 0), np.where(inputs["wanted"], entropies, 0)
 
 
@@ -104,6 +112,7 @@ def traced(
     *,
     vocab_first: bool,
     soft_cap: Any,
+    kept: Any = None,
     **more: Any,
 ) -> tuple[Any, Any]:
     """Gradients by hidden states and weight; log-probabilities and entropies."""
@@ -111,7 +120,7 @@ def traced(
     def loss(hidden: Any, weight: Any) -> tuple[Any, Any]:
         hidden = jnp.where(wanted[..., None], hidden, jnp.nan)  # what is not wanted may be anything
         head = OutputHead(weight, vocab_first, soft_cap)
-        logps, entropies = token_logprobs(hidden, head, targets, wanted, **more)
+        logps, entropies = token_logprobs(hidden, head, targets, wanted, kept_BT=kept, **more)
         return (a * logps + c * entropies).sum(), (logps, entropies)
 
     return jax.grad(loss, (0, 1), has_aux=True)(hidden, weight)
@@ -128,6 +137,8 @@ def found(case: Case, mesh: Mesh | None = None, program: Any = program) -> dict[
     arrays = {"hidden": inputs["hidden"].astype(case.dtype), "weight": weight.astype(case.dtype)}
     arrays |= {name: inputs[name].astype(np.float32) for name in ("a", "c")}
     arrays |= {"targets": inputs["targets"].astype(np.int32), "wanted": inputs["wanted"]}
+    if case.filtered:
+        arrays["kept"] = inputs["kept"].astype(np.int32)
     if mesh is not None:
         rows = NamedSharding(mesh, P("fsdp"))
         arrays = {name: jax.device_put(array, rows) for name, array in arrays.items() if name != "weight"}
@@ -202,6 +213,8 @@ def assert_as_expected(case: Case, mesh: Mesh | None = None) -> None:
         Case(wanted="all"),  # 28 tokens in chunks of 3
         Case(wanted="none"),
         Case(chunk=28),
+        Case(filtered=True),
+        Case(filtered=True, soft_cap=2.5, temperature=0.7, vocab_first=False, vocab=40),
     ],
     ids=str,
 )
@@ -284,6 +297,11 @@ def test_the_size_of_the_chunks_changes_nothing() -> None:
 def test_meshes_give_what_one_device_gives(fsdp: int, tp: int, vocab: int, vocab_first: bool) -> None:
     case = Case(vocab=vocab, vocab_first=vocab_first, soft_cap=3.0, temperature=0.8, chunk=2)
     assert_as_expected(case, make_mesh(fsdp, tp))
+
+
+@pytest.mark.parametrize(("fsdp", "tp", "vocab"), [(2, 2, 12), (4, 1, 12), (2, 2, 9)])
+def test_tokens_are_left_out_alike_on_meshes(fsdp: int, tp: int, vocab: int) -> None:
+    assert_as_expected(Case(vocab=vocab, filtered=True, chunk=2), make_mesh(fsdp, tp))
 
 
 # --- what is alive, what moves, and what is skipped ------------------------------------------------------------------

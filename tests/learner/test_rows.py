@@ -40,6 +40,19 @@ def test_rows_by_hand() -> None:
     assert taken.tolist() == [[-0.5, -0.5, -0.5], [-0.25, -0.75, 0], [-0.5, 0, 0]]
 
 
+def test_the_numbers_of_kept_tokens_lie_at_the_sampled_tokens() -> None:
+    shape = replace(SHAPE, filtered=True)
+    first, second = replace(completion([4, 5]), kept=np.array([7, 8])), replace(completion([6]), kept=np.array([9]))
+    rows, _ = train_rows([[1, 2], [3]], [first, second], np.zeros(2), shape)
+    assert rows.kept is not None
+    assert rows.kept.tolist() == [[0, 0, 7, 8, 0, 9, 0, 0]]
+    assert next(rows.chunks(1)).kept is not None
+    for kept, found in ((None, "none"), (np.array([1, 2]), "2")):
+        with pytest.raises(DataError, match=f"filtered_ratio=true needs .*: row 1 has 1 tokens and {found}; let the"):
+            train_rows([[1, 2], [3]], [first, replace(second, kept=kept)], np.zeros(2), shape)
+    assert train_rows([[1]], [first], np.zeros(1), SHAPE)[0].kept is None
+
+
 def test_chunks_are_consecutive() -> None:
     rows, _ = train_rows([[i + 1] * 4 for i in range(3)], [completion([5] * 3)] * 3, np.arange(3.0), SHAPE)
     first, second = rows.chunks(2)

@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from tests.rollout.sampling_columns import columns
+from tpu_grpo import thresholds
 from tpu_grpo.planning.slices import open_slice, replica_devices
 from tpu_grpo.rollout import sampling
 from tpu_grpo.rollout.sampling import SamplingColumns, filter_logits, sample_tokens
@@ -160,12 +161,12 @@ def test_both_zeros_are_one_value() -> None:
 def test_ranks_are_in_the_order_of_numbers_and_lead_back_to_them() -> None:
     largest, smallest = np.finfo(np.float32).max, np.finfo(np.float32).tiny
     numbers = np.asarray([-np.inf, -largest, -1.0, -smallest, 0.0, smallest, 1.0, largest, np.inf], np.float32)
-    ranks = np.asarray(sampling._ranks(jnp.asarray(numbers)))
+    ranks = np.asarray(thresholds.ranks(jnp.asarray(numbers)))
     assert ranks.tolist() == sorted(set(ranks.tolist()))
     assert ranks[3:6].tolist() == [-1, 0, 1]
-    assert np.asarray(sampling._values(jnp.asarray(ranks))).tolist() == numbers.tolist()
+    assert np.asarray(thresholds.values(jnp.asarray(ranks))).tolist() == numbers.tolist()
     neighbours = np.nextafter(numbers[[1, 2, 6]], np.float32(np.inf))
-    assert np.asarray(sampling._ranks(jnp.asarray(neighbours))).tolist() == (ranks[[1, 2, 6]] + 1).tolist()
+    assert np.asarray(thresholds.ranks(jnp.asarray(neighbours))).tolist() == (ranks[[1, 2, 6]] + 1).tolist()
 
 
 # --- compiled for a TPU ----------------------------------------------------------------------------------------------

@@ -86,6 +86,15 @@ def test_completions_survive_being_packed() -> None:
         np.testing.assert_array_equal(after.token_ids, before.token_ids)
         assert after.logprobs.tobytes() == before.logprobs.tobytes()
         assert (after.finish_reason, after.cached_tokens) == (before.finish_reason, before.cached_tokens)
+        assert after.kept is None
+
+    counted = [replace(c, kept=np.arange(len(c.token_ids), dtype=np.int32) + 7) for c in given]
+    table = pack(counted, rows=4, new_tokens=5, kept=True)
+    assert table.shape == (4, 3 + 3 * 5)
+    for before, after in zip(counted, unpack(table[:3], kept=True), strict=True):
+        np.testing.assert_array_equal(after.token_ids, before.token_ids)
+        assert after.logprobs.tobytes() == before.logprobs.tobytes()
+        np.testing.assert_array_equal(after.kept, before.kept)
 
 
 # --- what replicas did ----------------------------------------------------------------------------------------------

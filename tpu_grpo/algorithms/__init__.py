@@ -14,6 +14,7 @@ correction.py  weights and masks for the difference between engine and trainer
 algorithm.py   what an algorithm is
 combined.py    the algorithm of a run, put together from these
 formula.py     the objective of a run in one line
+notices.py     what a run says of its settings at its start
 penalties.py   which penalties and bonuses go together
 checks.py      what is seen to before one is trained with
 
@@ -38,6 +39,7 @@ from tpu_grpo.algorithms.dr_grpo import DrGrpo
 from tpu_grpo.algorithms.formula import objective_line
 from tpu_grpo.algorithms.grpo import Grpo
 from tpu_grpo.algorithms.gspo import Gspo
+from tpu_grpo.algorithms.notices import notices
 from tpu_grpo.algorithms.penalties import ENTROPY_STEP, check_penalties
 from tpu_grpo.algorithms.reinforce import Reinforce
 from tpu_grpo.algorithms.rloo import Rloo
@@ -122,6 +124,7 @@ __all__ = [
     "Sequences",
     "TokenLosses",
     "correction_metrics",
+    "notices",
     "objective_line",
     "open_algorithm",
     "token_ratio",

@@ -55,7 +55,7 @@ def objective_line(config: RunConfig, algorithm: RunAlgorithm) -> str:
         definitions.append(f"r = p/{old}")
     advantage, *more = pieces(advantage_formula(algorithm.baseline))
     advantage = f"({advantage}){of_advantage}" if " if " in advantage and of_advantage else advantage + of_advantage
-    definitions += [f"A = {advantage}", *more, f"p = softmax(logits{_divided(config.rollout.temperature)})"]
+    definitions += [f"A = {advantage}", *more, _probability(config)]
     before, after = MEANS[algorithm.aggregation]
     return "; ".join([before + token + after.format(max_new_tokens=config.rollout.max_new_tokens), *definitions])
 
@@ -75,5 +75,10 @@ def pieces(formula: str) -> list[str]:
     return [piece.strip() for piece in formula.split(";")]
 
 
-def _divided(temperature: float) -> str:
-    return "" if temperature == 1.0 else f" / {temperature:g}"
+def _probability(config: RunConfig) -> str:
+    temperature = config.rollout.temperature
+    softmax = f"softmax(logits{'' if temperature == 1.0 else f' / {temperature:g}'})"
+    if not config.algorithm.filtered_ratio:
+        return f"p = {softmax}"
+    filters = " and ".join(f"{name}={value:g}" for name, value in config.rollout.filters.items())
+    return f"p = {softmax} over the tokens that {filters} kept"

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from tpu_grpo.algorithms import objective_line, open_algorithm
+from tpu_grpo.algorithms import notices, objective_line, open_algorithm
 from tpu_grpo.config import BUILTIN, RunConfig
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
@@ -42,6 +42,7 @@ def check(config: RunConfig, devices: Sequence[Any] | None = None) -> list[str]:
             f"rewards    {', '.join(task.rewards.names)}",
             f"algorithm  {config.algorithm.name}, {algorithm.aggregation}",
             f"objective  {objective_line(config, algorithm)}",
+            *(f"note       {notice}" for notice in notices(config)),
             f"evaluation {held_out}",
             f"trainer    {meshes.attention}",
             f"rollout    {options.attention} attention, {options.cache_tokens} cache tokens, shapes {options.shapes}",

@@ -77,6 +77,9 @@ class AlgorithmSection(Section):
     opsm: float | None = Field(default=None, gt=0.0)
     """Leave out completions of negative advantage from which the policy has moved away by more than this many nats per
     token since they were sampled (off-policy sequence masking, arXiv 2512.02556)."""
+    filtered_ratio: bool = False
+    """Take log-probabilities, the ratio and the entropy among the tokens that rollout.top_k, top_p and min_p kept, in
+    engine and trainer; else they are those of the full distribution, which is not what was drawn from."""
     routing_replay: bool = False
     """Let the trainer's tokens pass the experts that the engine chose for them (R3, arXiv 2510.11370); only for models
     with experts. The reference model keeps its own choice."""

@@ -68,6 +68,14 @@ def _release_makes_room(config: "RunConfig") -> None:
         )
 
 
+def _ratio_is_of_a_filter(config: "RunConfig") -> None:
+    if config.algorithm.filtered_ratio and not config.rollout.filters:
+        raise ValueError(
+            "algorithm.filtered_ratio=true needs rollout.top_k, top_p or min_p, got none of them; without a filter the "
+            "ratio is exact: set one, or leave filtered_ratio out"
+        )
+
+
 def _groups_vary(config: "RunConfig") -> None:
     if config.rollout.temperature == 0.0:
         raise ValueError(
@@ -184,6 +192,7 @@ RULES = (
     _cache_fits,
     _paddings_within_limit,
     _release_makes_room,
+    _ratio_is_of_a_filter,
     _groups_vary,
     _hosts_described,
     _trained_once,

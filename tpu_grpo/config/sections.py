@@ -114,6 +114,12 @@ class RolloutSection(Section):
             raise ValueError("must name a batch size, got []; leave it unset for powers of 2")
         return value
 
+    @property
+    def filters(self) -> dict[str, float]:
+        """The filters that leave out tokens, of top_k, top_p and min_p, by name."""
+        neutral = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        return {name: value for name, off in neutral.items() if (value := getattr(self, name)) != off}
+
 
 class TrainerMeshSection(Section):
     """These settings are the shape of the trainer's mesh."""

@@ -111,8 +111,8 @@ class Batches:
 
     @staticmethod
     def _rows(rows: TrainRows, put: Callable[[np.ndarray], Any]) -> ModelRows:
-        experts = None if rows.experts is None else put(rows.experts)
-        return ModelRows(put(rows.token_ids), put(rows.segments), put(rows.positions), put(rows.mask), experts)
+        experts, kept = (None if column is None else put(column) for column in (rows.experts, rows.kept))
+        return ModelRows(put(rows.token_ids), put(rows.segments), put(rows.positions), put(rows.mask), experts, kept)
 
     @staticmethod
     def _batch(

@@ -108,6 +108,7 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
         micro_batch=_pass_rows(config, model, mesh),
         replay=ReplayShape(model) if config.algorithm.routing_replay else None,
         group_size=config.algorithm.group_size,
+        filtered=config.algorithm.filtered_ratio,
     )
 
 

@@ -136,7 +136,9 @@ class Checkpoints:
         except Exception as error:  # Orbax raises many types, and for a truncated array the bare Exception
             raise self._damaged(step, f"{type(error).__name__}: {str(error).strip()[:300]}") from error
         nnx.update(updater.model, found[_MODEL])
-        updater.state = UpdateState(*found[_STATE], found[_ENTROPY] if _ENTROPY in wanted else ())
+        state: _SavedState = found[_STATE]
+        entropy = found[_ENTROPY] if _ENTROPY in wanted else ()
+        updater.state = UpdateState(state.count, state.optimizer, state.kept, entropy)
         if self._reference is not None:
             nnx.update(self._reference, found[_REFERENCE])
         saved: dict[str, int] | None = metadata.get("checksums")

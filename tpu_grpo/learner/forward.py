@@ -32,6 +32,8 @@ class ModelRows(NamedTuple):
     """bool [R, S], the tokens whose log-probabilities are wanted."""
     experts: Any = None
     """What is replayed of the engine's routing, None if nothing is; see routing.py."""
+    kept: Any = None
+    """How many of the likeliest tokens each was drawn among, int32 [R, S]; None for all."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -60,6 +62,7 @@ def run_model(model: nnx.Module, rows: ModelRows, *, temperature: float, mesh: M
         _next(rows.mask),
         temperature=temperature,
         mesh=mesh,
+        kept_BT=None if rows.kept is None else _next(rows.kept),
     )
     return TokenLogprobs(*(jnp.pad(values_RS[:, :-1], ((0, 0), (1, 0))) for values_RS in found))
 

@@ -7,6 +7,12 @@
     log-probability   log p[target]       g * (onehot(target) - p)
     entropy H         -sum p log p        -g * p * (log p + H)
 
+Where tokens were drawn among the n likeliest alone, z is minus infinity for all others but the target, and they have
+neither probability nor gradient. n is the engine's, for each token: the engine and the trainer, whose logits differ in
+their last bits, then keep the same tokens, or two that are equally likely in each other's place. The same n tokens have
+one sum of probabilities with every filter that keeps the likeliest: top-k, top-p, min-p (cf. "Keep Sampling Mask" of
+DeepSeek-V3.2, arXiv 2512.02556).
+
 The logits of all tokens would be the largest arrays of a training step. Here they exist for a chunk of tokens, and the
 backward pass computes them again. Only wanted tokens are computed; head_split.py says which make a chunk, and what each
 device of a mesh computes of it.
@@ -16,6 +22,7 @@ N tokens of a chunk, v the device's part of the vocabulary.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +33,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tpu_grpo.learner.head_split import HeadSplit, TokenQueue, chunk_tokens, chunks_needed
+from tpu_grpo.thresholds import largest
 
 CHUNK_BYTES = 256 * 2**20
 """Float32 logits of a chunk on a device."""
@@ -51,6 +59,7 @@ def token_logprobs(
     *,
     temperature: float,
     mesh: Mesh | None,
+    kept_BT: Int[Array, "B T"] | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Float32[Array, "B T"], Float32[Array, "B T"]]:
     """Compute the log-probability of each wanted target, and the entropy of the distribution that it is drawn from.
@@ -65,6 +74,7 @@ def token_logprobs(
         targets_BT: ids of the vocabulary.
         wanted_BT: the positions that are computed.
         temperature: logits are divided by it.
+        kept_BT: how many of the likeliest tokens each was drawn among, at least 1 where wanted; None for all.
         mesh: its axes are fsdp, whose size divides B, and tp; None stands for one device.
         chunk_bytes: the most that the float32 logits of a chunk take on a device. The backward pass also holds their
             gradient.
@@ -76,7 +86,7 @@ def token_logprobs(
     columns = head.weight.shape[split.vocab_dim] // split.parts
     chunk = chunk_tokens(wanted_BT.size // split.groups, split.seen_groups * columns, chunk_bytes)
     settings = _Settings(split, head.soft_cap, temperature, chunk)
-    return _logprobs(settings, hidden_BTD, head.weight, targets_BT, wanted_BT)
+    return _logprobs(settings, hidden_BTD, head.weight, targets_BT, wanted_BT, kept_BT)
 
 
 class _Settings(NamedTuple):
@@ -88,20 +98,30 @@ class _Settings(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _logprobs(settings: _Settings, hidden_BTD: Any, weight: Any, targets_BT: Any, wanted_BT: Any) -> tuple[Any, Any]:
-    return _forward(settings, hidden_BTD, weight, targets_BT, wanted_BT)[0]
+def _logprobs(
+    settings: _Settings, hidden_BTD: Any, weight: Any, targets_BT: Any, wanted_BT: Any, kept_BT: Any
+) -> tuple[Any, Any]:
+    return _forward(settings, hidden_BTD, weight, targets_BT, wanted_BT, kept_BT)[0]
 
 
-def _forward(settings: _Settings, hidden_BTD: Any, weight: Any, targets_BT: Any, wanted_BT: Any) -> tuple[Any, Any]:
-    run = settings.split.over_devices(functools.partial(_device_forward, settings), "rwrrs", "rrr")
+def _forward(
+    settings: _Settings, hidden_BTD: Any, weight: Any, targets_BT: Any, wanted_BT: Any, kept_BT: Any
+) -> tuple[Any, Any]:
+    counts = () if kept_BT is None else (kept_BT,)
+    arguments, results = "rwrrs" + "r" * len(counts), "rrr" + "r" * len(counts)
+    run = settings.split.over_devices(functools.partial(_device_forward, settings), arguments, results)
     chunks = chunks_needed(wanted_BT, settings.split.groups, settings.chunk)
-    logps_BT, entropies_BT, lse_BT = run(hidden_BTD, weight, targets_BT, wanted_BT, chunks)
-    return (logps_BT, entropies_BT), (hidden_BTD, weight, targets_BT, wanted_BT, chunks, lse_BT, entropies_BT)
+    logps_BT, entropies_BT, *vectors_BT = run(hidden_BTD, weight, targets_BT, wanted_BT, chunks, *counts)
+    saved = (hidden_BTD, weight, targets_BT, wanted_BT, chunks, entropies_BT, *vectors_BT)
+    return (logps_BT, entropies_BT), saved
 
 
-def _backward(settings: _Settings, kept: Any, gradients: Any) -> tuple[Any, ...]:
-    run = settings.split.over_devices(functools.partial(_device_backward, settings), "rwrrsrrrr", "rw")
-    return (*run(*kept, *gradients), None, None)
+def _backward(settings: _Settings, saved: Any, gradients: Any) -> tuple[Any, ...]:
+    hidden_BTD, weight, targets_BT, wanted_BT, chunks, *vectors_BT = saved
+    vectors_BT = [*gradients, *vectors_BT]
+    arguments = "rwrrs" + "r" * len(vectors_BT)
+    run = settings.split.over_devices(functools.partial(_device_backward, settings), arguments, "rw")
+    return (*run(hidden_BTD, weight, targets_BT, wanted_BT, chunks, *vectors_BT), None, None, None)
 
 
 _logprobs.defvjp(_forward, _backward)
@@ -114,27 +134,30 @@ def _device_forward(
     targets_bT: Int[Array, "b T"],
     wanted_bT: Bool[Array, "b T"],
     chunks: Int[Array, ""],
-) -> tuple[Float32[Array, "b T"], Float32[Array, "b T"], Float32[Array, "b T"]]:
-    """Return log-probabilities, entropies and logsumexp(z)."""
+    *counts_bT: Int[Array, "b T"],
+) -> tuple[Float32[Array, "b T"], ...]:
+    """Return log-probabilities, entropies and logsumexp(z); and the thresholds of kept tokens, if any are left out."""
     split, queue = settings.split, TokenQueue(settings.split, settings.chunk, wanted_bT)
-    targets_RS = queue.ordered(targets_bT)
+    targets_RS, counts_RS = queue.ordered(targets_bT), [queue.ordered(count_bT) for count_bT in counts_bT]
 
     def step(index: Any, found_KRS: Any) -> Any:
         z_Nv, _ = _scaled_logits(settings, queue.hidden(hidden_bTD, index), weight)
+        at_target_Nv = _is_target(settings, queue.chunk(targets_RS, index), z_Nv)
+        thresholds_N = [largest(z_Nv, queue.chunk(each, index), split.sum, split.max) for each in counts_RS]
+        left_out_Nv = _left_out(z_Nv, at_target_Nv, thresholds_N)
         max_N = split.max(z_Nv.max(axis=1))
         z_Nv = z_Nv - max_N[:, None]
-        exp_Nv = jnp.exp(z_Nv)
-        target_Nv = jnp.where(_is_target(settings, queue.chunk(targets_RS, index), z_Nv), z_Nv, 0.0)
+        exp_Nv = jnp.where(left_out_Nv, 0.0, jnp.exp(z_Nv))
+        target_Nv = jnp.where(at_target_Nv, z_Nv, 0.0)
         sums = (exp_Nv.sum(axis=1), (exp_Nv * z_Nv).sum(axis=1), target_Nv.sum(axis=1))
         sum_N, weighted_N, target_N = split.sum(sums)
         log_N = jnp.log(sum_N)
-        found_KN = jnp.stack([target_N - log_N, log_N - weighted_N / sum_N, max_N + log_N])
+        found_KN = jnp.stack([target_N - log_N, log_N - weighted_N / sum_N, max_N + log_N, *thresholds_N])
         found_KRC = found_KN.reshape(*found_KRS.shape[:2], settings.chunk)
         return lax.dynamic_update_slice_in_dim(found_KRS, found_KRC, index * settings.chunk, axis=2)
 
-    found_KRS = lax.fori_loop(0, chunks, step, jnp.zeros((3, *targets_RS.shape), jnp.float32))
-    logps_bT, entropies_bT, lse_bT = (queue.back(split.own(found_RS)) for found_RS in found_KRS)
-    return logps_bT, entropies_bT, lse_bT
+    zeros_KRS = jnp.zeros((3 + len(counts_RS), *targets_RS.shape), jnp.float32)
+    return tuple(queue.back(split.own(found_RS)) for found_RS in lax.fori_loop(0, chunks, step, zeros_KRS))
 
 
 def _device_backward(
@@ -148,7 +171,8 @@ def _device_backward(
 ) -> tuple[Float[Array, "b T D"], Float[Array, "_ _"]]:
     """Return the gradients of the hidden states and of the weight.
 
-    The vectors are logsumexp(z), the entropies, and the gradients of log-probabilities and of entropies.
+    The vectors are the gradients of log-probabilities and of entropies, the entropies, logsumexp(z), and the thresholds
+    of kept tokens, if any are left out.
     """
     split, queue = settings.split, TokenQueue(settings.split, settings.chunk, wanted_bT)
     vectors_RS = [queue.ordered(vector_bT) for vector_bT in (targets_bT, *vectors_bT)]
@@ -188,12 +212,23 @@ def _logits_gradient(
     *vectors_N: Float32[Array, " N"],
 ) -> Float[Array, "N v"]:
     """Compute the logits again, and return the gradient of hidden @ head; for the vectors see `_device_backward`."""
-    lse_N1, entropies_N1, of_logps_N1, of_entropies_N1 = (vector_N[:, None] for vector_N in vectors_N)
+    of_logps_N1, of_entropies_N1, entropies_N1, lse_N1 = (vector_N[:, None] for vector_N in vectors_N[:4])
     z_Nv, slope_Nv = _scaled_logits(settings, hidden_ND, weight)
-    logp_Nv = z_Nv - lse_N1
-    at_target_Nv = jnp.where(_is_target(settings, targets_N, z_Nv), of_logps_N1, 0.0)
+    logp_Nv, at_target_Nv = z_Nv - lse_N1, _is_target(settings, targets_N, z_Nv)
     spread_Nv = jnp.exp(logp_Nv) * (of_logps_N1 + of_entropies_N1 * (logp_Nv + entropies_N1))
-    return ((at_target_Nv - spread_Nv) * slope_Nv).astype(jnp.promote_types(hidden_ND.dtype, weight.dtype))
+    spread_Nv = jnp.where(_left_out(z_Nv, at_target_Nv, vectors_N[4:]), 0.0, spread_Nv)
+    gradient_Nv = (jnp.where(at_target_Nv, of_logps_N1, 0.0) - spread_Nv) * slope_Nv
+    return gradient_Nv.astype(jnp.promote_types(hidden_ND.dtype, weight.dtype))
+
+
+def _left_out(
+    z_Nv: Float[Array, "N v"], at_target_Nv: Bool[Array, "N v"], thresholds_N: Sequence[Float[Array, " N"]]
+) -> Bool[Array, "N v"]:
+    """Say which tokens the target was not drawn among; none without a threshold."""
+    left_out_Nv = jnp.zeros_like(at_target_Nv)
+    for threshold_N in thresholds_N:
+        left_out_Nv |= z_Nv <= threshold_N[:, None]
+    return left_out_Nv & ~at_target_Nv
 
 
 def _to_hidden(settings: _Settings, gradient_Nv: Array, weight: Array) -> Float32[Array, "N D"]:

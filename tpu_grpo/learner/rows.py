@@ -42,6 +42,8 @@ class RowShape:
     """The sizes of what is replayed of the engine's routing, if anything is."""
     group_size: int = 1
     """The completions of each prompt, which follow each other."""
+    filtered: bool = False
+    """Whether tokens were drawn among some of the likeliest, and are scored among them."""
 
     def empty(self, rows: int) -> "TrainRows":
         """Make rows without sequences."""
@@ -55,6 +57,7 @@ class RowShape:
             advantages=np.zeros(shape, np.float32),
             weights=np.zeros(shape, np.float32),
             experts=self.replay and self.replay.empty(*shape),
+            kept=np.zeros(shape, np.int32) if self.filtered else None,
         )
 
 
@@ -76,6 +79,8 @@ class TrainRows:
     """The policy's log-probabilities before the first update on the rollout, where they are known already."""
     reference_logps: Float[np.ndarray, "R S"] | None = None
     """The initial policy's, where they are known already."""
+    kept: Int[np.ndarray, "R S"] | None = None
+    """How many of the likeliest tokens each sampled one was drawn among, if not all."""
 
     def chunks(self, size: int) -> Iterator["TrainRows"]:
         """Cut the rows into consecutive pieces of ``size``."""
@@ -119,6 +124,8 @@ def train_rows(
         packed.rollout_logps[row, sampled:end] = completion.logprobs
         packed.advantages[row, sampled:end] = advantages[index]
         packed.weights[row, sampled:end] = weights[index]
+        if packed.kept is not None:
+            packed.kept[row, sampled:end] = kept_tokens(index, completion)
     if shape.replay is not None and packed.experts is not None:
         shape.replay.fill(packed.experts, prompts, completions, packing)
     return packed, packing
@@ -226,6 +233,21 @@ def check_sequences(
         _check_length("prompts", "data.max_prompt_tokens", max_prompt_tokens, row, len(prompt))
         _check_length("completions", "rollout.max_new_tokens", max_new_tokens, row, len(completion.token_ids))
         _check_logprobs(row, completion)
+
+
+def kept_tokens(row: int, completion: Completion) -> Integer[np.ndarray, " T"]:
+    """Return how many tokens the filters kept of each of a completion's.
+
+    Raises:
+        DataError: for a completion that does not say so.
+    """
+    if completion.kept is None or len(completion.kept) != len(completion.token_ids):
+        raise DataError(
+            f"algorithm.filtered_ratio=true needs the number of tokens that the filters kept: row {row} has "
+            f"{len(completion.token_ids)} tokens and {'none' if completion.kept is None else len(completion.kept)}; "
+            "let the engine return them"
+        )
+    return completion.kept
 
 
 def _check_length(what: str, setting: str, most: int, row: int, count: int) -> None:

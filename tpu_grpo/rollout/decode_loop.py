@@ -71,6 +71,8 @@ class LaunchOutput(NamedTuple):
     """The experts of every token that a step took in, if the runner returns them."""
     after: Int[Array, "2 B"] | None
     """Each row's last token, and 1 if that is a stop token; the next launch reads it, and the host does not."""
+    kept: Int[Array, "k B"] | None = None
+    """How many tokens the filters kept of every step's, if log-probabilities are those among them."""
 
 
 def for_host(output: StepOutput | LaunchOutput) -> StepOutput | LaunchOutput:
@@ -84,19 +86,25 @@ class Sampled(NamedTuple):
     count: Int[np.ndarray, " b"]
     tokens: Int[np.ndarray, "k b"]
     logprobs: Float[np.ndarray, "k b"]
+    kept: Int[np.ndarray, "k b"] | None = None
+    """How many tokens the filters kept, if log-probabilities are those among them."""
 
     @classmethod
     def of_prefill(cls, output: StepOutput, rows: int) -> "Sampled":
         """Read the first ``rows`` rows of a prefill step, which has come to the host; each has one token."""
         tokens, logprobs = np.asarray(output.tokens), np.asarray(output.logprobs)
-        return cls(np.ones(rows, np.int32), tokens[None, :rows], logprobs[None, :rows])
+        kept = None if output.kept is None else np.asarray(output.kept)[None, :rows]
+        return cls(np.ones(rows, np.int32), tokens[None, :rows], logprobs[None, :rows], kept)
 
     @classmethod
-    def of_launch(cls, results: Int[np.ndarray, "results B"], columns: Int[np.ndarray, " b"]) -> "Sampled":
-        """Read the rows in these columns of a launch's results."""
+    def of_launch(
+        cls, results: Int[np.ndarray, "results B"], columns: Int[np.ndarray, " b"], kept: Any = None
+    ) -> "Sampled":
+        """Read the rows in these columns of a launch's results, and of what it says of kept tokens."""
         chosen = np.ascontiguousarray(np.asarray(results)[:, columns])
         tokens, bits = np.split(chosen[1:], 2)
-        return cls(chosen[0], tokens, bits.view(np.float32))
+        counts = None if kept is None else np.asarray(kept)[:, columns]
+        return cls(chosen[0], tokens, bits.view(np.float32), counts)
 
 
 @functools.cache
@@ -137,6 +145,7 @@ class _Carry(NamedTuple):
     tokens: Int[Array, "k B"]
     logprobs: Float[Array, "k B"]
     experts: Integer[Array, "k B L K"] | None
+    kept: Int[Array, "k B"] | None
     cache: Cache
 
 
@@ -148,11 +157,11 @@ def decode_loop(
     attention: AttentionMode,
     stop_token_ids: Iterable[int],
     experts: ExpertLayout | None,
+    filtered: bool = False,
 ) -> tuple[LaunchOutput, Cache]:
     """Trace the steps of a launch. The first is always made, unless all rows are padding.
 
-    Returns:
-        What was sampled, and the cache, which is updated in place.
+    Returns what was sampled, and the cache, which is updated in place.
     """
     rows = unpack_rows(inputs.rows)
     stop_ids = jnp.asarray(sorted(stop_token_ids), jnp.int32)
@@ -174,14 +183,17 @@ def decode_loop(
             tokens=carry.tokens.at[carry.step].set(token),
             logprobs=carry.logprobs.at[carry.step].set(jnp.where(running, output.logprobs, 0.0)),
             experts=None if carry.experts is None else carry.experts.at[carry.step].set(output.experts),
+            kept=None if carry.kept is None else carry.kept.at[carry.step].set(output.kept),
             cache=cache,
         )
 
-    last = jax.lax.while_loop(more, advance, _start(rows, inputs, cache, experts))
+    last = jax.lax.while_loop(more, advance, _start(rows, inputs, cache, experts, filtered))
     return _output(last), last.cache
 
 
-def _start(rows: LaunchRows, inputs: LaunchInputs, cache: Cache, experts: ExpertLayout | None) -> _Carry:
+def _start(
+    rows: LaunchRows, inputs: LaunchInputs, cache: Cache, experts: ExpertLayout | None, filtered: bool
+) -> _Carry:
     batch, steps = rows.slots.shape
     follows, (token, stopped) = inputs.control[2] > 0, inputs.before
     stopped = follows & (stopped > 0)
@@ -194,6 +206,7 @@ def _start(rows: LaunchRows, inputs: LaunchInputs, cache: Cache, experts: Expert
         tokens=jnp.zeros((steps, batch), jnp.int32),
         logprobs=jnp.zeros((steps, batch), jnp.float32),
         experts=None if experts is None else experts.zeros(steps, batch),
+        kept=jnp.zeros((steps, batch), jnp.int32) if filtered else None,
         cache=cache,
     )
 
@@ -201,7 +214,8 @@ def _start(rows: LaunchRows, inputs: LaunchInputs, cache: Cache, experts: Expert
 def _output(last: _Carry) -> LaunchOutput:
     bits = jax.lax.bitcast_convert_type(last.logprobs, jnp.int32)
     results = jnp.concatenate([last.count[None], last.tokens, bits])
-    return LaunchOutput(results, last.experts, jnp.stack([last.token, last.stopped.astype(jnp.int32)]))
+    after = jnp.stack([last.token, last.stopped.astype(jnp.int32)])
+    return LaunchOutput(results, last.experts, after, last.kept)
 
 
 def _step_inputs(carry: _Carry, rows: LaunchRows, metadata: Any, attention: AttentionMode) -> StepInputs:

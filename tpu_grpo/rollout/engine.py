@@ -77,6 +77,7 @@ class Engine:
             return_experts=options.return_experts,
             experts=options.experts,
             kv_dtype=options.kv_dtype,
+            filtered=options.filtered,
         )
         build_runner = functools.partial(Runner, settings)
         return cls(SteppedScheduler(_server_args(checkpoint, mesh, options), mesh, build_runner), options)

@@ -31,6 +31,8 @@ class Exchange:
     senders: Sequence[int]
     """For each replica the host that sends its completions."""
     hosts: Hosts
+    kept: bool = False
+    """Whether completions say how many tokens the filters kept."""
 
     def completions(self, own: Mapping[int, Completion]) -> list[Completion]:
         """Gather all completions, without experts, in the order of the requests.
@@ -41,9 +43,11 @@ class Exchange:
         mine, found = self._mine(own), {}
         for start in range(0, self._rows, self._share):
             end = start + self._share
-            tables = self.hosts.gather_array("completions", pack(mine[start:end], self._share, new_tokens))
+            packed = pack(mine[start:end], self._share, new_tokens, kept=self.kept)
+            tables = self.hosts.gather_array("completions", packed)
             for table, indices in zip(tables, self._sent, strict=True):
-                found |= zip(indices[start:end], unpack(table[: len(indices[start:end])]), strict=True)
+                rows = unpack(table[: len(indices[start:end])], kept=self.kept)
+                found |= zip(indices[start:end], rows, strict=True)
         return [found[index] for index in range(len(self.requests))]
 
     def with_experts(

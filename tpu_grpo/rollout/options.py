@@ -37,6 +37,8 @@ class EngineOptions:
     """The most decode steps of a launch; None chooses by the model's size and the devices."""
     kv_dtype: KVDtype = "auto"
     """What the KV cache keeps its numbers in; auto is ``dtype``."""
+    filtered: bool = False
+    """Whether log-probabilities are those among the tokens that the filters keep, and completions hold their number."""
 
     @classmethod
     def from_config(
@@ -62,6 +64,7 @@ class EngineOptions:
             experts=check_experts(rollout.experts, platform),
             steps_per_launch=None if rollout.steps_per_launch == "auto" else rollout.steps_per_launch,
             kv_dtype=check_kv_dtype(rollout.kv_dtype, attention),
+            filtered=config.algorithm.filtered_ratio,
         )
 
     @property

@@ -221,8 +221,9 @@ class Replicas:
         own = served.completions
         if self._hosts.count == 1:
             return [own[index] for index in range(len(requests))]
-        exchange = Exchange(requests, served.assigned, [replica.hosts[0] for replica in self.replicas], self._hosts)
-        completions, engine = exchange.completions(own), next(iter(self.engines.values()))
+        engine, senders = next(iter(self.engines.values())), [replica.hosts[0] for replica in self.replicas]
+        exchange = Exchange(requests, served.assigned, senders, self._hosts, engine.options.filtered)
+        completions = exchange.completions(own)
         if any(request.return_experts for request in requests):
             assert engine.expert_layout is not None, "Engine.check refuses such a request"
             completions = exchange.with_experts(completions, own, engine.expert_layout, engine.options.context_tokens)

@@ -55,6 +55,8 @@ class RunnerSettings:
     return_experts: bool = False
     experts: ExpertsName = "ragged"
     kv_dtype: KVDtype = "auto"
+    filtered: bool = False
+    """Return log-probabilities among the tokens that the filters keep, and the number of these."""
 
 
 class Runner(ModelRunner):
@@ -260,6 +262,7 @@ class Runner(ModelRunner):
             attention=self._attention,
             stop_token_ids=self.settings.stop_token_ids | eos,
             experts=self.expert_layout,
+            filtered=self.settings.filtered,
         )
 
     def _step(self, weights: list[Array], cache: list[Array], inputs: StepInputs, *, mode: ForwardMode) -> Any:
@@ -270,9 +273,10 @@ class Runner(ModelRunner):
         pools = MemoryPools(token_to_kv_pool=pool)
         batch = forward_batch(inputs, mode, self._attention.backend(inputs.attention))
         logits, new_pools, _, experts = model(batch, pools, logits_metadata(inputs, mode))
-        tokens, logprobs = sample_rows(logits.next_token_logits, inputs.sampling, self.mesh)
-        layout = self.expert_layout
-        output = StepOutput(tokens, logprobs, None if layout is None else layout.stack(experts))
+        filtered, layout = self.settings.filtered, self.expert_layout
+        drawn = sample_rows(logits.next_token_logits, inputs.sampling, self.mesh, filtered=filtered)
+        chosen = None if layout is None else layout.stack(experts)
+        output = StepOutput(drawn.token, drawn.logprob, chosen, drawn.kept)
         return output, new_pools["token_to_kv_pool"]
 
     # --- compiling ahead ---------------------------------------------------------------------------------------------

@@ -19,6 +19,8 @@ class RunningRequest:
     req: Req
     stop_token_ids: frozenset[int]
     logprobs: list[float] = field(default_factory=list)
+    kept: list[int] | None = None
+    """How many tokens the filters kept for each, if the engine counts them."""
 
     @property
     def prefilled(self) -> bool:
@@ -35,6 +37,7 @@ class RunningRequest:
             finish_reason="length" if truncated else "stop",
             cached_tokens=self.req.cached_tokens,
             experts=self.req.routed_experts,
+            kept=None if self.kept is None else np.asarray(self.kept, np.int32),
         )
 
 

@@ -3,7 +3,8 @@
 Suffixes: B rows, V vocabulary, N ranks that one pass over the vocabulary tries.
 
 Order of the filters: temperature, top-k, top-p, min-p. The log-probability is that of the *full* distribution at the
-temperature, before any filter, in float32: the quantity the trainer computes for the same token. Drawing uses the
+temperature, before any filter, in float32: the quantity the trainer computes for the same token; or, with
+``algorithm.filtered_ratio``, that among the tokens that the filters keep, with their number. Drawing uses the
 Gumbel-max trick (argmax of log-probabilities plus Gumbel noise is a sample of the distribution), with noise keyed by
 (seed, step, prompt, sample, position) through threefry: batch, mesh, host and cache do not enter.
 """
@@ -16,17 +17,11 @@ from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Float, Int, UInt32
 
 from tpu_grpo.rollout.arrays import AnyArray
+from tpu_grpo.thresholds import LARGEST_RANK, TRIALS, ranks, trials, values
 
-TRIALS = 15
-"""How many ranks one pass over the vocabulary tries. They leave a 16th of those that are left: eight passes find one of
-2^32. XLA for TPUs computes the 15 sums in one fusion, in less than twice the time of one."""
 FIRST_STEP = 2.0
 """What lies between the logits that the first pass tries, from the likeliest down. Nearly all thresholds lie there, but
 few of all float32 numbers."""
-DENORMALS = 0x7FFFFF
-"""The number of positive float32 numbers below the smallest normal one."""
-LARGEST_RANK = 0x7F800000 - DENORMALS
-"""The rank of infinity."""
 
 
 class SamplingColumns(NamedTuple):
@@ -44,22 +39,29 @@ class SamplingColumns(NamedTuple):
     """The index that the sampled token will have in its sequence."""
 
 
-def sample_tokens(
-    logits_BV: Float[Array, "B V"], columns: SamplingColumns
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
-    """Draw one token per row.
+class Drawn(NamedTuple):
+    """One token of each row."""
 
-    Returns:
-        Token ids (int32) and their float32 log-probabilities under the full distribution at the temperature (at
-        temperature 1 for greedy rows).
-    """
+    token: Int[Array, " B"]
+    logprob: Float[Array, " B"]
+    """float32, under the full distribution at the temperature (at 1 for greedy rows); or among the kept tokens."""
+    kept: Int[Array, " B"] | None
+    """How many tokens the filters kept, if that was asked for."""
+
+
+def sample_tokens(logits_BV: Float[Array, "B V"], columns: SamplingColumns, *, filtered: bool = False) -> Drawn:
+    """Draw one token per row; with ``filtered`` its log-probability is that among the tokens that the filters keep."""
     greedy_B = columns.temperature == 0.0
     scaled_BV = logits_BV.astype(jnp.float32) / (columns.temperature + greedy_B)[:, None]
     noise_BV = jax.vmap(_gumbel, in_axes=(0, 0, None))(columns.key, columns.position, scaled_BV.shape[-1])
-    drawn_B = jnp.argmax(filter_logits(scaled_BV, columns) + noise_BV, axis=-1)
+    kept_BV = filter_logits(scaled_BV, columns)
+    drawn_B = jnp.argmax(kept_BV + noise_BV, axis=-1)
     token_B = jnp.where(greedy_B, jnp.argmax(scaled_BV, axis=-1), drawn_B).astype(jnp.int32)
     chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
-    return token_B, chosen_B - jax.nn.logsumexp(scaled_BV, axis=-1)
+    if not filtered:
+        return Drawn(token_B, chosen_B - jax.nn.logsumexp(scaled_BV, axis=-1), None)
+    counts_B = jnp.sum(kept_BV > -jnp.inf, axis=-1, dtype=jnp.int32)
+    return Drawn(token_B, chosen_B - jax.nn.logsumexp(kept_BV, axis=-1), counts_B)
 
 
 def filter_logits(scaled_BV: Float[Array, "B V"], columns: SamplingColumns) -> Float[Array, "B V"]:
@@ -73,21 +75,21 @@ def filter_logits(scaled_BV: Float[Array, "B V"], columns: SamplingColumns) -> F
     likeliest_B, none_B = jnp.max(scaled_BV, axis=-1), jnp.full_like(columns.top_k, -LARGEST_RANK - 1)
 
     def last_dropped() -> Int[Array, " B"]:
-        highest_B = _ranks(likeliest_B)
+        highest_B = ranks(likeliest_B)
         high_B = jnp.where(by_top_k_B, highest_B, none_B)
         dropped_B = _last_dropped(scaled_BV, jnp.ones((1, 1)), columns.top_k.astype(jnp.float32), none_B, high_B)
         high_B = jnp.where(by_top_p_B, highest_B, dropped_B)
 
         def by_mass() -> Int[Array, " B"]:
             weight_BV = jnp.exp(scaled_BV - likeliest_B[:, None])
-            mass_B = jnp.sum(jnp.where(scaled_BV > _values(dropped_B)[:, None], weight_BV, 0.0), axis=-1)
+            mass_B = jnp.sum(jnp.where(scaled_BV > values(dropped_B)[:, None], weight_BV, 0.0), axis=-1)
             return _last_dropped(scaled_BV, weight_BV, columns.top_p * mass_B, dropped_B, high_B)
 
         return jax.lax.cond(jnp.any(by_top_p_B), by_mass, lambda: dropped_B)
 
     dropped_B = jax.lax.cond(jnp.any(by_top_k_B | by_top_p_B), last_dropped, lambda: none_B)
     in_min_p_BV = scaled_BV - likeliest_B[:, None] >= jnp.log(columns.min_p)[:, None]
-    return jnp.where((scaled_BV > _values(dropped_B)[:, None]) & in_min_p_BV, scaled_BV, -jnp.inf)
+    return jnp.where((scaled_BV > values(dropped_B)[:, None]) & in_min_p_BV, scaled_BV, -jnp.inf)
 
 
 def _last_dropped(
@@ -110,12 +112,12 @@ def _last_dropped(
 
     def narrow(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         (low_B, high_B, trial_BN), needed_B1 = state, needed_B[:, None]
-        above_BN, lowest_B, highest_B = _survey(scaled_BV, weight_BV, *map(_values, (trial_BN, low_B, high_B)))
+        above_BN, lowest_B, highest_B = _survey(scaled_BV, weight_BV, *map(values, (trial_BN, low_B, high_B)))
         low_B = jnp.max(jnp.where(above_BN >= needed_B1, trial_BN, low_B[:, None]), axis=-1)
         high_B = jnp.min(jnp.where(above_BN >= needed_B1, high_B[:, None], trial_BN), axis=-1)
-        low_B, high_B = jnp.maximum(low_B, _ranks(lowest_B) - 1), jnp.minimum(high_B, _ranks(highest_B))
+        low_B, high_B = jnp.maximum(low_B, ranks(lowest_B) - 1), jnp.minimum(high_B, ranks(highest_B))
         high_B = jnp.where(jnp.any(above_BN == needed_B1, axis=-1), low_B, high_B)
-        return low_B, high_B, _trials(low_B, high_B)
+        return low_B, high_B, trials(low_B, high_B)
 
     return jax.lax.while_loop(open_rows, narrow, (low_B, high_B, _first_trials(low_B, high_B)))[0]
 
@@ -138,37 +140,12 @@ def _survey(
     return jnp.stack(above, axis=-1), lowest_B, highest_B
 
 
-def _ranks(values: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
-    """Map float32 numbers to integers of the same order, and neighbours to neighbours.
-
-    Both zeros are 0, and so are denormal numbers, which TPUs and XLA's CPU backend compare as zeros.
-    """
-    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
-    size = jnp.maximum((bits & 0x7FFFFFFF) - DENORMALS, 0)
-    return jnp.where(bits < 0, -size, size)
-
-
-def _values(ranks: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Map ranks back to their float32 numbers; what lies below the rank of -inf becomes -inf, too."""
-    size = jnp.where(ranks == 0, 0, jnp.minimum(jnp.abs(ranks), LARGEST_RANK) + DENORMALS)
-    return jnp.copysign(jax.lax.bitcast_convert_type(size, jnp.float32), ranks.astype(jnp.float32))
-
-
 def _first_trials(low_B: Int[Array, " B"], high_B: Int[Array, " B"]) -> Int[Array, "B N"]:
     """Return the ranks in [low, high) of numbers in steps down from that of ``high``, or evenly down to that of low."""
-    value_B = _values(high_B)
-    step_B = jnp.minimum((value_B - _values(low_B)) / (TRIALS + 1), FIRST_STEP)
-    trial_BN = _ranks(value_B[:, None] - step_B[:, None] * jnp.arange(1, TRIALS + 1))
+    value_B = values(high_B)
+    step_B = jnp.minimum((value_B - values(low_B)) / (TRIALS + 1), FIRST_STEP)
+    trial_BN = ranks(value_B[:, None] - step_B[:, None] * jnp.arange(1, TRIALS + 1))
     return jnp.clip(trial_BN, low_B[:, None], jnp.maximum(low_B, high_B - 1)[:, None])
-
-
-def _trials(low_B: Int[Array, " B"], high_B: Int[Array, " B"]) -> Int[Array, "B N"]:
-    """Spread ranks evenly over [low, high); where high is not above low, all of them are ``low``."""
-    width_B1 = jnp.where(low_B < high_B, high_B - low_B, 0).astype(jnp.uint32)[:, None]
-    parts, part_N = TRIALS + 1, jnp.arange(1, TRIALS + 1, dtype=jnp.uint32)
-    # width * part / parts, rounded down, without overflow
-    offset_BN = width_B1 // parts * part_N + width_B1 % parts * part_N // parts
-    return low_B[:, None] + offset_BN.astype(jnp.int32)
 
 
 def _gumbel(key: UInt32[Array, " 4"], position: Int[Array, ""], vocabulary: int) -> Float[Array, " V"]:

@@ -194,7 +194,7 @@ class SteppedScheduler(QuietScheduler):
         if reservation is None:
             sampled = Sampled.of_prefill(output, len(batch.reqs))
         else:
-            sampled = Sampled.of_launch(output.results, reservation.columns)
+            sampled = Sampled.of_launch(output.results, reservation.columns, output.kept)
             self._keep(batch, reservation, sampled)
         if self._experts is not None and output.experts is not None:
             self._experts.store(*computed_experts(batch, reservation, sampled.count, output.experts))
@@ -228,6 +228,10 @@ class SteppedScheduler(QuietScheduler):
             known = self.running[req.rid].logprobs
             known.extend(row[:count] if samples_one else ())
             assert len(req.output_ids) == len(known), f"sglang-jax lost a token of request {req.rid}"
+        if sampled.kept is not None:
+            for req, count, row, samples_one in zip(reqs, counts, sampled.kept.T.tolist(), samples, strict=True):
+                running = self.running[req.rid]
+                running.kept = (running.kept or []) + (row[:count] if samples_one else [])
 
     def _drop_finished(self, batch: ScheduleBatch) -> None:
         """Take finished rows out of the running batch, so that requests can take their places before the next launch.

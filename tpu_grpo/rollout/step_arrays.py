@@ -36,3 +36,5 @@ class StepOutput(NamedTuple):
     logprobs: Float[Array, " B"]
     experts: Integer[Array, "T L K"] | None
     """The experts of every token that the step computed, if the runner returns them."""
+    kept: Int[Array, " B"] | None = None
+    """How many tokens the filters kept, if the runner's log-probabilities are those among them."""

@@ -8,16 +8,18 @@ device: see ``sample_rows``.
 Suffixes: B rows, V vocabulary, D width.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 from sgl_jax.srt.layers.embeddings import Embed
 from sgl_jax.srt.layers.logits_processor import LogitsProcessor
 
 from tpu_grpo.errors import ConfigError
-from tpu_grpo.rollout.sampling import SamplingColumns, sample_tokens
+from tpu_grpo.rollout.sampling import Drawn, SamplingColumns, sample_tokens
 
 VOCABULARY_LEAVES = ("embed_tokens.embedding", "lm_head.embedding")
 """The names of all parameters of shape [V, D] end in one of these."""
@@ -51,8 +53,8 @@ class WholeVocabularyLogits(LogitsProcessor):
 
 
 def sample_rows(
-    logits_BV: Float[Array, "B V"], columns: SamplingColumns, mesh: Mesh
-) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    logits_BV: Float[Array, "B V"], columns: SamplingColumns, mesh: Mesh, *, filtered: bool = False
+) -> Drawn:
     """Draw one token per row: each device of ``mesh`` draws for B / tensor rows. Returns what ``sample_tokens`` does.
 
     Logits that are sharded by vocabulary are exchanged with one all-to-all. With whole rows, every maximum and sum over
@@ -65,6 +67,6 @@ def sample_rows(
         lambda x: jnp.pad(x, ((0, padding), *(((0, 0),) * (x.ndim - 1)))), (logits_BV, columns)
     )
     by_device = jax.tree.map(lambda x: jax.sharding.reshard(x, by_rows), (logits_BV, columns))
-    draw = jax.shard_map(sample_tokens, in_specs=by_rows, out_specs=by_rows, check_vma=False)
-    drawn = jax.sharding.reshard(draw(*by_device), P())
-    return drawn[0][:rows], drawn[1][:rows]
+    draw = functools.partial(sample_tokens, filtered=filtered)
+    drawn = jax.shard_map(draw, in_specs=by_rows, out_specs=by_rows, check_vma=False)(*by_device)
+    return jax.tree.map(lambda column: column[:rows], jax.sharding.reshard(drawn, P()))

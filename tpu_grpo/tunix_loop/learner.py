@@ -71,6 +71,7 @@ class GrpoAlgorithmConfig(grpo_learner.GRPOConfig):
         for name, value, plain in (
             ("kl_in", section.kl_in, "loss"),
             ("entropy_target", section.entropy_target, None),
+            ("filtered_ratio", section.filtered_ratio, False),
             ("reference_reset_every", section.reference_reset_every, None),
         ):
             if value != plain:
