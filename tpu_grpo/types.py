@@ -181,11 +181,15 @@ class Scores:
     """The time that scoring took after the rollout."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
     """What the rewards cost and logged, under their names in the metrics."""
+    per_token: tuple[Float[np.ndarray, "_"], ...] = ()
+    """For every row what the learner adds to the advantage of each of its tokens; empty for nothing."""
 
     def select(self, rows: Sequence[int]) -> "Scores":
         """Take some of the rows; what scoring cost stays that of all."""
         kept = list(rows)
-        return replace(self, total=self.total[kept], by_name={name: v[kept] for name, v in self.by_name.items()})
+        per_token = tuple(self.per_token[row] for row in kept) if self.per_token else ()
+        by_name = {name: values[kept] for name, values in self.by_name.items()}
+        return replace(self, total=self.total[kept], by_name=by_name, per_token=per_token)
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from tpu_grpo.learner.mini_batches import mini_batches
 from tpu_grpo.learner.reference import reset
 from tpu_grpo.learner.rows import TrainRows, group_advantages, repacked, train_rows, unpacked
 from tpu_grpo.learner.signal import counted_rows, informative_groups, signal_metrics
+from tpu_grpo.learner.token_advantages import token_advantages
 from tpu_grpo.learner.trained import has_adapters, parameters
 from tpu_grpo.learner.update import UpdateRecord, by_name
 from tpu_grpo.metrics.run_files import CHECKPOINTS_DIR
@@ -186,7 +187,8 @@ class Learner:
         """Pack and place the rows of an update, with what is ``known`` of their tokens by the names in `TrainRows`."""
         prompts = [prompt.token_ids for prompt in scored.rollout.row_prompts]
         completions, aggregation, shape = scored.rollout.completions, self._algorithm.aggregation, self._shape
-        rows, packing = train_rows(prompts, completions, advantages, shape, aggregation, counted_B)
+        of_tokens = token_advantages(advantages, scored)
+        rows, packing = train_rows(prompts, completions, of_tokens, shape, aggregation, counted_B)
         fields: dict[str, Any] = {
             name: repacked(values_BT, packing, prompts, completions, shape.tokens)
             for name, values_BT in (known or {}).items()

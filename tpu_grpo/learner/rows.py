@@ -92,14 +92,14 @@ class TrainRows:
 def train_rows(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Completion],
-    advantages: Float[np.ndarray, " B"],
+    advantages: Float[np.ndarray, " B"] | Sequence[Float[np.ndarray, "_"]],
     shape: RowShape,
     aggregation: LossAggregation = "token-mean",
     counted: Bool[np.ndarray, " B"] | None = None,
 ) -> tuple[TrainRows, Packing]:
     """Check and pack B prompts (token ids) and their completions, which are all those of an update.
 
-    Completions that are not ``counted`` get weight 0, and no mean divides by them; all count unless it is given.
+    ``advantages`` are of completions, or of all tokens. What is not ``counted`` has weight 0; no mean divides by it.
 
     Raises:
         DataError: for a prompt or completion that does not fit, or log-probabilities or experts that are missing or too
