@@ -25,12 +25,12 @@ KINDS: dict[str, dict[str, Any]] = {"lora": {"lora": LORA.model_dump()}, "layers
 
 
 def build(
-    directory: Path, kind: str, *, mesh: Mesh | None = None, seed: int = 0, **sections: Any
+    directory: Path, kind: str, *, mesh: Mesh | None = None, seed: int = 0, remat: bool = False, **sections: Any
 ) -> tuple[Learner, nnx.Module, RunConfig]:
     """(a learner, the base model, the config)."""
     config = make_config(directory, {"model": KINDS[kind], **sections})
     mesh = mesh or make_mesh()
-    base = make_model(mesh, seed)
+    base = make_model(mesh, seed, remat=remat)
     model = apply_lora(base, MODULES, LORA, seed=seed) if kind == "lora" else base
     reference = base if config.algorithm.beta else None
     return make_learner(config, mesh, model=model, reference=reference), base, config
@@ -61,6 +61,19 @@ def test_only_what_is_trained_changes(tmp_path: Path, kind: str) -> None:
         assert (leaf[...] is arrays[path]) == (not is_trained(".".join(map(str, path)), kind))
     assert frozen_leaves(learner.params()) == {name for name in before if not is_trained(name, kind)}
     learner.close()
+
+
+@pytest.mark.parametrize("kind", ["lora", pytest.param("layers", marks=pytest.mark.slow)])
+def test_layers_that_are_computed_again_take_the_same_step(tmp_path: Path, kind: str) -> None:
+    """Of a model whose other parameters are frozen; the planner lowers it the same way."""
+    norms = []
+    for remat in (False, True):
+        learner, _, config = build(tmp_path / str(remat), kind, remat=remat)
+        result = learner.update(scored_by(make_model(make_mesh()), config))
+        norms.append(result.metrics["update/grad_norm"])
+        learner.close()
+    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    assert norms[0] > 0.0
 
 
 @pytest.mark.parametrize(

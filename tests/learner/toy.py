@@ -75,7 +75,9 @@ def make_mesh(fsdp: int = 2, tp: int = 1) -> Mesh:
     return Mesh(np.array(jax.devices()[: fsdp * tp]).reshape(fsdp, tp), ("fsdp", "tp"))
 
 
-def make_model(mesh: Mesh, seed: int = 0, scale: float = 0.3, flash_block: int | None = None) -> qwen3.Qwen3:
+def make_model(
+    mesh: Mesh, seed: int = 0, scale: float = 0.3, flash_block: int | None = None, *, remat: bool = False
+) -> qwen3.Qwen3:
     """Two layers, width 64, all matrices random: Tunix leaves the MLP at zero."""
     flash = {"use_flash_attention": True, "flash_attention_block_size": flash_block} if flash_block else {}
     config = qwen3.ModelConfig(
@@ -89,6 +91,7 @@ def make_model(mesh: Mesh, seed: int = 0, scale: float = 0.3, flash_block: int |
         rope_theta=1_000_000,
         norm_eps=1e-6,
         use_tied_embedding=True,
+        remat_config=qwen3.RematConfig.DECODER if remat else qwen3.RematConfig.NONE,
         **flash,
     )
 
