@@ -160,10 +160,8 @@ class Updater:
         self, sums: tuple[Values, Any], trained: Values, others: nnx.State, batch: TrainBatch, numbers: Values
     ) -> tuple[tuple[Values, Any], LossSums]:
         def loss(values: Values) -> tuple[Float[Array, ""], LossSums]:
-            # nnx.remat refuses variables that were made outside of the gradient: the frozen ones are made anew.
-            own = jax.tree.map(lambda leaf: leaf, others)
-            model = nnx.merge(self._definition, self._as_state(values), own)
-            return policy_loss(model, batch, self._settings, numbers)
+            own = jax.tree.map(lambda leaf: leaf, others)  # nnx.remat refuses variables from outside of the gradient
+            return policy_loss(nnx.merge(self._definition, self._as_state(values), own), batch, self._settings, numbers)
 
         gradients, measured = jax.grad(loss, has_aux=True)(trained)
         added = {name: value + gradients[name].astype(jnp.float32) for name, value in sums[0].items()}
