@@ -104,12 +104,13 @@ def test_loss_and_gradient(case: Case, label: str) -> None:  # noqa: F811
     assert len(outcomes) > 1  # what is filtered, and what is not
 
     settings = LossSettings(open_algorithm(section), 0.0, "kl", 1.0, None)
-    batch = batch_in_order(case, "sequence-mean-token-mean", np.arange(12))
-    old_logps = batch_in_order(trainer, "sequence-mean-token-mean", np.arange(12)).rollout_logps
-    batch = replace(batch, old_logps=old_logps if section.old_policy == "trainer" else batch.rollout_logps)
-    found, found_gradient = added_up(batch, case, settings)
-    assert found == pytest.approx(loss, rel=1e-6)
-    assert distance({"": found_gradient}, {"": gradient}) < 1e-6
+    for order in (np.random.default_rng(1).permutation(12), np.arange(12)):
+        batch = batch_in_order(case, "sequence-mean-token-mean", order)
+        old_logps = batch_in_order(trainer, "sequence-mean-token-mean", order).rollout_logps
+        batch = replace(batch, old_logps=old_logps if section.old_policy == "trainer" else batch.rollout_logps)
+        found, found_gradient = added_up(batch, case, settings)
+        assert found == pytest.approx(loss, rel=1e-6)
+        assert distance({"": found_gradient}, {"": gradient}) < 1e-6
 
     parts = [pick(batch, slice(start, start + 2)) for start in range(0, len(batch.weights), 2)]
     sums: list[Any] = [gradient_of(case.now, part, settings)[0][1].correction for part in parts]

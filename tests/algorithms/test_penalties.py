@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from tests.algorithms.test_objectives import Case, added_up, batch_in_order, case, completions_of, surrogate  # noqa: F401
-from tests.learner.test_loss import Bigram, batch_of, distance
+from tests.learner.test_loss import Bigram, batch_of, distance, pick
 from tests.learner.toy import VOCAB
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import AlgorithmSection
@@ -51,11 +51,16 @@ def test_the_penalty(case: Case, estimator: Any, unbiased: bool) -> None:  # noq
             gradient[index, np.flatnonzero(counts)] = (slopes + BETA * slope) / (12 * len(counts))
     section = AlgorithmSection(beta=BETA, kl_estimator=estimator, kl_unbiased=unbiased)
     settings = LossSettings(open_algorithm(section), BETA, estimator, 1.0, None, unbiased)
-    batch = batch_in_order(case, "sequence-mean-token-mean", np.arange(12))
-    reference = batch_in_order(initial, "sequence-mean-token-mean", np.arange(12)).rollout_logps
-    found, slopes = added_up(replace(batch, reference_logps=reference), case, settings)
-    assert found == pytest.approx(loss, rel=1e-6)
-    assert distance({"": slopes}, {"": gradient}) < 1e-6
+    for order in (np.arange(12), np.random.default_rng(1).permutation(12)):
+        batch = batch_in_order(case, "sequence-mean-token-mean", order)
+        reference = batch_in_order(initial, "sequence-mean-token-mean", order).rollout_logps
+        batch = replace(batch, reference_logps=reference)
+        idle = replace(pick(batch, slice(0, 2)), weights=jnp.zeros((2, 16)), reference_logps=jnp.full((2, 16), np.inf))
+        both = jax.tree.map(lambda left, right: jnp.concatenate([left, right]), batch, idle)
+        for each in (batch, both):
+            found, slopes = added_up(each, case, settings)
+            assert found == pytest.approx(loss, rel=1e-6)
+            assert distance({"": slopes}, {"": gradient}) < 1e-6
 
 
 @pytest.mark.parametrize(("estimator", "unbiased", "right"), [("low_var_kl", True, True), ("low_var_kl", False, False)])
