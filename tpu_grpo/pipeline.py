@@ -23,11 +23,12 @@ from tpu_grpo.metrics.run_log import RunLog, open_run_log
 from tpu_grpo.metrics.summary import build_summary, versions, write_summary
 from tpu_grpo.metrics.values import rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.models.adapters import write_adapters
-from tpu_grpo.prompts.history import PromptHistory
+from tpu_grpo.prompts.drawing import PromptDraw
 from tpu_grpo.run.directory import continue_data, prepare_run_dir
 from tpu_grpo.run.parts import Parts, build_parts, evaluate_policy
+from tpu_grpo.run.rounds import Rounds, StepGroups
 from tpu_grpo.run.timeline import Timeline
-from tpu_grpo.types import ScoredRollout, UpdateResult
+from tpu_grpo.types import PromptBatch, ScoredRollout, UpdateResult
 
 ALONE = Hosts()
 KEPT_AT_LEAST = 0.9
@@ -67,11 +68,11 @@ def train(
         with (
             open_run_log(config, start) if hosts.is_first else RunLog([]) as log,
             closing(parts.task),
-            PromptHistory.open(config.run_dir, parts.task.prompts.size, start, hosts) as history,
+            PromptDraw.open(config, parts.task.prompts, start, hosts) as draw,
         ):
             best = "" if parts.task.held_out is None else parts.task.held_out.best
             evaluations = EvaluationLog(config.run_dir, start, best, hosts)
-            run = Run(config, hosts, watch or Watch(hosts), parts, log, evaluations, history, compilations)
+            run = Run(config, hosts, watch or Watch(hosts), parts, draw, log, evaluations, compilations)
             if moved is not None:
                 log.note(f"an earlier run's files were moved to {moved}")
             if dropped := parts.task.prompts.dropped:
@@ -88,51 +89,57 @@ class Run:
     hosts: Hosts
     watch: Watch
     parts: Parts
+    draw: PromptDraw
     log: RunLog
     evaluations: EvaluationLog
-    history: PromptHistory
     compilations: CompilationCounter
     warned_of_lost_steps: bool = False
 
     def train(self, start: int, stop_requested: Callable[[], bool]) -> None:
-        """Do steps ``start + 1`` to ``run.max_steps``."""
+        """Do steps ``start + 1`` to ``run.max_steps``, or until no prompt is left to learn from."""
         for notice in notices(self.config):
             self.log.note(notice)
         if start:
             self.log.note(f"continuing after step {start}")
         if not start:
             self._evaluate_if_due(0)
-        steps, last = self.config.logging.profile_steps, self.config.run.max_steps
-        with Timeline(steps, self.config.run_dir / PROFILE_DIR, self.hosts.index, self.log.note) as timeline:
-            for step in range(start + 1, last + 1):
+        profiled, step = self.config.logging.profile_steps, start
+        with Timeline(profiled, self.config.run_dir / PROFILE_DIR, self.hosts.index, self.log.note) as timeline:
+            while not self._is_last(step):
+                step += 1
                 with timeline.step(step):
                     self._step(step)
-                    stopping = self._any_host(stop_requested()) and step < last
+                    stopping = self._any_host(stop_requested()) and not self._is_last(step)
                     if stopping or self._is_best(step) or self._due(step, self.config.checkpoint.every):
                         with self.watch.stage(f"saving step {step}"):
                             self._save(step)
                 if stopping:
                     self.parts.learner.close()
                     raise Interrupted(f"stopped after step {step} as asked; start the same command again to continue")
+        if step < self.config.run.max_steps:
+            self.log.note(f"the run ends after step {step}: {self.draw.why_exhausted}")
         self.parts.learner.close()
 
     def _step(self, step: int) -> None:
         parts, stage = self.parts, self.watch.stage
-        scored = self._scored_rollout(step)
+        groups = self._sampled_groups(step)
         if self.config.rollout.release_during_update:
             parts.engines.release()
         with stage(f"update of step {step}"):
-            update = parts.learner.update(scored)
+            update = parts.learner.update(groups.learnt)
         self._warn_of_lost_steps(step, update)
         with stage(f"weight sync of step {step}"):
             sync = parts.engines.install(parts.learner.params())
             probed = parts.probe.after_sync(step)
+        self._remember(step, groups)
         if _every(step, self.config.logging.samples_every):
-            self.log.samples(step, scored, update.advantages)
+            self.log.samples(step, groups.learnt, update.advantages)
         self.log.step(
             {
                 "step": step,
-                **rollout_metrics(scored),
+                **rollout_metrics(groups.sampled),
+                **(groups.metrics() if self.config.data.dynamic.is_on else {}),
+                **self.draw.metrics(),
                 **update_metrics(update),
                 **sync_metrics(sync),
                 **({} if probed is None else {"agreement/probe": probed}),
@@ -140,21 +147,36 @@ class Run:
                 **self._evaluate_if_due(step),
             }
         )
-        rollout = scored.rollout
-        self.history.add(step, rollout.batch.records, {"tokens": rollout.mean_tokens})
 
-    def _scored_rollout(self, step: int) -> ScoredRollout:
-        """Sample a step's completions; groups that are complete are scored while others are sampled."""
-        parts, stage = self.parts, self.watch.stage
-        batch = parts.task.prompts.batch(step)
+    def _sampled_groups(self, step: int) -> StepGroups:
+        """Sample rounds of prompts until enough groups can be learnt from; one round unless data.dynamic says more."""
+        rounds = Rounds(wanted=self.config.data.prompts_per_step)
+        for _ in range(self.config.data.dynamic.rounds):
+            scored = self._scored_rollout(self.draw.batch(step, after=rounds.last))
+            rounds.add(scored, self.parts.learner.informative(scored))
+            if rounds.enough:
+                break
+        return rounds.groups()
+
+    def _scored_rollout(self, batch: PromptBatch) -> ScoredRollout:
+        """Sample completions of a batch; groups that are complete are scored while others are sampled."""
+        parts, stage, known = self.parts, self.watch.stage, self.draw.history.last("tokens", batch.records)
+        name = f"step {batch.step}" + (f", round {batch.round + 1}" if batch.round else "")
         with parts.task.rewards.begin(batch) as scoring:
-            with stage(f"rollout of step {step}"):
-                self.hosts.agree(f"prompts of step {step}", repr([prompt.token_ids for prompt in batch.prompts]))
-                rollout = parts.sampler.rollout(batch, scoring.add, self.history.last("tokens", batch.records))
-                self.hosts.agree(f"tokens of step {step}", tokens_digest(rollout.completions))
-            with stage(f"rewards of step {step}"):
+            with stage(f"rollout of {name}"):
+                drawn = [(prompt.token_ids, batch.positions[p]) for p, prompt in enumerate(batch.prompts)]
+                self.hosts.agree(f"prompts of {name}", repr(drawn))
+                rollout = parts.sampler.rollout(batch, scoring.add, known)
+                self.hosts.agree(f"tokens of {name}", tokens_digest(rollout.completions))
+            with stage(f"rewards of {name}"):
                 [scores] = scoring.finish([rollout])
         return ScoredRollout(rollout, scores)
+
+    def _remember(self, step: int, groups: StepGroups) -> None:
+        """Remember where the next step begins, and what this one has shown of its prompts."""
+        rates = groups.used.mean_rewards(self.config.data.pass_rate)
+        rollout = groups.used.rollout
+        self.draw.done(step, rollout.batch, {"tokens": rollout.mean_tokens, "pass_rate": rates})
 
     def _warn_of_lost_steps(self, step: int, update: UpdateResult) -> None:
         """Say once that parameters do not take up what the optimizer does; see ``update/step_kept``."""
@@ -199,7 +221,11 @@ class Run:
 
     def _due(self, step: int, every: int) -> bool:
         """Say whether a step is one of every ``every``, or the last."""
-        return step == self.config.run.max_steps or _every(step, every)
+        return self._is_last(step) or _every(step, every)
+
+    def _is_last(self, step: int) -> bool:
+        """Say whether a step that is done was the last: because the config says so, or no prompt is left."""
+        return step >= self.config.run.max_steps or self.draw.exhausted
 
     def finish(self) -> dict[str, Any]:
         """Write summary.json and report.html, and see that all hosts end with the same parameters."""

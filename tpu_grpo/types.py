@@ -6,6 +6,7 @@ V vocabulary. Row ``p * G + g`` is completion ``g`` of prompt ``p``.
     PromptBatch -> (rollout) -> Rollout -> (rewards) -> Scores -> (learner) -> UpdateResult -> (weights) -> SyncResult
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -34,11 +35,18 @@ class PromptBatch:
     prompts: tuple[Prompt, ...]
     records: tuple[int, ...] = ()
     """The number of each prompt among all that the run trains on, source after source; empty for other prompts."""
+    positions: tuple[int, ...] = ()
+    """Where each prompt stands in the order in which the run goes through them, from 0; empty for other prompts."""
+    round: int = 0
+    """The rounds of the same step that were sampled before; there are several only with data.dynamic."""
 
     def select(self, prompts: Sequence[int]) -> "PromptBatch":
         """Take some of the prompts, by their numbers in the batch."""
-        records = tuple(self.records[prompt] for prompt in prompts) if self.records else ()
-        return replace(self, prompts=tuple(self.prompts[prompt] for prompt in prompts), records=records)
+        taken, records, positions = (
+            tuple(values[prompt] for prompt in prompts) if values else ()
+            for values in (self.prompts, self.records, self.positions)
+        )
+        return replace(self, prompts=taken, records=records, positions=positions)
 
 
 @dataclass(frozen=True)
@@ -168,6 +176,17 @@ class Figure:
     count: int = 1
     """Values that a mean is over."""
 
+    def merged(self, other: "Figure") -> "Figure":
+        """Put two together: a mean of 2 over 1 value and one of 5 over 2 values make a mean of 4 over 3."""
+        count = self.count + other.count
+        match self.merge:
+            case "sum":
+                return Figure(self.value + other.value, "sum", count)
+            case "max":
+                return Figure(max(self.value, other.value), "max", count)
+            case "mean":
+                return Figure((self.value * self.count + other.value * other.count) / count, "mean", count)
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -198,6 +217,13 @@ class ScoredRollout:
 
     rollout: Rollout
     scores: Scores
+
+    def mean_rewards(self, name: str | None = None) -> tuple[float, ...]:
+        """The mean over every prompt's completions of the total reward, or of one; NaN where it applies to none."""
+        values_B = self.scores.total if name is None else self.scores.by_name[name]
+        groups_PG = values_B.reshape(-1, self.rollout.group_size).tolist()
+        known = [[value for value in group if not math.isnan(value)] for group in groups_PG]
+        return tuple(sum(values) / len(values) if values else math.nan for values in known)
 
     def select(self, prompts: Sequence[int]) -> "ScoredRollout":
         """Take the groups of some of the prompts, by their numbers in the batch."""

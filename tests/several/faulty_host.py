@@ -177,14 +177,15 @@ def prompts(_: str) -> None:
     """This host reads another batch."""
     from tpu_grpo.prompts.stream import PromptStream
 
-    original = PromptStream.batch
+    original = PromptStream.at
     calls: list[int] = []
 
-    def batch(self: Any, step: int) -> Any:
+    def at(self: Any, step: int, positions: Any, number: int = 0) -> Any:
         calls.append(step)
-        return original(self, step + (len(calls) > 1))  # the first is the probe's
+        moved = [position + (len(calls) > 1) for position in positions]  # the first are the probe's
+        return original(self, step, moved, number)
 
-    PromptStream.batch = batch  # type: ignore
+    PromptStream.at = at  # type: ignore
 
 
 @fault

@@ -46,7 +46,7 @@ def check(config: RunConfig, devices: Sequence[Any] | None = None) -> list[str]:
             f"evaluation {held_out}",
             f"trainer    {meshes.attention}",
             f"rollout    {options.attention} attention, {options.cache_tokens} cache tokens, shapes {options.shapes}",
-            f"step       {config.data.prompts_per_step} prompts x {config.algorithm.group_size} completions",
+            f"step       {config.step_text}",
             f"sync       {moved}",
             *kinds,
         ]

@@ -4,6 +4,7 @@
 
     sections.py     the settings of run, model, rollout, meshes, hosts, checkpoint and logging
     learning.py     the settings of algorithm and optimizer
+    choosing.py     the settings of which prompts are sampled and learnt from
     data.py         the settings of data, rewards and evaluation
     run_config.py   all sections together, and the sizes derived from them
     rules.py        what must hold between settings of different sections

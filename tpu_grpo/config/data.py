@@ -1,11 +1,13 @@
 """These are the settings of prompts, of the rewards that score completions, and of evaluation on held-out prompts."""
 
 import bisect
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
+from tpu_grpo.config.choosing import DynamicSection, PoolsSection, RetireSection
 from tpu_grpo.config.section import Options, PlainName, PositiveInt, Section
 
 BUILTIN = "builtin:"
@@ -87,6 +89,23 @@ class DataSection(ReadingSection):
     curriculum: str | None = None
     """Sort every epoch by this column, smallest first; equal values are shuffled. In a mixture, every source is sorted
     by it."""
+    dynamic: DynamicSection = DynamicSection()
+    pools: PoolsSection = PoolsSection()
+    retire: RetireSection = RetireSection()
+    pass_rate: str | None = None
+    """Take the pass rate of a prompt from this reward, named as in metrics; from the total reward when unset. It is the
+    mean over the prompt's last group."""
+
+    @property
+    def prompts_per_round(self) -> int:
+        """Return the prompts that are sampled at once: P(1 + data.dynamic.extra), rounded up."""
+        extra = round(self.prompts_per_step * self.dynamic.extra, 6)  # 30 * 0.1 is a little more than 3
+        return self.prompts_per_step + math.ceil(extra)
+
+    @property
+    def remembers(self) -> bool:
+        """Say whether the prompts of a step depend on what the steps before have shown."""
+        return self.dynamic.is_on or bool(self.pools.weights) or self.retire.at is not None
 
 
 class RewardSpec(Section):

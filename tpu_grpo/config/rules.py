@@ -37,6 +37,9 @@ def _rewards_fit_together(config: "RunConfig") -> None:
     if not config.rewards:
         raise ValueError("rewards must name at least one reward, got none; add e.g. {name: exact_answer}")
     check_rewards(config.rewards)
+    names = [spec.shown for spec in config.rewards]
+    if (name := config.data.pass_rate) is not None and name not in names:
+        raise ValueError(f"data.pass_rate must name one of the rewards {names}, got {name!r}; leave it unset for all")
 
 
 def _cache_fits(config: "RunConfig") -> None:
@@ -170,9 +173,10 @@ def _evaluation_tells_something(config: "RunConfig") -> None:
 
 def _groups_are_judged_by_themselves(config: "RunConfig") -> None:
     if config.drops_uninformative and config.algorithm.advantage == "reinforce_pp":
+        setting = "algorithm.drop_uninformative=true" if config.algorithm.drop_uninformative else "data.dynamic"
         raise ValueError(
-            "algorithm.drop_uninformative=true does not go with algorithm.advantage=reinforce_pp, whose baseline is "
-            "the whole step's: groups of equal rewards teach something there; take reinforce_pp_baseline, or false"
+            f"{setting} does not go with algorithm.advantage=reinforce_pp, whose baseline is the whole step's: groups "
+            "of equal rewards teach something there; take reinforce_pp_baseline, or leave it out"
         )
 
 

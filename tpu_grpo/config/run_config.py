@@ -59,9 +59,21 @@ class RunConfig(Section):
         return self.data.prompts_per_step * self.algorithm.group_size
 
     @property
+    def sampled_rows(self) -> int:
+        """Return the completions that are sampled at once; more than B with data.dynamic."""
+        return self.data.prompts_per_round * self.algorithm.group_size
+
+    @property
+    def step_text(self) -> str:
+        """Say how much a step learns from, and of how much that it samples."""
+        data = self.data
+        rounds = f", of {data.prompts_per_round} in up to {data.dynamic.rounds} rounds" * data.dynamic.is_on
+        return f"{data.prompts_per_step} prompts x {self.algorithm.group_size} completions{rounds}"
+
+    @property
     def drops_uninformative(self) -> bool:
         """Say whether groups of equal rewards have no part in the loss, nor in what it divides by."""
-        return self.algorithm.drop_uninformative
+        return self.algorithm.drop_uninformative or self.data.dynamic.is_on
 
     @property
     def row_tokens(self) -> int:

@@ -133,10 +133,11 @@ class StepWork:
     def step(self, mean_new_tokens: float | None = None) -> StepTime:
         """Estimate a step with completions of this mean length, or that are all as long as they may be."""
         config, longest = self.config, self.config.rollout.max_new_tokens
-        lengths = [longest] * config.batch_rows
+        lengths = [longest] * config.sampled_rows
         if mean_new_tokens is not None:
-            lengths = completion_lengths(config.batch_rows, mean=mean_new_tokens, longest=longest)
-        tokens = sum(lengths)
+            lengths = completion_lengths(config.sampled_rows, mean=mean_new_tokens, longest=longest)
+        sampled = sum(lengths)
+        tokens = round(sampled * config.batch_rows / config.sampled_rows)  # that are learnt from
         stages = [StageTime("prefill", self._prefill()), StageTime("decode", self._decode(lengths))]
         if takes_logprobs(config):
             count = (config.algorithm.beta > 0.0) + (config.algorithm.old_policy == "trainer")
@@ -146,7 +147,7 @@ class StepWork:
         update = self._passes("update", GRADIENTS, iterated / updates, updates, config.mini_batch_prompts)
         stepping = self._memory_seconds(self.accessed_bytes[OPTIMIZER_STEP]) * updates
         stages.append(StageTime("update", {**update.by_cause, "optimizer": stepping}, update.beside))
-        return StepTime(tokens, (*stages, StageTime("sync", self._sync())))
+        return StepTime(sampled, (*stages, StageTime("sync", self._sync())))
 
     def _prefill(self) -> dict[str, float]:
         """Each engine takes in its prompts, chunk by chunk; the engines of a host do so in turn, as in decoding."""
@@ -224,7 +225,7 @@ def _rows_by_host(run: AbstractRun) -> tuple[tuple[int, ...], ...]:
     """Count the rows of each engine, by the first of the hosts that drive it; prompts are dealt out in turn."""
     config, hosts = run.config, defaultdict[int, list[int]](list)
     for replica in run.replicas:
-        prompts = len(range(replica.number, config.data.prompts_per_step, len(run.replicas)))
+        prompts = len(range(replica.number, config.data.prompts_per_round, len(run.replicas)))
         hosts[replica.hosts[0]].append(prompts * config.algorithm.group_size)
     return tuple(tuple(rows) for rows in hosts.values())
 

@@ -18,8 +18,7 @@ def plan_lines(plan: Plan, mean_new_tokens: float | None = None) -> list[str]:
         f"{chip.memory_bytes / GIB:.2f} GiB a chip",
         f"model      {config.model.path}: {plan.model}, {config.model.dtype}",
         f"meshes     {plan.meshes}",
-        f"step       {config.data.prompts_per_step} prompts x {config.algorithm.group_size} completions, "
-        f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens} tokens",
+        f"step       {config.step_text}, {config.data.max_prompt_tokens} + {config.rollout.max_new_tokens} tokens",
         f"kernels    {plan.attention}",
         f"sync       {plan.sync[0]}",
     ]
@@ -120,7 +119,7 @@ def _step_as_json(plan: Plan, mean_new_tokens: float | None) -> dict[str, Any]:
     """Return the seconds of a step by stage, and its speed; without a mean, all completions are longest."""
     step = plan.work.step(mean_new_tokens)
     return {
-        "mean_new_tokens": step.completion_tokens / plan.config.batch_rows,
+        "mean_new_tokens": step.completion_tokens / plan.config.sampled_rows,
         "time": [
             {
                 "stage": stage.stage,

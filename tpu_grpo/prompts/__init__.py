@@ -3,6 +3,7 @@
 sources.py      a source of any kind -> records;  files.py, hub.py, functions.py: by kind
 messages.py     a record -> a conversation;  rendering.py: -> the prompt as the model sees it
 order.py        in which order prompts come;  stream.py: batches, mixed from several sources
+drawing.py      which of them a step samples, by what the history.py knows
 opening.py      all of it, from the config
 """
 

@@ -9,8 +9,8 @@ Three prompts a, b, c, two per step (P = 2): the stream goes through one shuffle
 A mixture takes its sources in turn, so that of any first n positions each has its share, to less than one prompt;
 each source goes through epochs of its own. With weights 2 and 1 for the sources x and y:  x y x x y x x y x ...
 
-``batch(step)`` depends on the data, the settings, the seed and the step only: every host gets the same prompts, and a
-checkpoint continues from the step alone, as long as ``digest`` is the same.
+What stands at a position depends on the data, the settings and the seed only: every host gets the same prompts. So does
+``batch(step)``, as long as steps are all of P prompts; which positions they take otherwise, see drawing.py.
 """
 
 import hashlib
@@ -109,7 +109,7 @@ class PromptStream:
         return {"digest": self.digest, "sources": sources}
 
     def batch(self, step: int) -> PromptBatch:
-        """Return the P prompts of a step, counted from 1.
+        """Return the P prompts of a step, counted from 1, of a run whose steps are all of P prompts.
 
         Raises:
             DataError: for a step below 1.
@@ -117,11 +117,15 @@ class PromptStream:
         if step < 1:
             raise DataError(f"a step must be >= 1, got {step}; steps count from 1")
         start = (step - 1) * self._prompts_per_step
-        positions = range(start, start + self._prompts_per_step)
-        records = tuple(self._at(position) for position in positions)
-        return PromptBatch(step, tuple(self._prompts[record] for record in records), records)
+        return self.at(step, range(start, start + self._prompts_per_step))
 
-    def _at(self, position: int) -> int:
+    def at(self, step: int, positions: Sequence[int], number: int = 0) -> PromptBatch:
+        """Return the prompts at some positions, for a step and the ``number`` of its round."""
+        records = tuple(self.record(position) for position in positions)
+        return PromptBatch(step, tuple(self._prompts[record] for record in records), records, tuple(positions), number)
+
+    def record(self, position: int) -> int:
+        """Return the number of the prompt at a position, from 0."""
         found = self._order[position]
         assert found is not None  # only grain's filters leave holes
         return int(found)

@@ -157,24 +157,10 @@ def encode_figures(figures: Mapping[str, Figure]) -> dict[str, list[Any]]:
 
 
 def merge_figures(by_host: Iterable[Mapping[str, list[Any]]]) -> dict[str, Figure]:
-    """Merge the encoded figures of several hosts: sums add up, means are weighted by their counts, the maximum stays.
-
-    A mean of 2 over 1 value and a mean of 5 over 2 values make a mean of 4 over 3.
-    """
+    """Merge the encoded figures of several hosts."""
     merged: dict[str, Figure] = {}
     for figures in by_host:
         for name, (value, how, count) in figures.items():
             new = Figure(value, how, count)
-            merged[name] = _merge_two(merged[name], new) if name in merged else new
+            merged[name] = merged[name].merged(new) if name in merged else new
     return merged
-
-
-def _merge_two(a: Figure, b: Figure) -> Figure:
-    count = a.count + b.count
-    match a.merge:
-        case "sum":
-            return Figure(a.value + b.value, "sum", count)
-        case "max":
-            return Figure(max(a.value, b.value), "max", count)
-        case "mean":
-            return Figure((a.value * a.count + b.value * b.count) / count, "mean", count)

@@ -90,7 +90,7 @@ class Sampler:
         self._engine.forget_prefixes()
         requests = [
             Request(prompt.token_ids, self._sampling, SampleKey(self._seed, batch.step, p, g), self._return_experts)
-            for p, prompt in enumerate(batch.prompts)
+            for p, prompt in enumerate(batch.prompts, start=batch.round * len(batch.prompts))
             for g in range(self._group_size)
         ]
         groups = _Groups([self._group_size] * len(batch.prompts), self._text, ended)

@@ -1,0 +1,100 @@
+"""Whole runs with dynamic sampling, pools and retirement: what steps take, and a continued run takes the same."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.test_pipeline import config, digests, files, lines  # noqa: F401  the fixture, too
+from tpu_grpo.config import RunConfig
+from tpu_grpo.errors import Interrupted
+from tpu_grpo.pipeline import train
+
+LUCKY = """
+import zlib
+
+def lucky(completions):
+    return [float(zlib.crc32(text.encode()) % 6 == 0) for text in completions]
+"""
+"""One completion in six, by its text: of groups of four, a half can be learnt from."""
+PROMPTS, PER_ROUND, ROUNDS, STEPS = 3, 5, 2, 6
+DATA = {
+    "prompts_per_step": PROMPTS,
+    "max_prompt_tokens": 12,
+    "dynamic": {"extra": 0.5, "rounds": ROUNDS},
+    "pools": {"edges": [0.0, 0.3], "weights": [0.5, 1.0, 0.7]},
+    "retire": {"at": 0.5, "times": 1},
+}
+
+
+def signal_config(inputs: Path, run_dir: Path, steps: int = STEPS, **sections: Any) -> RunConfig:
+    (inputs / "lucky.py").write_text(LUCKY)
+    data = inputs / "twelve.jsonl"
+    data.write_text("".join(f'{{"question": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(12)))
+    given: dict[str, Any] = {
+        "run": {"dir": str(run_dir), "max_steps": steps, "seed": 5},
+        "rewards": [{"name": f"{inputs}/lucky.py:lucky", "workers": 0}],
+        "data": {**DATA, "path": str(data), **sections.pop("data", {})},
+        "checkpoint": {"every": 2},
+    }
+    return config(inputs, run_dir, **(given | sections))
+
+
+@pytest.fixture(scope="module")
+def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    run_dir = tmp_path_factory.mktemp("signal") / "run"
+    train(signal_config(files, run_dir))
+    return run_dir
+
+
+def test_steps_hold_the_first_informative_groups_and_begin_where_the_one_before_ended(whole: Path) -> None:
+    """Found again from the samples' rewards and the history."""
+    steps, history = lines(whole), lines(whole, "history.jsonl")
+    begin, last_rates = 0, dict[int, float]()
+    for line, past in zip(steps, history, strict=True):
+        assert line["groups/sampled"] == line["groups/rounds"] * PER_ROUND
+        assert line["groups/informative_fraction"] == pytest.approx(1 - line["groups/filled"] / PROMPTS)
+        informative = [0 < rate < 1 for rate in past["pass_rate"]]
+        if line["groups/filled"]:
+            assert line["groups/rounds"] == ROUNDS
+            assert len(past["prompts"]) == line["groups/sampled"]
+            assert sum(informative) == PROMPTS - line["groups/filled"]
+        else:
+            assert sum(informative) == PROMPTS
+            assert informative[-1]  # nothing is used up beyond the last that was needed
+        assert past["position"] - begin == len(past["prompts"]) + line["prompts/passed_over"]
+        begin = past["position"]
+        last_rates |= zip(past["prompts"], past["pass_rate"], strict=True)
+    assert {line["groups/rounds"] for line in steps} == {1, 2}
+    assert any(line["prompts/passed_over"] for line in steps)
+    assert steps[-1]["prompts/retired"] == sum(rate >= 0.5 for rate in last_rates.values())
+    counts = [line["compile/count"] for line in steps]
+    assert counts == [counts[0]] * STEPS  # fixed shapes
+
+
+def test_stopped_and_continued_a_run_takes_the_same_prompts(files: Path, whole: Path, tmp_path: Path) -> None:  # noqa: F811
+    stops = iter([False, False, True])
+    with pytest.raises(Interrupted, match="stopped after step 3 as asked"):
+        train(signal_config(files, tmp_path / "run"), stop_requested=lambda: next(stops))
+    train(signal_config(files, tmp_path / "run"))
+    assert digests(tmp_path / "run") == digests(whole)
+    assert lines(tmp_path / "run", "history.jsonl") == lines(whole, "history.jsonl")
+    found, expected = (json.loads((d / "summary.json").read_text()) for d in (tmp_path / "run", whole))
+    assert found["params_digest"] == expected["params_digest"]
+
+
+@pytest.mark.slow  # prompts/test_drawing.py retires all, too
+def test_a_run_whose_prompts_are_all_retired_ends_well_and_says_why(
+    files: Path,  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = {"prompts_per_step": 6, "dynamic": {}, "pools": {}, "retire": {"at": 0.0, "times": 1}}
+    for again in (False, True):
+        train(signal_config(files, tmp_path / "run", steps=9, data=data))
+        assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2]
+        said = capsys.readouterr().out
+        assert "the run ends after step 2: 12 of 12 prompts are retired (data.retire)" in said
+        assert ("continuing after step 2" in said) == again
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 2
