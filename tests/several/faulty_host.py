@@ -84,14 +84,17 @@ def sampled_token(_: str) -> None:
     """The third launch of the engine takes in other tokens."""
     from tpu_grpo.rollout.decode_loop import Sampled
 
-    original, calls = Sampled.of, []
+    calls = []
 
-    def sampled(*args: Any) -> Any:
-        found = original(*args)
-        calls.append(found)
-        return found._replace(tokens=found.tokens ^ 1) if len(calls) == 3 else found
+    def wrong(original: Any) -> Any:
+        def sampled(*args: Any) -> Any:
+            found = original(*args)
+            calls.append(found)
+            return found._replace(tokens=found.tokens ^ 1) if len(calls) == 3 else found
 
-    Sampled.of = sampled  # type: ignore
+        return sampled
+
+    Sampled.of_prefill, Sampled.of_launch = wrong(Sampled.of_prefill), wrong(Sampled.of_launch)  # type: ignore
 
 
 @fault
