@@ -87,7 +87,8 @@ def total(model: Any, rows: ModelRows) -> jax.Array:
 
 
 def model_rows(rows: TrainRows) -> ModelRows:
-    return ModelRows(*(jnp.asarray(getattr(rows, name)) for name in ModelRows._fields))
+    given = (getattr(rows, name) for name in ModelRows._fields)
+    return ModelRows(*(None if array is None else jnp.asarray(array) for array in given))
 
 
 # --- log-probabilities and gradients ---------------------------------------------------------------------------------

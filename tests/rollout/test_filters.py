@@ -154,7 +154,7 @@ def test_both_zeros_are_one_value() -> None:
     for settings in alike:
         filtered = np.asarray(FILTER(logits, columns(**settings)))
         assert np.isfinite(filtered[0]).tolist() == [False, True, True, False, True]
-    tokens, _ = jax.jit(sample_tokens)(logits, columns(temperature=0.0))
+    tokens, *_ = jax.jit(sample_tokens)(logits, columns(temperature=0.0))
     assert np.asarray(tokens).tolist() == [1]
 
 

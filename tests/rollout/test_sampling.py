@@ -20,7 +20,7 @@ SAMPLE = jax.jit(sample_tokens)
 
 def draw(rows: int = DRAWS, **settings: float) -> tuple[np.ndarray, np.ndarray]:
     logits = jnp.broadcast_to(jnp.asarray(LOGITS, jnp.float32), (rows, len(LOGITS)))
-    tokens, logprobs = SAMPLE(logits, columns(rows, **settings))
+    tokens, logprobs, _ = SAMPLE(logits, columns(rows, **settings))
     return np.asarray(tokens), np.asarray(logprobs)
 
 
@@ -69,7 +69,7 @@ def test_rows_with_filters_leave_others_alone() -> None:
     mixed = columns(32)._replace(
         top_k=jnp.arange(32, dtype=jnp.int32) % 2, temperature=jnp.where(jnp.arange(32) % 4 == 1, 0.0, 1.0)
     )
-    tokens, _ = SAMPLE(logits, mixed)
+    tokens, *_ = SAMPLE(logits, mixed)
     assert np.asarray(tokens)[::2].tolist() == alone[::2].tolist()
     assert set(np.asarray(tokens)[1::2].tolist()) == {0}
 
@@ -135,7 +135,7 @@ def test_a_far_tail_is_drawn_as_often_as_it_should() -> None:
     logits = jnp.zeros((rows, vocabulary)).at[:, 0].set(17.0)
     drawn = 0
     for batch in range(200):
-        tokens, _ = SAMPLE(logits, columns(rows)._replace(position=jnp.full(rows, batch, jnp.int32)))
+        tokens, *_ = SAMPLE(logits, columns(rows)._replace(position=jnp.full(rows, batch, jnp.int32)))
         drawn += int((np.asarray(tokens) != 0).sum())
     share = float((vocabulary - 1) * np.exp(-17.0))
     assert stats.binomtest(drawn, 200 * rows, share / (1 + share)).pvalue > 1e-3
