@@ -158,6 +158,7 @@ def test_another_seed_does_not(files: Path, whole: Path, tmp_path: Path) -> None
     assert digests(tmp_path / "run")[1] != digests(whole)[1]
 
 
+@pytest.mark.slow
 def test_micro_batches_a_reference_and_the_trainers_old_policy(files: Path, tmp_path: Path) -> None:
     """beta > 0 keeps the initial engines: no distance from it at the first update, some later; the run still agrees."""
     algorithm = {"beta": 0.1, "micro_batch_prompts": 2, "old_policy": "trainer"}

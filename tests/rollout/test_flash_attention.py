@@ -49,7 +49,7 @@ def test_flash_samples_what_native_does(
 @pytest.mark.parametrize(
     ("window", "page", "tensor", "kv_heads"),
     [
-        (13, 16, 1, 2),  # shorter than a block
+        pytest.param(13, 16, 1, 2, marks=pytest.mark.slow),  # shorter than a block
         pytest.param(20, 4, 1, 2, marks=pytest.mark.slow),
         pytest.param(1, 16, 1, 2, marks=pytest.mark.slow),
         pytest.param(13, 16, 2, 1, marks=pytest.mark.slow),  # the key-value head is repeated
