@@ -105,9 +105,9 @@ def test_a_reward_that_returns_another_number_on_one_host(files: Path, tmp_path:
 
 
 def test_the_first_launch_that_differs_is_named(files: Path, tmp_path: Path) -> None:
-    """Launch 3 takes in other tokens on host 1, so the hosts disagree before launch 4."""
-    tree = settings(tmp_path, meshes={"sampler": {"tensor": 4}})
-    ended = run_hosts(2, 2, files, tree, "hosts.check=step", "rollout.steps_per_launch=2", fault="sampled_token")
+    """Host 1 takes in other tokens of launch 3. Devices have launch 4 by then, so hosts disagree before launch 5."""
+    tree = settings(tmp_path, meshes={"sampler": {"tensor": 4}}, rollout={"max_new_tokens": 10, "steps_per_launch": 2})
+    ended = run_hosts(2, 2, files, tree, "hosts.check=step", fault="sampled_token")
     assert ended.code == 3, ended.errors
     for host in (0, 1):
-        assert "scheduling of launch 4 of replica 0 differs: host 0 has " in ended.of_host(host)
+        assert "scheduling of launch 5 of replica 0 differs: host 0 has " in ended.of_host(host)
