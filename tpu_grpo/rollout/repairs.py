@@ -186,11 +186,17 @@ def slots_taken(slots_b: np.ndarray) -> Iterator[None]:
     """
     from sgl_jax.srt.managers import schedule_batch
 
+    def enough(*_: Any) -> bool:  # functions, because a Mock takes 0.15 ms to build, and this runs at every launch
+        return True
+
+    def taken(*_: Any, **__: Any) -> np.ndarray:
+        return slots_b
+
     batch = schedule_batch.ScheduleBatch
     with (
-        mock.patch.object(batch, "check_decode_mem", return_value=True),
-        mock.patch.object(batch, "alloc_paged_token_slots_decode", return_value=slots_b),
-        mock.patch.object(schedule_batch, "alloc_token_slots", return_value=slots_b),
+        mock.patch.object(batch, "check_decode_mem", enough),
+        mock.patch.object(batch, "alloc_paged_token_slots_decode", taken),
+        mock.patch.object(schedule_batch, "alloc_token_slots", taken),
     ):
         yield
 

@@ -77,8 +77,9 @@ class InputBuilder:
             sampling=self._sampling(table_rows),
             slots=slots,
         )
-        filled = np.zeros((rows, self._shapes.context), np.int32)
-        filled[places] = self._slots(batch)
+        filled = self._slots(batch)
+        if follows:  # else rows lie one after the other, and need no copy
+            filled = _placed(filled, places, rows)
         metadata = self._attention.launch_metadata(filled, _placed(reservation.ends, places, rows))
         control = np.array([reservation.steps, reservation.left, follows], np.int32)
         return LaunchInputs(pack_rows(columns), control, metadata, _nothing_before(rows) if before is None else before)
@@ -128,9 +129,9 @@ def _nothing_before(rows: int) -> Int[np.ndarray, "2 {rows}"]:
 
 
 def _placed(
-    values_b: Int[np.ndarray, " b"], places_b: Int[np.ndarray, " b"], size: int, fill: int = 0
-) -> Int[np.ndarray, " {size}"]:
-    placed = np.full(size, fill, np.int32)
+    values_b: Int[np.ndarray, "b *rest"], places_b: Int[np.ndarray, " b"], size: int, fill: int = 0
+) -> Int[np.ndarray, "{size} *rest"]:
+    placed = np.full((size, *values_b.shape[1:]), fill, np.int32)
     placed[places_b] = values_b
     return placed
 
