@@ -14,17 +14,17 @@ from tpu_grpo.algorithms import notices
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import Interrupted
 from tpu_grpo.evaluation import EvaluationLog, describe, write_samples
-from tpu_grpo.hosts import Hosts, Watch, host_log
+from tpu_grpo.hosts import Hosts, Watch
 from tpu_grpo.metrics.compilations import CompilationCounter
 from tpu_grpo.metrics.jsonl import read_records
 from tpu_grpo.metrics.report import write_report
-from tpu_grpo.metrics.run_files import ADAPTERS_DIR, LOGS_DIR, METRICS_FILE, PROFILE_DIR
+from tpu_grpo.metrics.run_files import ADAPTERS_DIR, METRICS_FILE, PROFILE_DIR
 from tpu_grpo.metrics.run_log import RunLog, open_run_log
 from tpu_grpo.metrics.summary import build_summary, versions, write_summary
 from tpu_grpo.metrics.values import rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.models.adapters import write_adapters
 from tpu_grpo.prompts.drawing import PromptDraw
-from tpu_grpo.run.directory import continue_data, prepare_run_dir
+from tpu_grpo.run.directory import RunDirectory, continue_data
 from tpu_grpo.run.parts import Parts, build_parts, evaluate_policy
 from tpu_grpo.run.rounds import Rounds, StepGroups
 from tpu_grpo.run.timeline import Timeline
@@ -59,10 +59,9 @@ def train(
         Interrupted: if a stop was requested; the checkpoint is saved.
         TpuGrpoError: for anything wrong with the config, the model, the data, a reward or a number.
     """
-    moved = prepare_run_dir(config) if hosts.is_first else None
-    hosts.barrier("run directory")
-    with host_log(config.run_dir / LOGS_DIR, hosts.index), CompilationCounter() as compilations:
+    with RunDirectory(config, hosts) as directory, CompilationCounter() as compilations:
         parts = build_parts(config, hosts)
+        moved = directory.begin()
         start = parts.learner.restored_step
         continue_data(config.run_dir, parts.task.prompts.describe(), start, hosts)
         with (
@@ -78,7 +77,7 @@ def train(
             if dropped := parts.task.prompts.dropped:
                 log.note(f"{dropped} prompts were dropped: longer than data.max_prompt_tokens")
             run.train(start, stop_requested)
-    return run.finish()
+        return run.finish()
 
 
 @dataclass

@@ -93,6 +93,10 @@ def test_a_config_is_frozen() -> None:
     [
         ("run.seed=-1", f"run.seed: input should be greater than or equal to 0, got -1; {HELP}"),
         ("run.seed=4294967296", f"run.seed: input should be less than 4294967296, got 4294967296; {HELP}"),
+        (
+            "run.dir=gs://b/run",
+            "run.dir must be a directory, got the address gs://b/run; mount the bucket, and name a directory there",
+        ),
         ("run.max_steps=0", f"run.max_steps: input should be greater than or equal to 1, got 0; {HELP}"),
         (
             "run.max_steps=1.5",

@@ -266,7 +266,10 @@ def test_a_run_that_ends_early_again_and_again_gives_its_code(
             "run.dir must outlive the machine, got runs/x, which lies in the checkout",
         ),
         (["run.dir=/home/me/x", "checkpoint.every=1"], "got /home/me/x, which lies on the worker's own disk"),
-        (["run.dir=gs://b/x", "checkpoint.every=1"], "got gs:/b/x, which is an address, and runs write to directories"),
+        (
+            ["run.dir=gs://b/x", "checkpoint.every=1"],
+            "run.dir must be a directory, got the address gs://b/x; mount",
+        ),
         (["run.dir=/mnt/b/x"], "checkpoint.every must be >= 1 to go on after a preemption, got 0"),
         (["--script", "scripts/eval.py"], "--script must be scripts/run.py for babysit"),
     ],

@@ -1,7 +1,7 @@
 """The settings of the run itself, the policy, sampling and the devices."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -20,6 +20,15 @@ class RunSection(Section):
     """Seed sampling, shuffling and the teaching of the built-in model."""
     max_steps: PositiveInt = 100
     """End the whole run, resumed parts included, after this many steps; a step is one rollout with its updates."""
+
+    @field_validator("dir", mode="before")
+    @classmethod
+    def _is_a_directory(cls, value: Any) -> Any:
+        if isinstance(value, str) and "://" in value:
+            raise ValueError(
+                f"must be a directory, got the address {value}; mount the bucket, and name a directory there"
+            )
+        return value
 
 
 class LoraSection(Section):

@@ -139,8 +139,6 @@ def checked_config(job: Job) -> RunConfig | None:
 
 def lost_with_the_machine(directory: Path) -> str | None:
     """Say why files in ``directory`` do not outlive a worker; None if nothing speaks against it from here."""
-    if str(directory).startswith("gs:/"):
-        return "is an address, and runs write to directories: mount the bucket"
     if not directory.is_absolute():
         return "lies in the checkout on the worker"
     if any(PurePosixPath(directory).is_relative_to(place) for place in LOCAL_DISK):

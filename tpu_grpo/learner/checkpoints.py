@@ -19,6 +19,7 @@ here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -73,16 +74,30 @@ class Checkpoints:
     def __init__(self, directory: Path, *, keep: int, reference: nnx.Module | None = None):
         self._directory, self._reference = directory.absolute(), reference
         self._kept = NewestAndBest(keep)
+        self._starts_over = False
+
+    @cached_property
+    def _manager(self) -> ocp.CheckpointManager:
+        """Open the directory; a run that starts over does so at its first save, when an earlier run has made room."""
         options = ocp.CheckpointManagerOptions(preservation_policy=self._kept, cleanup_tmp_directories=True)
-        self._manager = _manager(self._directory, options)
+        manager = _manager(self._directory, options)
+        if self._starts_over and (step := manager.latest_step()) is not None:
+            manager.close()
+            raise CheckpointError(
+                f"checkpoint.resume=never needs an empty {self._directory}, found step {step}; move it away, or use "
+                "another run.dir"
+            )
+        return manager
 
     def restore(self, updater: Updater, *, resume: Resume) -> int:
         """Load the newest checkpoint, exactly, and return its step; 0 if there is none.
 
         Raises:
-            CheckpointError: for one that cannot be read back, for none with ``require``, for one with ``never``.
+            CheckpointError: for one that cannot be read back, and for none with ``require``. With ``never`` one that is
+                there is not looked at now, and refused when the first step is saved.
         """
-        step = self._manager.latest_step()
+        self._starts_over = resume == "never"
+        step = None if self._starts_over else self._manager.latest_step()
         if step is None:
             if resume == "require":
                 raise CheckpointError(
@@ -91,11 +106,6 @@ class Checkpoints:
                 )
             self._checksums(updater)  # compiles them now, not at the first save
             return 0
-        if resume == "never":
-            raise CheckpointError(
-                f"checkpoint.resume=never needs an empty {self._directory}, found step {step}; move it away, or use "
-                "another run.dir"
-            )
         self._read(step, updater)
         return step
 
@@ -121,7 +131,8 @@ class Checkpoints:
 
     def close(self) -> None:
         """Wait until every save is complete; raises what the saving thread raised, such as OSError for a full disk."""
-        self._manager.close()
+        if "_manager" in vars(self):
+            self._manager.close()
 
     def _read(self, step: int, updater: Updater) -> None:
         wanted = self._items(updater)

@@ -5,6 +5,8 @@ Whoever writes or reads one of them takes its name from here. docs/running.md de
 
 CONFIG_FILE = "config.yaml"
 """The resolved config, with every setting; its presence marks a directory as a run's."""
+LOCK_FILE = "run.lock"
+"""Names the process that has the directory, and is removed when it ends; what a kill leaves is recognised."""
 LOGS_DIR = "logs"
 """Holds a log per host, ``host_<index>.log``, with the traceback of what ended it."""
 PROFILE_DIR = "profile"

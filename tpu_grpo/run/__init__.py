@@ -5,7 +5,9 @@ meshes.py        which devices do what
 engines.py       engines that take the trainer's parameters
 probe.py         proof that engines and trainer hold the same policy
 timeline.py      what host and devices do in chosen steps, recorded
-directory.py     run.dir: kept, continued, or moved aside
+directory.py     run.dir: made, continued, or moved aside
+lock.py          one process at a time has it
+sharing.py       and all hosts see the same one
 fingerprints.py  what hosts must agree on before anything is built
 abstract.py      the same parts without arrays, for programs to be compiled from
 """
