@@ -193,15 +193,19 @@ class Scores:
     """Rewards of a Rollout's B rows."""
 
     total: Float[np.ndarray, " B"]
-    """float64: the weighted sum over the rewards that apply to the row."""
+    """float64: the weighted sum over the rewards that apply to the row; those of single tokens are no part of it."""
     by_name: Mapping[str, Float[np.ndarray, " B"]]
-    """float64 per reward before weighting; NaN where a reward does not apply."""
+    """float64 per reward before weighting; NaN where a reward does not apply. Of one of single tokens it is their
+    sum."""
     seconds: float
     """The time that scoring took after the rollout."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
     """What the rewards cost and logged, under their names in the metrics."""
     per_token: tuple[Float[np.ndarray, "_"], ...] = ()
-    """For every row what the learner adds to the advantage of each of its tokens; empty for nothing."""
+    """For every row what the learner adds to the advantage of each of its tokens, the weighted sum over the rewards of
+    single tokens; empty for nothing."""
+    token_rewards: tuple[str, ...] = ()
+    """The names of the rewards of single tokens."""
 
     def select(self, rows: Sequence[int]) -> "Scores":
         """Take some of the rows; what scoring cost stays that of all."""

@@ -11,10 +11,10 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def run_example(name: str, tmp_path: Path) -> str:
+def run_example(name: str, tmp_path: Path, directory: Path = REPOSITORY / "examples") -> str:
     """What an example prints, in an environment without what the tests set for their own process."""
     environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS")}
-    command = [sys.executable, str(REPOSITORY / "examples" / f"{name}.py"), "run.max_steps=3"]
+    command = [sys.executable, str(directory / f"{name}.py"), "run.max_steps=3"]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert re.search(r"tpu|grpc|metadata|warning", done.stderr, flags=re.IGNORECASE) is None, done.stderr
@@ -29,6 +29,25 @@ def test_the_loop_by_hand_samples_what_the_pipeline_samples(tmp_path: Path) -> N
     assert [int(step) for step, *_ in lines] == [1, 2, 3]
     assert all(0.3 < float(reward) < 0.7 for _, reward, _ in lines)  # the demo begins near one half
     assert all(float(agreement) <= 1e-4 for *_, agreement in lines)
+
+
+@pytest.mark.slow
+def test_the_loop_by_hand_with_advantages_of_single_tokens(tmp_path: Path) -> None:
+    """The lines that docs/python.md replaces. Numbers that make every token likelier change what is sampled next."""
+    [snippet] = re.findall(
+        r"^```python\n(        scores = .*?)```", (REPOSITORY / "docs" / "python.md").read_text(), re.M | re.S
+    )
+    written = (REPOSITORY / "examples" / "own_loop.py").read_text()
+    [line] = [line for line in written.splitlines(keepends=True) if line.startswith("        scored =")]
+    mine = "\nimport dataclasses\n\ndef my_numbers(token_ids):\n    return [0.25 * token for token in token_ids]\n"
+    config = f"CONFIG = Path({str(REPOSITORY)!r})"
+    written = written.replace(line, snippet).replace("\nimport sys", f"{mine}\nimport sys")
+    (tmp_path / "own.py").write_text(written.replace("CONFIG = Path(__file__).resolve().parents[1]", config))
+    both = [run_example("own_loop", tmp_path), run_example("own", tmp_path, tmp_path)]
+    rewards = [re.findall(r"^step \d +reward ([\d.]+)", shown, re.MULTILINE) for shown in both]
+    assert [len(found) for found in rewards] == [3, 3]
+    assert rewards[0][0] == rewards[1][0]
+    assert rewards[0][1:] != rewards[1][1:]
 
 
 def test_the_loop_by_hand_is_short() -> None:

@@ -55,6 +55,15 @@ def test_informative_groups_and_counted_completions_by_hand() -> None:
         assert metrics.get("completions/masked_fraction") == (0.5 if "truncated" in algorithm else None)
 
 
+def test_a_group_with_a_token_that_is_rewarded_by_itself_is_informative() -> None:
+    """The first group's rewards are equal and its tokens got nothing; of the third one token did."""
+    per_token = tuple(np.array([value]) for value in (0, 0, 0, 0, 0, -0.5, 1, 0, 0, 0))
+    scored = replace(GROUPS, scores=replace(GROUPS.scores, per_token=per_token))
+    assert informative_groups(scored, {}, config()).tolist() == [False, True, True, True, True]
+    masked = informative_groups(scored, {}, config(truncated="mask"))  # the third and the fourth were cut
+    assert masked.tolist() == [False, True, False, False, True]
+
+
 def test_rewards_one_by_one_decide_where_the_advantages_take_them_so() -> None:
     """Totals of the first group are equal, its rewards are not; the third differs only in a reward of weight 0."""
     scored = scored_of([[1, 1], [1, 1], [1, 1], [0, 1]], "s" * 8)

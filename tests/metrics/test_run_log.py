@@ -1,5 +1,6 @@
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,13 @@ def test_rows_carry_prompt_rewards_and_advantage_of_their_row() -> None:
     rows = sample_rows(scored_rollout(), ADVANTAGES)
     assert rows[1] == SampleRow("one?", "b", {"gsm8k": None, "brevity": 0.5}, 1.0, -0.5, 3, "length")
     assert rows[2] == SampleRow("two?", "c", {"gsm8k": 0.0, "brevity": 0.0}, 0.0, 1.0, 2, "stop")
+
+
+def test_rows_carry_what_was_added_to_tokens() -> None:
+    scored = scored_rollout()
+    per_token = tuple(np.arange(len(c.token_ids)) / 2 for c in scored.rollout.completions)
+    rows = sample_rows(replace(scored, scores=replace(scored.scores, per_token=per_token)), ADVANTAGES)
+    assert [row.per_token for row in rows[:2]] == [(0.0,), (0.0, 0.5, 1.0)]
 
 
 def test_advantages_of_another_batch_are_refused() -> None:

@@ -11,6 +11,7 @@ from tpu_grpo.types import Figure
 
 REWARDS = """
 import sys
+from tpu_grpo.rewards import per_token
 
 def length(completions):
     print("asked", completions)
@@ -19,17 +20,26 @@ def length(completions):
 def judge(completions):
     return [float(sys.argv[3]) for _ in completions]
 
+@per_token
+def letters(completions, completion_ids):
+    return [[ord(letter) - 96.0 for letter in text] for text in completions]
+
 def seldom(completions):
     return [1.0 if text == "f" else None for text in completions]
 """
 BODY = """
+from dataclasses import replace
+
+import numpy as np
 from tests.rewards.conftest import make_rollout
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.rewards import DistributedRewards, open_rewards
 
 texts = ["a", "bb", "c", "dd", "eee", "f", "g", "h", "i", "jjjj"]
 rollout = make_rollout([f"p{{n}}" for n in range(5)], texts, [{{}}] * 5)
-weights = {{"length": 1.0, "judge": 0.0, "seldom": 0.5}}
+of_letters = tuple(replace(c, token_ids=np.arange(len(t))) for c, t in zip(rollout.completions, texts))
+rollout = replace(rollout, completions=of_letters)
+weights = {{"length": 1.0, "judge": 0.0, "seldom": 0.5, "letters": 2.0}}
 specs = [RewardSpec(name=f"{file}:{{name}}", weight=weight, workers=0) for name, weight in weights.items()]
 scores = DistributedRewards(open_rewards(specs, ()), hosts, compared={compared}).score(rollout)
 {then}"""
@@ -39,10 +49,9 @@ print(scores.by_name["length"].tolist())
 print(scores.by_name["judge"].tolist())
 print([str(value) for value in scores.by_name["seldom"]])
 print(scores.figures["rewards/length/errors"])
+print([values.tolist() for values in scores.per_token])
 """
 EARLY = """
-from dataclasses import replace
-
 specs = [spec.model_copy(update={"early": spec.shown != "seldom"}) for spec in specs]
 told = (1, 1, 0, 0, 1)
 print("early")
@@ -63,7 +72,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_every_host_ends_with_all_values_of_rows_scored_once(file: Path) -> None:
-    ended = run(BODY.format(file=file, compared=["length", "seldom"], then=SHOWN + EARLY + SHOWN), 2)
+    ended = run(BODY.format(file=file, compared=["length", "seldom", "letters"], then=SHOWN + EARLY + SHOWN), 2)
     for index, end in ended.items():
         assert end.code == 0, end
         at_once, early = (part.splitlines() for part in end.out.split("early\n"))
@@ -75,6 +84,9 @@ def test_every_host_ends_with_all_values_of_rows_scored_once(file: Path) -> None
             "[0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0]",
             "['nan', 'nan', 'nan', 'nan', 'nan', '1.0', 'nan', 'nan', 'nan', 'nan']",
             "Figure(value=0, merge='sum', count=2)",  # of both hosts
+            # the number of each letter of a text, times 2
+            "[[2.0], [4.0, 4.0], [6.0], [8.0, 8.0], [10.0, 10.0, 10.0], [12.0], [14.0], [16.0], [18.0], "
+            "[20.0, 20.0, 20.0, 20.0]]",
         ]
         shares = [["a", "bb", "eee", "f", "i", "jjjj"], ["c", "dd", "g", "h"]]
         assert own == f"asked {shares[index]}"

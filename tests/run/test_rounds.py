@@ -1,6 +1,7 @@
 """Which groups of a step's rounds are learnt from, and what the next step begins with."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -92,6 +93,17 @@ def test_rounds_are_put_together_in_order() -> None:
     assert (both.rollout.seconds, both.scores.seconds, both.rollout.told) == (4.0, 0.5, (0, 0, 1, 1, 1))
     assert both.rollout.figures == {"rollout/wait_seconds": 1.0, "rollout/occupied_rows": 0.75}
     assert both.scores.figures == {"a": Figure(4.0, "sum", 2), "b": Figure(2 / 3, "mean", 3)}
+
+
+def test_what_tokens_got_is_put_together_and_selected() -> None:
+    def with_tokens(each: ScoredRollout) -> ScoredRollout:
+        per_token = tuple(np.array([float(c.token_ids[0])]) for c in each.rollout.completions)
+        return replace(each, scores=replace(each.scores, per_token=per_token, token_rewards=("a",)))
+
+    both = join([with_tokens(scored(0, 2, 0)), with_tokens(scored(5, 3, 1))])
+    assert [values.tolist() for values in both.scores.per_token] == [[row] for row in (0, 1, 2, 3, *range(10, 16))]
+    assert [values.tolist() for values in both.select([1, 2]).scores.per_token] == [[2], [3], [10], [11]]
+    assert both.scores.token_rewards == ("a",)
 
 
 def test_mean_rewards_are_over_what_a_reward_applies_to() -> None:

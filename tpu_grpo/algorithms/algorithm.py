@@ -113,7 +113,8 @@ class Algorithm(Protocol):
         Args:
             logprobs_BT: the policy's, through which the gradient flows.
             old_logprobs_BT: those of the policy that sampled, as ``algorithm.old_policy`` says.
-            advantages_BT: the advantage of each token, which all tokens of a completion share.
+            advantages_BT: the advantage of each token, which all tokens of a completion share unless a reward of single
+                tokens adds to it.
         """
         ...
 

@@ -35,6 +35,11 @@ class Gspo(Grpo):
         self._per_token = per_token
 
     @property
+    def credits_tokens(self) -> bool:
+        """Whether the advantage of one token has its effect there, and not on all tokens of its completion."""
+        return self._per_token
+
+    @property
     def formula(self) -> str:
         """The loss of a token, with the sizes of the clip."""
         mean = "exp(mean_t(log(r)))"

@@ -18,6 +18,8 @@ ABOUT = """Tries the rewards of a config on completions that are there already, 
 
 A line of the file is {"completion": "...", "prompt": "...", and the columns that the rewards need}, or holds a group as
 "completions": [...]. Shows each reward's values, the slowest samples, and where rewards disagree."""
+_TOKENS = 24
+"""Tokens of a completion that are shown."""
 USAGE = "python scripts/rewards.py CONFIG.yaml --completions file.jsonl [section.key=value ...]"
 
 
@@ -50,6 +52,8 @@ def show(trial: Trial, console: Console, most: int) -> None:
     """Print a table of rewards, one of samples, one of the slowest samples, and one for each pair that disagrees."""
     console.print(_by_reward(trial))
     console.print(_samples(trial, most))
+    if trial.scores.per_token:
+        console.print(_of_tokens(trial, most))
     if trial.slowest:
         table = Table("seconds", "reward", "row", "completion", title="Slowest, each row alone")
         for timed in trial.slowest:
@@ -83,6 +87,15 @@ def _samples(trial: Trial, most: int) -> Table:
         values = [values[row] for values in trial.scores.by_name.values()]
         shown = ["-" if np.isnan(value) else f"{value:g}" for value in values]
         table.add_row(str(row), *shown, f"{trial.scores.total[row]:g}", _short(text))
+    return table
+
+
+def _of_tokens(trial: Trial, most: int) -> Table:
+    table = Table("row", "completion", "tokens", title="Added to the advantages of tokens, with the weights")
+    for row, values in enumerate(trial.scores.per_token[:most]):
+        shown = " ".join(f"{value:g}" for value in values[:_TOKENS])
+        more = f" ... ({len(values)})" if len(values) > _TOKENS else ""
+        table.add_row(str(row), _short(trial.rollout.texts[row]), shown + more)
     return table
 
 

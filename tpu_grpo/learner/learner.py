@@ -147,7 +147,13 @@ class Learner:
         if "lengths_PG" in asked:
             found["lengths_PG"] = np.array([len(c.token_ids) for c in scored.rollout.completions]).reshape(groups)
         if "rewards_NPG" in asked or "weights_N" in asked:
-            specs, by_name = self._config.rewards, scored.scores.by_name
+            by_name, of_tokens = scored.scores.by_name, scored.scores.token_rewards
+            specs = [spec for spec in self._config.rewards if spec.shown not in of_tokens]
+            if not specs:
+                raise RewardError(
+                    f"these advantages take rewards of whole completions one by one, got only {list(of_tokens)}, which "
+                    "are of single tokens; add one, or take another algorithm.advantage"
+                )
             if missing := [spec.shown for spec in specs if spec.shown not in by_name]:
                 raise RewardError(f"these advantages take rewards one by one, and {missing} are not scored; score them")
             found["rewards_NPG"] = np.stack([by_name[spec.shown].reshape(groups) for spec in specs])

@@ -1,6 +1,6 @@
 """Which groups can be learnt from, and which completions count in the loss.
 
-    rewards of a group      [1 1 1 1]   uninformative: no completion is better than another
+    rewards of a group      [1 1 1 1]   uninformative: no completion is better than another, and no token either
                             [0 1 0 0]   informative
                             [1 0 | |]   informative; with truncated=mask the last two, which were cut, do not count
 
@@ -19,7 +19,7 @@ from tpu_grpo.types import Rollout, ScoredRollout
 def informative_groups(
     scored: ScoredRollout, known: Mapping[str, np.ndarray], config: RunConfig
 ) -> Bool[np.ndarray, " P"]:
-    """Say of which groups the completions have different rewards, and not only cut ones that are masked.
+    """Say which groups have different rewards, or a token that is rewarded by itself, and not only masked completions.
 
     That is the total reward; but each reward that has a weight, if ``known`` holds them one by one because the
     advantages ask for them (see `ON_REQUEST` in algorithms/algorithm.py).
@@ -31,6 +31,9 @@ def informative_groups(
     informative_P = np.zeros(len(totals_PG), np.bool_)
     for rewards_PG in judged:
         informative_P |= _vary(rewards_PG)
+    if scored.scores.per_token:
+        of_tokens_B = np.array([np.any(values) for values in scored.scores.per_token])
+        informative_P |= of_tokens_B.reshape(totals_PG.shape).any(axis=1)
     if config.algorithm.truncated == "mask":
         whole_PG = ~truncated_rows(scored.rollout).reshape(totals_PG.shape)
         informative_P &= whole_PG.any(axis=1)

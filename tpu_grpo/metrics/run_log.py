@@ -95,6 +95,7 @@ def sample_rows(scored: ScoredRollout, advantages: Float[np.ndarray, " B"]) -> l
             advantage=float(advantage),
             tokens=len(completion.token_ids),
             finish_reason=completion.finish_reason,
+            per_token=tuple(map(float, scores.per_token[row])) if scores.per_token else (),
         )
         for row, (prompt, completion, text, advantage) in enumerate(rows)
     ]

@@ -25,6 +25,8 @@ class SampleRow:
     tokens: int
     """How many tokens of the completion were sampled."""
     finish_reason: FinishReason
+    per_token: tuple[float, ...] = ()
+    """What was added to the advantage of each token; empty for nothing."""
 
 
 class Sink(Protocol):
@@ -92,4 +94,5 @@ def _sample_fields(row: SampleRow) -> dict[str, object]:
         "advantage": row.advantage,
         "tokens": row.tokens,
         "finish_reason": row.finish_reason,
+        **({"per_token": list(row.per_token)} if row.per_token else {}),
     }

@@ -9,6 +9,7 @@ feed.py          batches on their way to where a reward runs, and their deadline
 executors.py     where a reward runs: in a pool of workers, or on a thread
 worker.py        a worker process, from both ends
 calling.py       one call of a reward: exceptions and bad return values become Problems
+tokens.py        what rewards of single tokens give, checked, weighted and passed between hosts
 
 protocol.py      what a reward is: read this to write one
 loading.py       an entry of the config -> a reward that fits the data
@@ -18,7 +19,7 @@ workbench.py     rewards tried on a file of completions, without a model
 
 from tpu_grpo.rewards.distributed import DistributedRewards
 from tpu_grpo.rewards.loading import LoadedReward, load_reward, repeats_itself
-from tpu_grpo.rewards.protocol import Reward, per_sample
+from tpu_grpo.rewards.protocol import Reward, per_sample, per_token
 from tpu_grpo.rewards.scoring import OpenReward, RewardSet, open_rewards
 from tpu_grpo.rewards.shipped import SHIPPED
 
@@ -32,5 +33,6 @@ __all__ = [
     "load_reward",
     "open_rewards",
     "per_sample",
+    "per_token",
     "repeats_itself",
 ]

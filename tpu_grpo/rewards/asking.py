@@ -9,16 +9,17 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.errors import RewardError
-from tpu_grpo.rewards.batches import Answer, Problem, Table, describe_row, split_rows
+from tpu_grpo.rewards.batches import Answer, Call, Problem, Table, describe_row, split_rows
 from tpu_grpo.rewards.executors import Executor, run
 from tpu_grpo.rewards.loading import LoadedReward, workers_of
+from tpu_grpo.rewards.tokens import NO_VALUES, TokenValues, comparable
 from tpu_grpo.types import Figure
 
 LOG = logging.getLogger("tpu_grpo.rewards")
@@ -47,6 +48,8 @@ class RewardResult:
     errors: int = 0
     """It counts the rows with any other problem."""
     logged: dict[str, list[float]] = field(default_factory=dict)
+    of_tokens: list[TokenValues] = field(default_factory=list)
+    """A reward of single tokens gave these; it is empty of any other."""
 
     @classmethod
     def joined(cls, parts: Sequence[Self], seconds: float) -> Self:
@@ -57,6 +60,7 @@ class RewardResult:
             seconds,
             sum(part.timeouts for part in parts),
             sum(part.errors for part in parts),
+            of_tokens=[values for part in parts for values in part.of_tokens],
         )
         for part in parts:
             found.log(part.logged)
@@ -66,6 +70,11 @@ class RewardResult:
         """Add values that the reward logged."""
         for name, values in logged.items():
             self.logged.setdefault(name, []).extend(values)
+
+    def comparable(self) -> list[Any]:
+        """Return for every row what other hosts must have, too."""
+        values = self.values.tolist()
+        return comparable(values, self.of_tokens) if self.of_tokens else values
 
     def figures(self, name: str) -> dict[str, Figure]:
         """Return the values for the metrics, by full name."""
@@ -91,7 +100,7 @@ def ask_reward(reward: OpenReward, table: Table, gate_B: Float[np.ndarray, " B"]
     """
     started = time.perf_counter()
     spec, loaded = reward.spec, reward.loaded
-    rows, result = rows_to_ask(table, gate_B)
+    rows, result = rows_to_ask(table, gate_B, loaded.call)
     row_lists = split_rows(rows, table.group_size, workers_of(spec), loaded.call)
     answers = run(reward.executor, [table.batch(loaded.batch_columns, batch) for batch in row_lists], spec.timeout)
     for batch, answer in zip(row_lists, answers, strict=True):
@@ -101,9 +110,10 @@ def ask_reward(reward: OpenReward, table: Table, gate_B: Float[np.ndarray, " B"]
     return result
 
 
-def rows_to_ask(table: Table, gate_B: Float[np.ndarray, " B"] | None) -> tuple[list[int], RewardResult]:
+def rows_to_ask(table: Table, gate_B: Float[np.ndarray, " B"] | None, call: Call) -> tuple[list[int], RewardResult]:
     """Return the rows that a reward is asked about, and its result as far as the gate decides it."""
-    result = RewardResult(np.full(table.size, np.nan), np.zeros(table.size, dtype=bool))
+    of_tokens = [NO_VALUES] * table.size if call.per_token else []
+    result = RewardResult(np.full(table.size, np.nan), np.zeros(table.size, dtype=bool), of_tokens=of_tokens)
     if gate_B is None:
         return list(range(table.size)), result
     result.values[gate_B <= 0] = 0.0
@@ -121,6 +131,8 @@ def take_in(
         RewardError: for a problem, if ``on_error`` is stop.
     """
     result.values[list(batch)] = answer.values
+    for row, values in zip(batch, answer.of_tokens, strict=False):  # there are none in an answer that is all problems
+        result.of_tokens[row] = values
     result.log(answer.logged)
     for number, problem in enumerate(answer.problems):
         _apply_on_error(spec, problem, batch, table, result, warn=warn and not number)

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal
 
+import numpy as np
+from jaxtyping import Float
+
 from tpu_grpo.errors import RewardError
 from tpu_grpo.rewards.protocol import TEXT_ARGUMENTS
 from tpu_grpo.types import Rollout
@@ -42,6 +45,8 @@ class Call:
     is_async: bool = False
     messages: bool = False
     """If set, texts are passed as lists of one message."""
+    per_token: bool = False
+    """If set, the function gives a number per token, see `per_token`."""
     find_failing_row: bool = True
     """If set, the row that makes a reward of a batch raise is looked for."""
 
@@ -81,6 +86,8 @@ class Answer:
     problems: list[Problem] = field(default_factory=list)
     logged: dict[str, list[float]] = field(default_factory=dict)
     """The reward passed these values to log_metric, by name."""
+    of_tokens: list[Float[np.ndarray, "_"]] = field(default_factory=list)
+    """A reward of single tokens gave these per row, see tokens.py; it is empty of any other."""
 
 
 def failed_answer(size: int, problem: Problem) -> Answer:
@@ -93,7 +100,7 @@ def failed_answer(size: int, problem: Problem) -> Answer:
 
 def check_values(values: Any, expected: int) -> tuple[list[float], list[Problem]]:
     """Turn what a reward returned into ``expected`` numbers, NaN for None, and the problems that were found."""
-    found = _length(values)
+    found = length_of(values)
     if found != expected:
         got = f"a {type(values).__name__}" if found is None else f"{found} values"
         text = f"must return a list of one number (or None) per completion, {expected} here, got {got}"
@@ -102,13 +109,15 @@ def check_values(values: Any, expected: int) -> tuple[list[float], list[Problem]
     for row, value in enumerate(values):
         number = number_or_none(value)
         if number is None:
-            text = f"must return finite numbers (or None where it does not apply), got {SHORT_REPR.repr(value)}"
+            marked = "" if length_of(value) is None else "; marked with @per_token, a number per token"
+            wanted = f"must return finite numbers (or None where it does not apply{marked})"
+            text = f"{wanted}, got {SHORT_REPR.repr(value)}"
             problems.append(Problem("wrong", text, row))
         numbers.append(math.nan if number is None else number)
     return numbers, problems
 
 
-def _length(values: Any) -> int | None:
+def length_of(values: Any) -> int | None:
     """Return the length of a list, tuple or array, None for anything else: generators, texts, sets, mappings."""
     if isinstance(values, str | bytes | set | frozenset | Mapping) or not hasattr(values, "__len__"):
         return None

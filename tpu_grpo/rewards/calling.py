@@ -9,11 +9,13 @@ import inspect
 import math
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tpu_grpo.rewards.batches import Answer, Call, Problem, RewardBatch, check_values, failed_answer, number_or_none
 from tpu_grpo.rewards.protocol import RESERVED_METRICS, SAMPLE_ARGUMENTS, TEXT_ARGUMENTS, TrainerState
+from tpu_grpo.rewards.tokens import check_token_values
 
 _LATE = object()
 _LONGEST_MESSAGE = 500
@@ -60,6 +62,7 @@ class Caller:
         return [self._resolve(self._reward(**self._arguments(batch, {}, row))) for row in range(batch.size)]
 
     def _answer_batch(self, batch: RewardBatch, seconds: float, logged: dict[str, list[float]]) -> Answer:
+        lengths = self._lengths(batch)  # before the reward can change them
         try:
             values = self._resolve(self._reward(**self._arguments(batch, logged)), seconds)
         except (Exception, SystemExit) as error:  # user code: anything can come
@@ -67,25 +70,36 @@ class Caller:
             return failed_answer(batch.size, self._raised(error, failing_row))
         if values is _LATE:
             return failed_answer(batch.size, Problem("late", "did not finish"))
-        numbers, problems = check_values(values, batch.size)
-        return Answer(numbers, problems, logged)
+        numbers, of_tokens, problems = self._checked(values, lengths)
+        return Answer(numbers, problems, logged, of_tokens)
 
     def _answer_rows(
         self, batch: RewardBatch, seconds: float, concurrency: int, logged: dict[str, list[float]]
     ) -> Answer:
-        end = time.monotonic() + seconds
+        end, lengths = time.monotonic() + seconds, self._lengths(batch)
         results = [self._call_for_row(self._arguments(batch, logged, row), end) for row in range(batch.size)]
         if any(inspect.isawaitable(r) for r in results):
             results = self._loop.run(self._await_rows(results, seconds, concurrency))
-        numbers, problems = [], []
+        numbers, of_tokens, problems = [], [], []
         for row, result in enumerate(results):
-            if isinstance(result, Problem):
-                number, found = math.nan, [result]
-            else:
-                (number,), found = check_values([result], 1)
-            numbers.append(number)
-            problems += [Problem(p.kind, p.text, row, trace=p.trace) for p in found]
-        return Answer(numbers, problems, logged)
+            value, given, found = self._checked(
+                [None if isinstance(result, Problem) else result], lengths[row : row + 1]
+            )
+            numbers += value
+            of_tokens += given
+            problems += [replace(p, row=row) for p in ([result] if isinstance(result, Problem) else found)]
+        return Answer(numbers, problems, logged, of_tokens)
+
+    def _lengths(self, batch: RewardBatch) -> list[int]:
+        """Return the tokens of every completion, where they matter."""
+        return [len(ids) for ids in batch.columns["completion_ids"]] if self._call.per_token else [1] * batch.size
+
+    def _checked(self, values: Any, lengths: Sequence[int]) -> tuple[list[float], list[Any], list[Problem]]:
+        """Check what the reward returned for completions of these lengths."""
+        if self._call.per_token:
+            return check_token_values(values, lengths)
+        numbers, problems = check_values(values, len(lengths))
+        return numbers, [], problems
 
     def _call_for_row(self, arguments: dict[str, Any], end: float) -> Any:
         """Return what a call for one row returns, or the problem with it."""
@@ -140,7 +154,9 @@ class Caller:
         return {**columns, **{n: extras[n] for n in self._call.extras if n in extras}, **self._passed_options}
 
     def _as_argument(self, name: str, value: Any) -> Any:
-        """Wrap a text in a message where the reward expects messages."""
+        """Wrap a text in a message where the reward expects messages; the token ids are those of other rewards, too."""
+        if name == "completion_ids" and name in self._call.extras:
+            return list(value)
         if not self._call.messages or name not in TEXT_ARGUMENTS:
             return value
         return [{"role": "user" if name == "prompts" else "assistant", "content": value}]

@@ -14,6 +14,7 @@ import numpy as np
 from tpu_grpo.errors import LockstepError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.rewards.scoring import RewardSet, Scoring
+from tpu_grpo.rewards.tokens import TokenValues, packed, unpacked
 from tpu_grpo.types import Completion, Figure, PromptBatch, Rollout, Scores
 
 
@@ -90,12 +91,21 @@ class DistributedScoring:
         witness_values = self._rewards.repeatable_values(witness, self._compared)
         names = self._rewards.names
         figures = {} if own is None else encode_figures(own.figures)
-        message = json.dumps([_columns(own, names), witness_values, figures]).encode()
-        columns, witnesses, host_figures = zip(*map(json.loads, self._hosts.gather("rewards", message)), strict=True)
+        of_tokens = packed(() if own is None else own.per_token)
+        message = json.dumps([_columns(own, names), witness_values, figures, of_tokens]).encode()
+        answers = map(json.loads, self._hosts.gather("rewards", message))
+        columns, witnesses, host_figures, texts = zip(*answers, strict=True)
         _compare_witness(witness, witnesses)
         total, *by_name = _interleave(columns, rollout, scorers)
         seconds = time.perf_counter() - start
-        return Scores(total, dict(zip(names, by_name, strict=True)), seconds, merge_figures(host_figures))
+        return Scores(
+            total,
+            dict(zip(names, by_name, strict=True)),
+            seconds,
+            merge_figures(host_figures),
+            _of_tokens(texts, rollout, scorers) if self._rewards.token_rewards else (),
+            self._rewards.token_rewards,
+        )
 
     def close(self) -> None:
         """Give up what is not scored yet."""
@@ -113,7 +123,7 @@ def scorers_of(rollout: Rollout, hosts: int) -> list[int]:
     return list(rollout.told) or [prompt % hosts for prompt in range(len(rollout.batch.prompts))]
 
 
-def _compare_witness(witness: Rollout, by_host: Sequence[Mapping[str, Sequence[float] | None]]) -> None:
+def _compare_witness(witness: Rollout, by_host: Sequence[Mapping[str, Sequence[Any] | None]]) -> None:
     for name in by_host[0]:
         if any(values[name] is None for values in by_host):
             continue  # it had a problem somewhere, which its on_error deals with
@@ -146,6 +156,12 @@ def _interleave(
             values_PG[np.array(scorers) == host] = np.reshape(columns[column], (-1, rollout.group_size))
         merged.append(values_PG.reshape(-1))
     return merged
+
+
+def _of_tokens(texts: Sequence[str], rollout: Rollout, scorers: Sequence[int]) -> tuple[TokenValues, ...]:
+    """Put what the hosts' rewards of single tokens gave into the order of the rollout."""
+    lengths = [len(completion.token_ids) for completion in rollout.completions]
+    return unpacked(dict(enumerate(texts)), lengths, np.repeat(scorers, rollout.group_size).tolist())
 
 
 # --- figures ---------------------------------------------------------------------------------------------------------

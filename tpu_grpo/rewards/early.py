@@ -155,7 +155,7 @@ class _Asked:
 
     def ask(self, group: Group, table: Table, gate: RewardResult | None = None) -> None:
         """Hand out the rows of a group, or those that the gate lets pass."""
-        rows, result = rows_to_ask(table, None if gate is None else gate.values)
+        rows, result = rows_to_ask(table, None if gate is None else gate.values, self.reward.loaded.call)
         batches = split_group(rows, workers_of(self.reward.spec), self.reward.loaded.call)
         self._open[group] = _Open(table, result, batches)
         for number, batch in enumerate(batches):

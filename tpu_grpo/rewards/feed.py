@@ -57,7 +57,8 @@ class Task:
             own = [replace(p, row=p.row - start) for p in answer.problems if p.row is not None and p.row in rows]
             of_all = [p for p in answer.problems if p.row is None]
             logged = {} if start else answer.logged
-            found.append(Answer(answer.values[start : start + size], of_all + own, logged))
+            own_rows = slice(start, start + size)
+            found.append(Answer(answer.values[own_rows], of_all + own, logged, answer.of_tokens[own_rows]))
             start += size
         return found
 

@@ -24,7 +24,7 @@ from tpu_grpo.errors import RewardError
 from tpu_grpo.plugins import find_function
 from tpu_grpo.rewards.batches import Call, RewardBatch
 from tpu_grpo.rewards.calling import Caller
-from tpu_grpo.rewards.protocol import EXTRAS, SAMPLE_ARGUMENTS, TEXT_ARGUMENTS, rows_at_a_time
+from tpu_grpo.rewards.protocol import EXTRAS, SAMPLE_ARGUMENTS, TEXT_ARGUMENTS, gives_tokens, rows_at_a_time
 from tpu_grpo.rewards.shipped import SHIPPED
 
 ENTRY_POINTS = "tpu_grpo.rewards"
@@ -80,6 +80,7 @@ def load_reward(spec: RewardSpec, columns: Collection[str]) -> LoadedReward:
     call_options = {} if constructor else spec.options
     extras = tuple(name for name in EXTRAS if name in signature.named and name not in (*columns, *call_options))
     _check_options(spec, constructor or signature, takes_all="options" in extras)
+    _check_per_token(spec, function, extras)
     concurrency = rows_at_a_time(function)
     offered = _offered(columns, by_row=concurrency is not None)
     _check_filled(spec, signature, [*offered.values(), *call_options], extras)
@@ -95,6 +96,7 @@ def load_reward(spec: RewardSpec, columns: Collection[str]) -> LoadedReward:
         concurrency=concurrency,
         is_async=inspect.iscoroutinefunction(function),
         messages=spec.messages,
+        per_token=gives_tokens(function),
         find_failing_row=spec.on_error == "stop",
     )
     loaded = LoadedReward(target, call, tuple(arguments))
@@ -195,6 +197,21 @@ def _check_options(spec: RewardSpec, signature: _Signature, *, takes_all: bool) 
     if unknown and not takes_all:
         known = ", ".join(signature.named)
         raise RewardError(f"reward {spec.name} does not take the options {unknown}; it takes: {known}")
+
+
+def _check_per_token(spec: RewardSpec, function: Any, extras: Collection[str]) -> None:
+    if not gives_tokens(function):
+        return
+    if "completion_ids" not in extras:
+        raise RewardError(
+            f"reward {spec.name} gives a number per token (@per_token), so it must take completion_ids, which say how "
+            "many tokens there are, got a function that does not; declare it, and call no column or option so"
+        )
+    if spec.on_error == "value" and spec.error_value:
+        raise RewardError(
+            f"reward {spec.name} gives a number per token (@per_token), so its error_value must be 0, got "
+            f"{spec.error_value}; one number says nothing of single tokens: leave it out, or use on_error: skip"
+        )
 
 
 def _try_options(spec: RewardSpec, loaded: LoadedReward) -> None:

@@ -18,6 +18,13 @@ A function of one row says so, and gets the row's values:
     def short(completion, limit=20):
         return 1.0 if len(completion) <= limit else 0.0
 
+A function that gives every token of a completion a number, for its advantage, says so, and takes completion_ids:
+
+    @per_token
+    @per_sample
+    def says_so_at_once(completion_ids):
+        return [-0.01] * len(completion_ids)
+
 A class holds what is costly to build. Its options go to the constructor; it is built, and ``setup`` called, once in
 each process that scores, and ``close`` at the end. All three may be ``async``:
 
@@ -47,12 +54,16 @@ EXTRAS = {
 RESERVED_METRICS = ("mean", "std", "seconds", "timeouts", "errors", "weight")
 """Every reward has metrics of these names, so log_metric refuses them."""
 _MARK = "__tpu_grpo_per_sample__"
+_TOKEN_MARK = "__tpu_grpo_per_token__"
 
 
 class Reward(Protocol):
-    """A reward scores rows: it gives a finite number per row, or None for a row that it does not apply to."""
+    """A reward scores rows: it gives a finite number per row, or None for a row that it does not apply to.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Sequence[float | None]:
+    One that is marked with `per_token` gives a list of numbers per row, or None.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Sequence[float | None] | Sequence[Sequence[float] | None]:
         """Return one value per row for ``prompts``, ``completions`` and the data columns, lists of one length."""
         ...
 
@@ -82,6 +93,21 @@ def per_sample(function: Any = None, *, concurrency: int = 64) -> Any:
         return target
 
     return mark if function is None else mark(function)
+
+
+def per_token[F: Callable[..., Any]](function: F) -> F:
+    """Mark a function (or a class's ``__call__``) that gives each completion a list with a number for each token.
+
+    It must take ``completion_ids``, which say how many. The learner adds the numbers, times the reward's weight, to the
+    advantages of the tokens, as they are; the total reward does not hold them.
+    """
+    setattr(function, _TOKEN_MARK, True)
+    return function
+
+
+def gives_tokens(function: Any) -> bool:
+    """Return whether a function gives a number for each token."""
+    return hasattr(function, _TOKEN_MARK) or hasattr(getattr(type(function), "__call__", None), _TOKEN_MARK)  # noqa: B004
 
 
 def rows_at_a_time(function: Any) -> int | None:

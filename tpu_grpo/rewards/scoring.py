@@ -1,7 +1,8 @@
 """Scores a rollout: runs all rewards concurrently, validates their answers, and returns the weighted sum.
 
 B rows; row ``p * G + g`` is completion ``g`` of prompt ``p``. With weights 1 and 0.5, a row scored ``(1.0, None)``
-totals 1.0, ``(1.0, 0.4)`` totals 1.2, and ``(None, None)`` is an error: nothing can be learned from it.
+totals 1.0, ``(1.0, 0.4)`` totals 1.2, and ``(None, None)`` is an error: nothing can be learned from it. Rewards of
+single tokens have no part in the total; see tokens.py.
 
     scores = rewards.score(rollout)               # a rollout that is there
 
@@ -15,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -27,6 +28,7 @@ from tpu_grpo.rewards.batches import Table, build_table, describe_row
 from tpu_grpo.rewards.early import EarlyGroups
 from tpu_grpo.rewards.executors import Executor, ThreadExecutor, WorkerPool
 from tpu_grpo.rewards.loading import LoadedReward, load_reward, workers_of
+from tpu_grpo.rewards.tokens import TokenValues, weighted_tokens
 from tpu_grpo.rewards.worker import WorkerJob
 from tpu_grpo.types import Completion, Figure, PromptBatch, Rollout, Scores
 
@@ -69,6 +71,11 @@ class RewardSet:
         """Return the names of the rewards in the metrics, in the order of the config."""
         return tuple(reward.spec.shown for reward in self.rewards)
 
+    @property
+    def token_rewards(self) -> tuple[str, ...]:
+        """Return the names of those that give a number per token."""
+        return tuple(reward.spec.shown for reward in self.rewards if reward.loaded.call.per_token)
+
     def for_columns(self, columns: Collection[str]) -> "RewardSet":
         """Fit the same rewards in the same processes to data with other columns; raises like open_rewards."""
         fitted = [load_reward(reward.spec, columns) for reward in self.rewards]
@@ -76,16 +83,17 @@ class RewardSet:
             tuple(OpenReward(r.spec, loaded, r.executor) for r, loaded in zip(self.rewards, fitted, strict=True))
         )
 
-    def repeatable_values(self, rollout: Rollout, names: Collection[str]) -> dict[str, list[float] | None]:
+    def repeatable_values(self, rollout: Rollout, names: Collection[str]) -> dict[str, list[Any] | None]:
         """Return what some of the rewards give for all rows, NaN where they do not apply; None for one with problems.
 
-        Timeouts and memory errors are not a property of the text, so such a reward gives None. It raises as ``score``.
+        Of a reward of single tokens it is a text per row, see ``comparable``. Timeouts and memory errors are not a
+        property of the text, so such a reward gives None. It raises as ``score``.
         """
         if not names:
             return {}
         chosen = self._with_gates(names)
         return {
-            name: None if result.timeouts + result.errors else result.values.tolist()
+            name: None if result.timeouts + result.errors else result.comparable()
             for name, result in chosen._ask_all(chosen._table(rollout), {}).items()
             if name in names
         }
@@ -133,12 +141,27 @@ class RewardSet:
         results = self._ask_all(table, early)
         weights = [reward.spec.weight_at(table.step) for reward in self.rewards]
         return Scores(
-            total=_weighted_sum(results, weights, table),
+            total=_weighted_sum(results, weights, table, self.token_rewards),
             by_name={name: result.values for name, result in results.items()},
             seconds=time.perf_counter() - started,
             figures={k: f for (name, r) in results.items() for k, f in r.figures(name).items()}
             | self._scheduled_weights(table.step),
+            per_token=self._per_token(results, weights, table),
+            token_rewards=self.token_rewards,
         )
+
+    def _per_token(
+        self, results: Mapping[str, RewardResult], weights: Sequence[float], table: Table
+    ) -> tuple[TokenValues, ...]:
+        """Add up the rewards of single tokens; there is nothing if none of the rewards is one."""
+        if not self.token_rewards:
+            return ()
+        given = [
+            (weight, result.of_tokens)
+            for result, weight in zip(results.values(), weights, strict=True)
+            if result.of_tokens
+        ]
+        return weighted_tokens(given, [len(ids) for ids in table.columns["completion_ids"]])
 
     def _ask_all(self, table: Table, early: EarlyResults) -> dict[str, RewardResult]:
         """Ask each on a thread of its own, which waits for the reward's gate first; gates cannot form a cycle."""
@@ -220,17 +243,19 @@ class Scoring:
 
 
 def _weighted_sum(
-    results: Mapping[str, RewardResult], weights: Sequence[float], table: Table
+    results: Mapping[str, RewardResult], weights: Sequence[float], table: Table, of_tokens: Collection[str]
 ) -> Float[np.ndarray, " B"]:
+    """Add up the rewards that are not ``of_tokens``; these say something of a row, and nothing of its total."""
     total_B = np.zeros(table.size)
     applies_B = np.zeros(table.size, dtype=bool)
-    skipped_B = np.zeros(table.size, dtype=bool)
-    for result, weight in zip(results.values(), weights, strict=True):  # in order: the same bits on every host
-        total_B += np.where(np.isnan(result.values), 0.0, weight * result.values)
-        applies_B |= ~np.isnan(result.values)
-        skipped_B |= result.skipped
-    if not (applies_B | skipped_B).all():
-        row = int(np.argmin(applies_B | skipped_B))
+    explained_B = np.zeros(table.size, dtype=bool)
+    for (name, result), weight in zip(results.items(), weights, strict=True):  # in order: the same bits on every host
+        explained_B |= ~np.isnan(result.values) | result.skipped
+        if name not in of_tokens:
+            total_B += np.where(np.isnan(result.values), 0.0, weight * result.values)
+            applies_B |= ~np.isnan(result.values)
+    if not explained_B.all():
+        row = int(np.argmin(explained_B))
         raise RewardError(
             f"every row needs at least one reward that applies, got None from all of {', '.join(results)} for "
             f"{describe_row(row, table)}; drop the record or add a reward that scores it"

@@ -165,8 +165,19 @@ def open_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Host
     prompts = open_prompts(config.data, config.run.seed, tokenizer)
     _agree_on_prompts({part.name: part.rendered.prompts for part in prompts.parts}, hosts)
     rewards = open_rewards(config.rewards, prompts.columns)
+    _check_token_rewards(config, rewards)
     held_out = open_held_out(config, tokenizer, hosts, rewards)
     return Task(prompts, DistributedRewards(rewards, hosts, _compared(config.rewards)), held_out)
+
+
+def _check_token_rewards(config: RunConfig, rewards: RewardSet) -> None:
+    objective = open_algorithm(config.algorithm).objective
+    if rewards.token_rewards and not getattr(objective, "credits_tokens", True):
+        raise ConfigError(
+            f"algorithm.name={config.algorithm.name} spreads over all tokens of a completion what "
+            f"{list(rewards.token_rewards)} give single ones, because its ratio is of the whole completion; set "
+            "algorithm.options={per_token: true}, or take another algorithm"
+        )
 
 
 def open_held_out(

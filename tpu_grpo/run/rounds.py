@@ -118,7 +118,10 @@ def join(rounds: Sequence[ScoredRollout]) -> ScoredRollout:
     )
     total = np.concatenate([each.total for each in scores])
     by_name = {name: np.concatenate([each.by_name[name] for each in scores]) for name in scores[0].by_name}
-    return ScoredRollout(rollout, Scores(total, by_name, sum(s.seconds for s in scores), _joined_figures(scores)))
+    per_token = tuple(values for each in scores for values in each.per_token)
+    seconds = sum(each.seconds for each in scores)
+    names = scores[0].token_rewards
+    return ScoredRollout(rollout, Scores(total, by_name, seconds, _joined_figures(scores), per_token, names))
 
 
 def _joined_rollout_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -1,0 +1,69 @@
+"""Rewards of single tokens meet algorithms: which take them, and what the advantages of completions see of them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.learner.test_signal import scored_of
+from tests.learner.toy import make_config, make_learner
+from tpu_grpo.config import parse_config
+from tpu_grpo.errors import ConfigError, RewardError
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.models.tokenizers import build_byte_tokenizer
+from tpu_grpo.run.parts import Task, open_task
+from tpu_grpo.types import ScoredRollout, Scores
+
+REWARD = """
+from tpu_grpo.rewards import per_token
+
+@per_token
+def quarter(completions, completion_ids):
+    return [[0.25] * len(ids) for ids in completion_ids]
+"""
+
+
+def open_with(directory: Path, **algorithm: Any) -> Task:
+    (directory / "quarter.py").write_text(REWARD)
+    config = parse_config(
+        {
+            "data": {"path": "builtin:addition", "max_prompt_tokens": 12},
+            "rewards": [{"name": f"{directory}/quarter.py:quarter", "workers": 0}],
+            "algorithm": algorithm,
+            "evaluation": {"prompts": 8},
+        }
+    )
+    return open_task(config, build_byte_tokenizer(), Hosts())
+
+
+def test_one_ratio_for_a_whole_completion_is_refused(tmp_path: Path) -> None:
+    message = r"algorithm.name=gspo spreads over all tokens of a completion what \['quarter'\] give single ones"
+    with pytest.raises(ConfigError, match=message):
+        open_with(tmp_path, name="gspo")
+    for algorithm in ({"name": "gspo", "options": {"per_token": True}}, {"name": "grpo"}, {"name": "cispo"}):
+        open_with(tmp_path, **algorithm).close()
+
+
+def test_advantages_take_rewards_of_completions_one_by_one_without_those_of_tokens(tmp_path: Path) -> None:
+    """GDPO sees the reward of completions alone; with none there is nothing that it could standardize."""
+    rewards = [{"name": "exact_answer", "weight": 0.5}, {"name": "quarter.py:quarter", "weight": 2.0}]
+    tree = {
+        "algorithm": {"group_size": 2, "advantage": "gdpo"},
+        "data": {"prompts_per_step": 2, "max_prompt_tokens": 6},
+    }
+    config = make_config(tmp_path, tree).model_copy(
+        update={"rewards": parse_config({"rewards": rewards}).rewards},
+    )
+    learner = make_learner(config)
+    by_name = {"exact_answer": np.array([0.0, 1.0, 1.0, 1.0]), "quarter": np.arange(4.0)}
+    scored = scored_of([[0, 0.5], [0.5, 0.5]], "ssss")
+    scores = Scores(scored.scores.total, by_name, 0.0, token_rewards=("quarter",))
+    known = learner._asked(ScoredRollout(scored.rollout, scores))
+    np.testing.assert_array_equal(known["rewards_NPG"], [[[0, 1], [1, 1]]])
+    np.testing.assert_array_equal(known["weights_N"], [0.5])
+    with pytest.raises(
+        RewardError, match=r"got only \['exact_answer', 'quarter'\], which are of single tokens; add one"
+    ):
+        learner._asked(ScoredRollout(scored.rollout, replace(scores, token_rewards=("exact_answer", "quarter"))))
