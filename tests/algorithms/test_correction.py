@@ -22,7 +22,7 @@ from tests.learner.toy import make_config, make_learner, make_mesh, make_model, 
 from tpu_grpo.algorithms import Sequences, correction_metrics, open_algorithm
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.errors import ConfigError
-from tpu_grpo.learner.loss import LossSettings
+from tpu_grpo.learner.loss import LossSettings, TrainBatch
 
 TRAINER = {"old_policy": "trainer"}
 CASES: dict[str, dict[str, Any]] = {
@@ -119,6 +119,27 @@ def test_loss_and_gradient(case: Case, label: str) -> None:  # noqa: F811
     metrics = correction_metrics(sums)
     expected_size = flat.sum() ** 2 / (len(flat) * (flat**2).sum())
     assert metrics["correction/effective_sample_size"] == pytest.approx(expected_size, rel=1e-5)
+    check_that_weight_0_changes_nothing(batch, case, settings)
+
+
+def check_that_weight_0_changes_nothing(batch: TrainBatch, case: Case, settings: LossSettings) -> None:  # noqa: F811
+    """Neither a token of weight 0 in a row nor a row of them, whatever engine, trainer and advantage say there."""
+    idle = replace(pick(batch, slice(0, 2)), weights=jnp.zeros((2, 16)))
+    both = jax.tree.map(lambda left, right: jnp.concatenate([left, right]), batch, idle)
+
+    def outcome(of: TrainBatch) -> tuple[float, np.ndarray, np.ndarray]:
+        starts = range(0, len(of.weights), 2)
+        sums = [gradient_of(case.now, pick(of, slice(start, start + 2)), settings)[0][1].correction for start in starts]
+        return *added_up(of, case, settings), np.sum([jax.device_get(each) for each in sums], axis=0)
+
+    loss, gradient, sums = outcome(batch)
+    for field in ("old_logps", "rollout_logps", "advantages"):
+        for value in (np.inf, -np.inf, 1e30, np.nan):
+            wild = jnp.where(both.weights == 0.0, value, getattr(both, field))
+            found, found_gradient, found_sums = outcome(replace(both, **{field: wild}))
+            assert found == loss, (field, value)
+            np.testing.assert_array_equal(found_gradient, gradient, err_msg=f"{field} {value}")
+            np.testing.assert_array_equal(found_sums, sums, err_msg=f"{field} {value}")
 
 
 def test_by_hand() -> None:
