@@ -38,6 +38,7 @@ ONLY_IN = {"sgl_jax": ("rollout",), "tunix.rl": ("tunix_loop", "learner/forward.
 BROAD_EXCEPTS = {
     "tpu_grpo/algorithms/checks.py:_called": "runs the user's code; re-raised with its name",
     "tpu_grpo/hosts/log.py:host_log": "notes how the host ended; re-raised",
+    "tpu_grpo/hosts/watch.py:_watchful": "a thread that nobody joins; it says what it met and ends the process",
     "tpu_grpo/learner/checkpoints.py:read_policy": "Orbax raises many types, some of them Exception; re-raised",
     "tpu_grpo/learner/checkpoints.py:_read": "Orbax raises many types, some of them the bare Exception; re-raised",
     "tpu_grpo/learner/optimizers.py:_own": "runs the user's code; re-raised with its name",

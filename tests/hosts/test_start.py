@@ -1,6 +1,5 @@
 """Meeting: real processes, and the settings that cannot work."""
 
-import re
 import subprocess
 import sys
 
@@ -43,21 +42,13 @@ def test_missing_hosts_are_named_in_time(came: tuple[int, ...], timeout: int) ->
         assert end.at < 25
 
 
-def test_of_many_missing_hosts_some_are_named() -> None:
-    ended = run("print('started')", 30, only=(0, 1), timeout=4)
-    for end in ended.values():
-        named = re.search(r"start within 4 s; hosts? ([\d, ]+) and (\d+) more did not come", end.errors)
-        assert named, end
-        late = {int(index) for index in named[1].split(", ")}
-        assert late <= {*range(2, 30)}
-        assert len(late) + int(named[2]) == 28
-
-
 def test_every_host_refuses_another_count() -> None:
     ended = run("print('started')", 2, counts={1: 3})
     for end in ended.values():
         assert (end.code, end.out) == (3, ""), end
-        assert "LockstepError: hosts.count must be the same on every host, got 2, 3 on hosts 0 to 1" in end.errors
+        assert (
+            "LockstepError: hosts.count must be the same on every host, got 2 on host 0 and 3 on host 1" in end.errors
+        )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +102,7 @@ def test_a_tpu_slice_gives_the_processes(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(GceTpuCluster, "get_coordinator_address", classmethod(lambda *_: "10.0.0.1:8476"))
     monkeypatch.setattr(service, "connect", lambda *arguments: met.append(arguments) or service.Service(None))
     monkeypatch.setattr("tpu_grpo.hosts.ending.here.index", 0)
-    hosts = start(None, 1, 0, timeout_seconds=7, environment={"JAX_PLATFORMS": ""})
-    assert (hosts.index, hosts.count, met) == (3, 4, [("10.0.0.1:8476", 4, 3, 7)])
+    hosts = start(None, 1, 0, run="demo", timeout_seconds=7, environment={"JAX_PLATFORMS": ""})
+    assert (hosts.index, hosts.count, met) == (3, 4, [("10.0.0.1:8476", 4, 3, 7, "demo")])
     monkeypatch.setattr(GceTpuCluster, "get_process_count", classmethod(lambda _: 1))
     assert start(None, 1, 0, environment={}).service is None

@@ -97,21 +97,6 @@ def test_a_failing_host_tells_the_others(failing: int) -> None:
     assert max(end.at for end in ended.values()) < 15
 
 
-def test_hosts_that_disagree_each_print_it() -> None:
-    ended = run(
-        """
-        with Watch(hosts, timeout_seconds=20, every=0.5) as watch:
-            hosts.agree("run.seed", str(index // 2))
-        """,
-        3,
-    )
-    for end in ended.values():
-        assert end.code == 3, end
-        assert "run.seed differs: host 2 has '1'; hosts 0, 1 have '0'" in end.errors
-        assert end.errors.count("LockstepError") == 1
-        assert end.at < 15
-
-
 def test_an_error_of_the_program_keeps_its_traceback_and_an_interruption_is_orderly() -> None:
     ended = run(
         """
@@ -136,6 +121,25 @@ def test_an_error_of_the_program_keeps_its_traceback_and_an_interruption_is_orde
     assert "Traceback" in ended[1].errors
     assert "KeyError: 'a bug'" in ended[1].errors
     assert (ended[0].code, last_line(ended[0]).split(" (")[0]) == (3, "LockstepError: host 1 failed: KeyError: 'a bug'")
+
+
+def test_of_three_hosts_the_one_that_fails_is_named_by_both_others() -> None:
+    """Host 0 hears of it, and does not leave before host 1 has."""
+    ended = run(
+        """
+        with Watch(hosts, timeout_seconds=20, every=4):
+            if index == 2:
+                raise KeyError("a bug")
+            time.sleep(1.5 * index)
+            time.sleep(30)
+        """,
+        3,
+    )
+    assert ended[2].code == 1
+    for index in (0, 1):
+        assert ended[index].code == 3
+        assert last_line(ended[index]).startswith("LockstepError: host 2 failed: KeyError: 'a bug'"), ended
+    assert max(end.at for end in ended.values()) - min(end.at for end in ended.values()) < 4
 
 
 def test_an_abort_of_another_cause_stays_one() -> None:

@@ -74,7 +74,9 @@ def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
         LockstepError: for hosts that do not come, or that were started with something else.
     """
     ours = config.hosts
-    hosts = start(ours.coordinator, ours.count, ours.index, timeout_seconds=ours.start_timeout_seconds)
+    hosts = start(
+        ours.coordinator, ours.count, ours.index, run=config.run.name, timeout_seconds=ours.start_timeout_seconds
+    )
     silence = ours.lost_timeout_seconds
     with Watch(hosts, silence, every=min(5.0, silence / 4)) as watch, _errors_printed_first():
         if hosts.count > 1:

@@ -1,13 +1,20 @@
 """Ends this process from a thread that is not the main one, with one message.
 
 The main thread may be inside a collective that never returns, where no exception can reach it. ``os._exit`` ends it
-nevertheless; it also skips jax's own shutdown, which would wait for hosts that are gone.
+nevertheless; it also skips jax's own shutdown, which would wait for hosts that are gone, and does not wait for threads.
+
+Nothing here may raise or wait for long: nobody may read this process' output any more, the pipe that it writes to may
+be full, and the disk of its log may be full, gone or hanging.
 """
 
+import atexit
+import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,39 +30,102 @@ class Here:
     """This is the host's log file, once it has one."""
     leaving_with: int | None = None
     """A process that is already ending because of an error of its own, which it prints itself, has this exit code."""
+    cause: str | None = None
+    """Why all hosts end, once another host has told; what is noticed afterwards, such as its end, follows from it."""
 
 
 here = Here()
+alone = threading.Event()
+"""Set once no other host can be told anything, because the coordination service is gone."""
 _ending = threading.Lock()
 LEAVING_SECONDS = 10.0
 """The main thread has so long to print its own error and end."""
-FLUSH_SECONDS = 1.0
+WRITING_SECONDS = 1.0
+"""Each place that is written to at the end has so long to take it."""
 
 
 def end_process(message: str, code: int = LockstepError.exit_code) -> NoReturn:
     """Print ``message`` and what this process was doing to stderr, and end it at once. The first call wins."""
     with _ending:  # never released: a second thread waits here for the end
         if here.leaving_with is not None:  # the main thread is printing its own error, and ends by itself
-            threading.Event().wait(LEAVING_SECONDS)
+            time.sleep(LEAVING_SECONDS)
             os._exit(here.leaving_with)
-        line = f"LockstepError: {message} (seen by host {here.index}, in stage {here.stage})\n"
-        os.write(2, line.encode())  # not through sys.stderr, whose lock the main thread may hold
-        if here.log is not None:
-            _append(here.log, line)
-        flushing = threading.Thread(target=sys.stdout.flush, daemon=True)
-        flushing.start()
-        flushing.join(FLUSH_SECONDS)
-        os._exit(code)
+        _say_last(f"LockstepError: {here.cause or message}")
+        _exit(LockstepError.exit_code if here.cause else code)
 
 
-def _append(path: Path, line: str) -> None:
-    """Write without the logging module, whose locks the main thread may hold."""
+def end_after(line: str, code: int, tell_others: Callable[[], None]) -> NoReturn:
+    """Print an error that another thread than the main one has met, tell the other hosts, and end this process.
+
+    It is printed first, because the end of host 0 may end this process within a moment.
+    """
+    with _ending:
+        if here.leaving_with is None:
+            here.leaving_with = code
+            _say_last(line)
+            tell_others()
+            _exit(code)
+        time.sleep(LEAVING_SECONDS)  # the main thread is printing its own error
+        os._exit(here.leaving_with)
+
+
+def leave_when_done() -> None:
+    """End this process with ``here.leaving_with`` once its main thread is done, and at the latest some seconds later.
+
+    Threads that wait for other hosts, such as those that save a checkpoint, are left behind: Python would await them
+    before it calls what ``atexit`` has registered.
+    """
+
+    def leave() -> None:
+        threading.main_thread().join(LEAVING_SECONDS)
+        _exit(here.leaving_with or 1)
+
+    atexit.register(lambda: _exit(here.leaving_with or 1))  # before jax's own, which would wait for the others
+    threading.Thread(target=leave, daemon=True).start()
+
+
+def _say_last(line: str) -> None:
+    """Write a line with this host and its stage to stderr and to the host's log, wherever it can be written in time."""
+    whole = f"{line} (seen by host {here.index}, in stage {here.stage})\n".encode()
+    # Not through sys.stderr or the logging module, whose locks the main thread may hold.
+    writes: list[Callable[[], object]] = [lambda: os.write(2, whole)]
+    if (log := here.log) is not None:
+        writes.append(lambda: _append(log, whole))
+    _in_time(writes)
+
+
+def _exit(code: int) -> NoReturn:
+    _in_time([logging.shutdown, sys.stdout.flush, sys.stderr.flush])
+    os._exit(code)
+
+
+def _append(path: Path, line: bytes) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
     try:
-        file = os.open(path, os.O_WRONLY | os.O_APPEND)
-    except OSError:  # the disk is gone too; stderr has the line
-        return
-    os.write(file, line.encode())
-    os.close(file)
+        os.write(file, line)
+    finally:
+        os.close(file)
+
+
+def _in_time(calls: Sequence[Callable[[], object]]) -> None:
+    """Make calls that may fail or never return: each on a thread of its own, all awaited for a moment."""
+    threads: list[threading.Thread] = []
+    for call in calls:
+        thread = threading.Thread(target=_quietly, args=[call], daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # Python starts no thread while it shuts down
+            _quietly(call)
+        else:
+            threads.append(thread)
+    end = time.monotonic() + WRITING_SECONDS
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+
+
+def _quietly(call: Callable[[], object]) -> None:
+    with suppress(OSError, ValueError):  # a stream that is closed raises ValueError
+        call()
 
 
 def host_names(indices: Sequence[int]) -> str:

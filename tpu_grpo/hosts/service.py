@@ -27,9 +27,11 @@ from contextlib import suppress
 from typing import Any
 
 from tpu_grpo.errors import ConfigError, LockstepError
-from tpu_grpo.hosts.ending import end_process, host_names
+from tpu_grpo.hosts.arriving import arrive
+from tpu_grpo.hosts.calling import LOOPBACK, REMEDY, Caller, split_address, this_process
+from tpu_grpo.hosts.ending import alone, end_process, host_names
+from tpu_grpo.hosts.meeting import hold_port
 
-LOOPBACK = "127.0.0.1"
 HEARTBEAT_SECONDS = 300
 """jax itself gives a silent host up after this; it is far above the timeout of ``Watch``, which is to speak first."""
 SHUTDOWN_SECONDS = 60
@@ -76,11 +78,11 @@ class Service:
         self._client.key_value_delete(key)
 
 
-def connect(coordinator: str, count: int, index: int, timeout_seconds: float) -> Service:
-    """Start the service (on host 0) and connect to it.
+def connect(coordinator: str, count: int, index: int, timeout_seconds: float, run: str = "") -> Service:
+    """Meet the other hosts of the run, start the service (on host 0) and connect to it.
 
     Raises:
-        ConfigError: jax has devices in this process already, those of one host.
+        ConfigError: jax has devices in this process already, those of one host; or the port is another program's.
         LockstepError: the coordinator, or some of the hosts, did not come within ``timeout_seconds``.
     """
     import jax
@@ -98,7 +100,12 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float) ->
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     state: Any = distributed.global_state
     state.coordinator_address, state.num_processes, state.process_id = coordinator, count, index
-    state.service, state.client = _service_and_client(coordinator, count, index, max(1, math.ceil(timeout_seconds)))
+    seconds, me = max(1, math.ceil(timeout_seconds)), this_process(run, index, count)
+    if index == 0:
+        state.service = _meet_and_serve(coordinator, me, timeout_seconds, seconds)
+    else:
+        arrive(coordinator, me, timeout_seconds)
+    state.client = _client(coordinator, index, seconds)
     try:
         state.client.connect()
     except RuntimeError as error:
@@ -109,7 +116,6 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float) ->
     _preemption(state)
     service = Service(state.client)
     atexit.register(_leave_together, service, state, count, index)
-    _same_count(service, count, index, timeout_seconds)
     return service
 
 
@@ -129,7 +135,7 @@ def serve_alone() -> None:
         probe.bind((LOOPBACK, 0))
         address = f"{LOOPBACK}:{probe.getsockname()[1]}"
     state.coordinator_address, state.num_processes, state.process_id = address, 1, 0
-    state.service, state.client = _service_and_client(address, 1, 0, SHUTDOWN_SECONDS)
+    state.service, state.client = _service(address, 1, SHUTDOWN_SECONDS), _client(address, 0, SHUTDOWN_SECONDS)
     state.client.connect()
     atexit.register(state.shutdown)
 
@@ -144,21 +150,35 @@ def _leave_together(service: Service, state: Any, count: int, index: int) -> Non
     state.shutdown()
 
 
-def _service_and_client(coordinator: str, count: int, index: int, seconds: int) -> tuple[Any, Any]:
-    """Make what ``jax.distributed`` makes, with the arguments it does not pass on; the service on host 0 only."""
+def _meet_and_serve(coordinator: str, me: Caller, timeout_seconds: float, seconds: int) -> Any:
+    """Wait for all hosts, and start the service that they then connect to."""
+    with hold_port(coordinator, me, timeout_seconds) as meeting:
+        meeting.await_all(timeout_seconds)
+        meeting.share_port()
+        service = _service(coordinator, me.count, seconds)
+        meeting.call()
+    return service
+
+
+def _service(coordinator: str, count: int, seconds: int) -> Any:
+    """Start the service as ``jax.distributed`` does, with the arguments it does not pass on."""
     from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
-    service = None
-    if index == 0:
-        address, _, port = coordinator.rpartition(":")
-        service = _jax.get_distributed_runtime_service(
-            coordinator if address == LOOPBACK else f"[::]:{port}",
-            count,
-            heartbeat_timeout=HEARTBEAT_SECONDS,
-            cluster_register_timeout=seconds,
-            shutdown_timeout=SHUTDOWN_SECONDS,
-        )
-    client = _jax.get_distributed_runtime_client(
+    address, port = split_address(coordinator)
+    return _jax.get_distributed_runtime_service(
+        coordinator if address == LOOPBACK else f"[::]:{port}",
+        count,
+        heartbeat_timeout=HEARTBEAT_SECONDS,
+        cluster_register_timeout=seconds,
+        shutdown_timeout=SHUTDOWN_SECONDS,
+    )
+
+
+def _client(coordinator: str, index: int, seconds: int) -> Any:
+    """Make a client as ``jax.distributed`` does, with the arguments it does not pass on."""
+    from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
+
+    return _jax.get_distributed_runtime_client(
         coordinator,
         index,
         init_timeout=seconds + GRACE_SECONDS,
@@ -168,21 +188,6 @@ def _service_and_client(coordinator: str, count: int, index: int, seconds: int) 
         shutdown_on_destruction=False,
         use_compression=True,
     )
-    return service, client
-
-
-def _same_count(service: Service, count: int, index: int, timeout_seconds: float) -> None:
-    """Check that all were started with the same count; host 0 collects them, so that all raise if one must."""
-    service.put(f"{ROOT}/count/{index}", str(count).encode())
-    if index == 0:
-        counts = [service.wait(f"{ROOT}/count/{other}", timeout_seconds) or b"unknown" for other in range(count)]
-        service.put(f"{ROOT}/counts", b" ".join(counts))
-    found = (service.wait(f"{ROOT}/counts", 2 * timeout_seconds) or b"unknown").decode().split()
-    if {*found, str(count)} != {str(count)}:
-        raise LockstepError(
-            f"hosts.count must be the same on every host, got {', '.join(found)} on hosts 0 to {len(found) - 1} "
-            f"and {count} on host {index}; start the same command on all of them"
-        )
 
 
 def _never_called(*_: object) -> None:
@@ -199,18 +204,17 @@ def _why_not_connected(client: Any) -> str:
 
 
 def _missing(why: str, coordinator: str, count: int, index: int, timeout_seconds: float) -> str:
-    remedy = "start the same command on every host, each with its own hosts.index"
     rule = f"all {count} hosts must start within {timeout_seconds:g} s"
     names = re.search(r"reached the barrier: (\d+)/.*timed out task names:\n((?:\d+\n)+)", why, re.DOTALL)
     if names:
         late = sorted(int(number) for number in names[2].split())
         unnamed = count - int(names[1]) - len(late)  # the service names some of them only
         others = f" and {unnamed} more" if unnamed else ""
-        return f"{rule}; {host_names(late)}{others} did not come (this is host {index}); {remedy}"
+        return f"{rule}; {host_names(late)}{others} did not come (this is host {index}); {REMEDY}"
     status = re.search(r"Agent status: (?:%s)?(.+)", why)
     return (
         f"{rule}; host 0, the coordinator at {coordinator}, did not answer host {index}"
-        f"{' (' + status[1].strip() + ')' if status else ''}; {remedy}, and check that hosts can reach that port"
+        f"{' (' + status[1].strip() + ')' if status else ''}; {REMEDY}, and check that hosts can reach that port"
     )
 
 
@@ -231,6 +235,7 @@ def _end_on_abort(client: Any) -> None:
             libc.signal(signal.SIGABRT, before)
             os.kill(os.getpid(), signal.SIGABRT)
             return
+        alone.set()
         end_process("lost host 0: the coordination service it runs closed the connection, or gave another host up")
 
     handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)

@@ -15,6 +15,7 @@ def start(
     count: int,
     index: int,
     *,
+    run: str = "",
     timeout_seconds: float = 300.0,
     environment: MutableMapping[str, str] = os.environ,
 ) -> Hosts:
@@ -27,11 +28,13 @@ def start(
         coordinator: host:port where host 0 listens; None for one process, and on a TPU slice, which knows its own.
         count: number of processes.
         index: which of them this is.
+        run: the name of the run; a host of another one is sent away.
         timeout_seconds: how long the slowest host may take to come.
         environment: where the choice of ``choose_platform`` is found.
 
     Raises:
-        ConfigError: the three do not describe one of several processes, or jax has devices before several could meet.
+        ConfigError: the three do not describe one of several processes, or jax has devices before several could meet,
+            or the coordinator's port is another run's, or another program's.
         LockstepError: some hosts did not come; says which.
     """
     _check(coordinator, count, index)
@@ -46,7 +49,7 @@ def start(
         serve_alone()
         return Hosts()
     here.index = index
-    return Hosts(index, count, connect(coordinator, count, index, timeout_seconds))
+    return Hosts(index, count, connect(coordinator, count, index, timeout_seconds, run))
 
 
 def _check(coordinator: str | None, count: int, index: int) -> None:

@@ -5,27 +5,26 @@ and ends the process. Both run while the main thread computes, compiles or waits
 the interpreter's lock; so a host that is only slow is not taken for a lost one.
 """
 
-import atexit
 import json
-import logging
-import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import Self
 
 from tpu_grpo.errors import Interrupted, TpuGrpoError
 from tpu_grpo.hosts.agreement import Hosts
-from tpu_grpo.hosts.ending import end_process, here, host_names
+from tpu_grpo.hosts.ending import alone, end_after, end_process, here, host_names, leave_when_done
 from tpu_grpo.hosts.log import logger
 from tpu_grpo.hosts.progress import progress
 
 ROOT = "tpu_grpo/watch"
 OWN_ERROR_SECONDS = 1.0
 """A host told of a failure has so long to come to the same error by itself, as hosts that disagree do."""
+TOLD_SECONDS = 0.2
+"""While a failure is being told, hosts look so often whether all know."""
 LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")
 """Runtime errors that begin so are this host's own, and say nothing about another host."""
 
@@ -57,7 +56,10 @@ class Watch:
         self._stop = threading.Event()
         self._talk_now = threading.Event()
         self._failure: str | None = None
-        self._all_heard = threading.Event()
+        self._heard_at: float | None = None
+        """When this host heard that another one failed."""
+        self._all_know = threading.Event()
+        """Set once every other host has failed, or knows of the failure."""
         self._threads: list[threading.Thread] = []
 
     @contextmanager
@@ -80,7 +82,9 @@ class Watch:
         now = time.monotonic()
         self._answered = now
         self._beats: dict[int, tuple[bytes, float]] = dict.fromkeys(self._others, (b"", now))
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._talk, self._look)]
+        self._threads = [
+            threading.Thread(target=_watchful, args=[run], daemon=True) for run in (self._talk, self._look)
+        ]
         for thread in self._threads:
             thread.start()
         return self
@@ -90,18 +94,25 @@ class Watch:
     ) -> None:
         if self.hosts.service is None:
             return
-        if error is None or isinstance(error, Interrupted):
-            self.hosts.barrier("the end of the run")
-        else:
-            if _may_be_a_lost_host(error):
-                time.sleep(self.timeout_seconds + 2 * self.every)  # ends here if one is
-            here.leaving_with = error.exit_code if isinstance(error, TpuGrpoError) else 1
-            self.report_failure(f"{type(error).__name__}: {error}")
-            atexit.register(_leave)
+        if error is not None and not isinstance(error, Interrupted):
+            self._leave_after(error)
+            return
+        self.hosts.barrier("the end of the run")
         self._stop.set()
         self._talk_now.set()
         for thread in self._threads:  # one that returned from C++ into an interpreter that has ended would crash it
             thread.join(2 * self.every)
+
+    def _leave_after(self, error: BaseException) -> None:
+        self._rule_out_a_lost_host(error)
+        here.leaving_with = error.exit_code if isinstance(error, TpuGrpoError) else 1
+        self.report_failure(f"{type(error).__name__}: {error}")
+        leave_when_done()
+        self._stop.set()
+
+    def _rule_out_a_lost_host(self, error: BaseException) -> None:
+        if _may_be_a_lost_host(error):
+            time.sleep(self.timeout_seconds + 2 * self.every)  # ends here if one is
 
     def report_failure(self, message: str) -> None:
         """Make the other hosts end, naming this host and ``message``; returns once they know, or cannot be reached.
@@ -113,7 +124,27 @@ class Watch:
         here.leaving_with = here.leaving_with or 1
         self._failure = message
         self._talk_now.set()
-        self._all_heard.wait(3 * self.every)
+        end = time.monotonic() + 3 * self.every
+        while not (self._all_know.wait(TOLD_SECONDS) or alone.is_set()) and time.monotonic() < end:
+            pass
+        if self._all_know.is_set():
+            self._let_the_others_leave()
+
+    def end_all_hosts(self, error: BaseException, what: str) -> None:
+        """End this host and the others because of an error of another thread, which the main one cannot see in time.
+
+        Its exit code is that of the error. With one host nothing is done: no host waits for this one.
+
+        Args:
+            error: what the thread has met.
+            what: what it did then, for the message.
+        """
+        if self.hosts.service is None:
+            return
+        self._rule_out_a_lost_host(error)
+        message = f"{type(error).__name__}: {what}: {error}"
+        code = error.exit_code if isinstance(error, TpuGrpoError) else 1
+        end_after(message, code, lambda: self.report_failure(message))
 
     def _talk(self) -> None:
         from jax.errors import JaxRuntimeError
@@ -123,7 +154,9 @@ class Watch:
             count += 1
             with suppress(JaxRuntimeError):  # no answer; if it lasts, the other thread ends the process
                 self._exchange(count)
-            self._talk_now.wait(self.every if self._failure is None else self.every / 5)
+            if self._heard_at is not None and self._failure is None:
+                self._end_with_the_others(time.monotonic() - self._heard_at)
+            self._talk_now.wait(self.every if self._failure is self._heard_at is None else TOLD_SECONDS)
             self._talk_now.clear()
 
     def _exchange(self, count: int) -> None:
@@ -140,16 +173,26 @@ class Watch:
             if beat != self._beats[index][0]:
                 self._beats[index] = (beat, now)
                 self._compare_progress(index, beat)
-        failures = {index: seen[f"failure/{index}"] for index in self._others if f"failure/{index}" in seen}
-        if failures:
-            if self._failure is None:  # what ended the others may be ending this host as well: it may say so itself
-                self._talk_now.wait(min(self.every, OWN_ERROR_SECONDS))
+        failures = {index: seen[f"failure/{index}"].decode() for index in self._others if f"failure/{index}" in seen}
+        if failures and self._heard_at is None:
+            index, message = next(iter(failures.items()))
+            here.cause, self._heard_at = f"host {index} failed: {message}", now
             service.put(f"{ROOT}/heard/{me}", b"", overwrite=True)
+        if all(f"heard/{index}" in seen or index in failures for index in self._others):
+            self._all_know.set()
+
+    def _end_with_the_others(self, waited: float) -> None:
+        """End because another host failed, when all know why; host 0, through which they talk, is the last."""
+        patience = 2 * self.every if not self._all_know.is_set() else min(self.every, OWN_ERROR_SECONDS)
+        if waited >= patience:
+            self._let_the_others_leave()
             if self._failure is None:
-                index, message = next(iter(failures.items()))
-                end_process(f"host {index} failed: {message.decode()}")
-        if all(f"heard/{index}" in seen for index in self._others):
-            self._all_heard.set()
+                end_process("another host failed")
+
+    def _let_the_others_leave(self) -> None:
+        """Let host 0, whose end closes the others' connections, be the last."""
+        if self.hosts.is_first:
+            time.sleep(min(self.every, OWN_ERROR_SECONDS) + 2 * TOLD_SECONDS)
 
     def _compare_progress(self, index: int, beat: bytes) -> None:
         if self._failure is None and (difference := progress.contradiction(json.loads(beat)[1])):
@@ -171,6 +214,7 @@ class Watch:
 
     def _judge(self, now: float) -> None:
         if now - self._answered > self.timeout_seconds:
+            alone.set()
             end_process(
                 f"lost host 0: the coordination service it runs has not answered for {now - self._answered:.0f} s"
             )
@@ -188,18 +232,22 @@ def _named_in_the_timeline(name: str) -> AbstractContextManager[object]:
     return TraceAnnotation(name)
 
 
-def _may_be_a_lost_host(error: BaseException) -> bool:
+def _watchful(run: Callable[[], None]) -> None:
+    """Run one of the threads; a host that no longer watches must not go on as if it did."""
+    try:
+        run()
+    except Exception as error:
+        end_process(f"this host cannot watch the others any more: {type(error).__name__}: {error}", code=1)
+
+
+def _may_be_a_lost_host(error: BaseException | None) -> bool:
     """Say whether an error looks like a broken collective; gloo raises ValueError, others jax's runtime error."""
     from jax.errors import JaxRuntimeError
 
+    if error is None:
+        return False
     if isinstance(error, ValueError) and "Gloo" in str(error):
         return True
-    return isinstance(error, JaxRuntimeError) and not str(error).startswith(LOCAL_ERRORS)
-
-
-def _leave() -> None:
-    """End after a failure without jax's shutdown, which would wait for hosts that have ended."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(here.leaving_with or 1)
+    if isinstance(error, JaxRuntimeError) and not str(error).startswith(LOCAL_ERRORS):
+        return True
+    return _may_be_a_lost_host(error.__cause__)

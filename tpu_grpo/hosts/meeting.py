@@ -1,0 +1,231 @@
+"""Brings the hosts of a run together on the coordinator's port, before jax's coordination service is started there.
+
+That service takes whoever connects to it for one of its own hosts, started once more, and then ends the run that it
+serves; and it shares its port with another one (SO_REUSEPORT), so that a second run on the same port reaches the first.
+Therefore hosts meet here before jax's client may connect:
+
+    host 0                                        host 1 (arriving.py)
+    listens on the port, which it has alone       connects, again and again until host 0 is there
+                                                  {"tpu_grpo": 1, "run": "demo", "index": 1, "count": 3, "who": ...}
+    {"missing": [2]}                              waits
+    all have come: jax's service takes the port
+    {"come": true}                                connects jax's client
+
+Once the service could not have the port, jaxlib 0.10.2 would mostly crash; so host 0 listens until the service does.
+A host of another run is told {"refused": ...}, and this run goes on. Where something else answers, there is another
+program, or jax's service of a run that is complete: the host that came to it ends without having disturbed it.
+"""
+
+import errno
+import os
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from tpu_grpo.errors import ConfigError, LockstepError, TpuGrpoError
+from tpu_grpo.hosts.calling import LONGEST_LINE, LOOPBACK, REMEDY, Caller, caller_of, split_address, to_line, too_late
+
+RETRY_SECONDS = 0.2
+PATIENCE_SECONDS = 10.0
+"""A port that is taken may be that of a run that is ending: it is waited for so long."""
+
+
+@dataclass
+class _Guest:
+    """One connection to host 0."""
+
+    connection: socket.socket
+    received: bytes = b""
+    caller: Caller | None = None
+
+    def tell(self, said: Mapping[str, Any]) -> None:
+        with suppress(OSError):  # it has gone; that is noticed when it is read from
+            self.connection.sendall(to_line(said))
+
+
+@dataclass
+class Meeting:
+    """Has the port of host 0, and knows who has come.
+
+    with hold_port(coordinator, me) as meeting:
+        meeting.await_all(timeout_seconds)
+        meeting.share_port()
+        ...                                     # jax's service is started
+        meeting.call()
+    """
+
+    me: Caller
+    coordinator: str
+    listener: socket.socket
+    guests: list[_Guest] = field(default_factory=list)
+
+    def await_all(self, timeout_seconds: float) -> None:
+        """Return when all hosts are here.
+
+        Raises:
+            LockstepError: some did not come in time, or were started with another count.
+        """
+        end = time.monotonic() + timeout_seconds
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.listener, selectors.EVENT_READ)
+            while missing := self._missing():
+                left = end - time.monotonic()
+                if left <= 0:
+                    self._tell_all({"late": missing})
+                    raise LockstepError(too_late(missing, self.me, timeout_seconds))
+                for key, _ in selector.select(left):
+                    if key.data is None:
+                        self._let_in(selector)
+                    elif not self._hear(key.data):
+                        selector.unregister(key.data.connection)
+                        key.data.connection.close()
+                        self.guests.remove(key.data)
+                if missing != self._missing():
+                    self._tell_all({"missing": self._missing()})
+
+    def share_port(self) -> None:
+        """Let a service of this process bind the port, too; at no moment can another run have it."""
+        if sys.platform == "linux":  # elsewhere this must be asked for before the first is bound
+            self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        else:
+            self.listener.close()
+
+    def call(self) -> None:
+        """Tell all to connect to the service, which listens now."""
+        self.listener.close()
+        self._tell_all({"come": True})
+
+    def _let_in(self, selector: selectors.BaseSelector) -> None:
+        with suppress(OSError):  # it has gone again
+            connection, _ = self.listener.accept()
+            connection.settimeout(RETRY_SECONDS)
+            self.guests.append(_Guest(connection))
+            selector.register(connection, selectors.EVENT_READ, self.guests[-1])
+
+    def _hear(self, guest: _Guest) -> bool:
+        """Read what a guest sends; says whether it may stay."""
+        data = b""
+        with suppress(OSError):
+            data = guest.connection.recv(LONGEST_LINE)
+        guest.received += data
+        if not data or len(guest.received) > LONGEST_LINE:
+            return False
+        if guest.caller is not None or b"\n" not in guest.received:
+            return True
+        caller = caller_of(guest.received)
+        return caller is not None and self._admit(guest, caller)
+
+    def _admit(self, guest: _Guest, caller: Caller) -> bool:
+        """Let a host take part, or tell it why not; what ends the run is told to all, and raised."""
+        try:
+            self._check(caller)
+        except ConfigError as error:
+            guest.tell(_refusal(error))
+            print(f"sent away {caller.who}, which came as host {caller.index}: {error}", file=sys.stderr, flush=True)
+            return False
+        except LockstepError as error:
+            for each in {id(each): each for each in (*self.guests, guest)}.values():
+                each.tell(_refusal(error))
+            raise
+        guest.caller = caller
+        guest.tell({"missing": self._missing()})
+        return True
+
+    def _check(self, caller: Caller) -> None:
+        me = self.me
+        if caller.run != me.run:
+            raise ConfigError(
+                f"hosts.coordinator must be where host 0 of run {caller.run!r} waits, got {self.coordinator}, where "
+                f"run {me.run!r} waits for its hosts ({me.who}); give every run a port of its own"
+            )
+        if caller.count != me.count:
+            raise LockstepError(
+                f"hosts.count must be the same on every host, got {me.count} on host 0 and {caller.count} on host "
+                f"{caller.index}; start the same command on all of them"
+            )
+        for other in self._present():
+            if other.index == caller.index:
+                raise ConfigError(
+                    f"hosts.index must be another one on every host, got {caller.index} from {other.who} and from "
+                    f"{caller.who}; {REMEDY}"
+                )
+
+    def _present(self) -> list[Caller]:
+        return [self.me, *(guest.caller for guest in self.guests if guest.caller is not None)]
+
+    def _missing(self) -> list[int]:
+        return sorted(set(range(self.me.count)) - {caller.index for caller in self._present()})
+
+    def _tell_all(self, said: Mapping[str, Any]) -> None:
+        for guest in self.guests:
+            if guest.caller is not None:
+                guest.tell(said)
+
+
+@contextmanager
+def hold_port(coordinator: str, me: Caller, timeout_seconds: float) -> Iterator[Meeting]:
+    """Listen where host 0 is to be met.
+
+    Raises:
+        ConfigError: another program has the port, and keeps it.
+    """
+    with _listen(coordinator, min(PATIENCE_SECONDS, timeout_seconds)) as listener:
+        meeting = Meeting(me, coordinator, listener)
+        try:
+            yield meeting
+        finally:
+            for guest in meeting.guests:
+                guest.connection.close()
+
+
+def _taken(coordinator: str) -> ConfigError:
+    """Say that another program has the port, and which one."""
+    who = _listening(split_address(coordinator)[1])
+    return ConfigError(
+        f"hosts.coordinator must name a port that is free on host 0, got {coordinator}, where {who} listens; if that "
+        "is another run, it goes on: choose another port for this one, or end that"
+    )
+
+
+def _refusal(error: TpuGrpoError) -> dict[str, Any]:
+    return {"refused": str(error), "code": error.exit_code}
+
+
+def _listen(coordinator: str, patience_seconds: float) -> socket.socket:
+    address, port = split_address(coordinator)
+    both = address != LOOPBACK and socket.has_dualstack_ipv6()
+    end = time.monotonic() + patience_seconds
+    while True:
+        try:
+            return socket.create_server(
+                (LOOPBACK if address == LOOPBACK else "", port),
+                family=socket.AF_INET6 if both else socket.AF_INET,
+                dualstack_ipv6=both,
+                backlog=1024,
+            )
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ConfigError(
+                    f"hosts.coordinator must name a port that host 0 may listen on, got {coordinator} "
+                    f"({error.strerror}); choose one from 1024 to 65535"
+                ) from error
+        if time.monotonic() > end:
+            raise _taken(coordinator)
+        time.sleep(RETRY_SECONDS)
+
+
+def _listening(port: int) -> str:
+    """Name the process that listens on a port of this machine, as far as it may be known."""
+    import psutil
+
+    with suppress(psutil.Error, OSError):
+        for found in psutil.net_connections("tcp"):
+            if found.status == psutil.CONN_LISTEN and found.laddr[1:] == (port,) and found.pid not in (0, os.getpid()):
+                command = " ".join(" ".join(psutil.Process(found.pid).cmdline()).split())
+                return f"process {found.pid} ({command[:200]})"
+    return "another program"
