@@ -181,7 +181,10 @@ def test_two_iterations_compile_no_more(files: Path, tmp_path: Path) -> None:
 
 
 def test_killed_after_a_checkpoint_the_run_continues_exactly(files: Path, whole: Path, tmp_path: Path) -> None:
-    """SIGKILL in the middle; then the same command: step 3 is sampled from the restored weights, batch and keys."""
+    """SIGKILL in the middle; then the same command: step 3 is sampled from the restored weights, batch and keys.
+
+    Before, a second start is refused; what it logs may change; and afterwards there is nothing left to do.
+    """
     run_dir = tmp_path / "run"
     tree = settings(files, run_dir, checkpoint={"every": 2})
     (tmp_path / "config.yaml").write_text(json.dumps(tree))
@@ -193,12 +196,22 @@ def test_killed_after_a_checkpoint_the_run_continues_exactly(files: Path, whole:
             assert time.monotonic() < deadline
             assert process.poll() is None
             time.sleep(0.05)
+        process.send_signal(signal.SIGSTOP)
+        second = subprocess.run([*command, "checkpoint.resume=never"], capture_output=True, text=True, timeout=60)
+        assert second.returncode == 2
+        assert f"{run_dir} is in use by process {process.pid} on host" in second.stderr
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
+    command.append("logging.samples_every=1")
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "continuing after step 2" in done.stdout
+    assert "changed after step 2: logging.samples_every: 2 -> 1 (results do not depend on it)" in done.stdout
+    [change] = json.loads((run_dir / "summary.json").read_text())["changes"]
+    assert (change["step"], change["name"]) == (2, "logging.samples_every")
+    again = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (again.returncode, again.stdout.splitlines()[0][:34]) == (0, "this run is done: 4 of 4 steps; se")
     assert digests(run_dir) == digests(whole)
     assert lines(run_dir, "history.jsonl") == lines(whole, "history.jsonl")
     assert (
@@ -247,7 +260,7 @@ def test_releasing_memory_during_the_update_changes_nothing(
 
 def test_asked_to_stop_a_run_saves_and_says_so(files: Path, whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with pytest.raises(Interrupted, match="stopped after step 1 as asked"):
+    with pytest.raises(Interrupted, match="stopped after step 1 as asked; start the same command again"):
         train(config(files, run_dir), stop_requested=lambda: True)
     train(config(files, run_dir))
     assert digests(run_dir) == digests(whole)

@@ -29,7 +29,7 @@ def train(config: RunConfig, *, stop_requested: Callable[[], bool] = _never) -> 
 
     Chooses jax's platform, meets the other hosts of the run if there are any, and watches them. Call it before jax uses
     a device in this process. Errors are printed on stderr before they are raised, so that the first of several hosts to
-    fail is the one that is read.
+    fail is the one that is read. A run that is done already is left as it is, unless ``checkpoint.resume=never``.
 
     Args:
         config: the run, from ``load_config`` or ``parse_config``.
@@ -43,6 +43,10 @@ def train(config: RunConfig, *, stop_requested: Callable[[], bool] = _never) -> 
         TpuGrpoError: for anything wrong with the config, the model, the data, a reward or a number.
     """
     with start(config) as (hosts, watch):
+        from tpu_grpo.run.earlier import finished
+
+        if (summary := finished(config, hosts)) is not None:
+            return summary
         from tpu_grpo import pipeline
 
         return pipeline.train(config, hosts, watch, stop_requested)

@@ -18,13 +18,13 @@ from tpu_grpo.hosts import Hosts, Watch
 from tpu_grpo.metrics.compilations import CompilationCounter
 from tpu_grpo.metrics.jsonl import read_records
 from tpu_grpo.metrics.report import write_report
-from tpu_grpo.metrics.run_files import ADAPTERS_DIR, METRICS_FILE, PROFILE_DIR
+from tpu_grpo.metrics.run_files import ADAPTERS_DIR, CHANGES_FILE, METRICS_FILE, PROFILE_DIR
 from tpu_grpo.metrics.run_log import RunLog, open_run_log
 from tpu_grpo.metrics.summary import build_summary, versions, write_summary
 from tpu_grpo.metrics.values import rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.models.adapters import write_adapters
 from tpu_grpo.prompts.drawing import PromptDraw
-from tpu_grpo.run.directory import RunDirectory, continue_data
+from tpu_grpo.run.directory import RunDirectory
 from tpu_grpo.run.parts import Parts, build_parts, evaluate_policy
 from tpu_grpo.run.rounds import Rounds, StepGroups
 from tpu_grpo.run.timeline import Timeline
@@ -61,9 +61,8 @@ def train(
     """
     with RunDirectory(config, hosts) as directory, CompilationCounter() as compilations:
         parts = build_parts(config, hosts)
-        moved = directory.begin()
         start = parts.learner.restored_step
-        continue_data(config.run_dir, parts.task.prompts.describe(), start, hosts)
+        notes = directory.begin(start, parts.task.prompts.describe())
         with (
             open_run_log(config, start) if hosts.is_first else RunLog([]) as log,
             closing(parts.task),
@@ -72,8 +71,8 @@ def train(
             best = "" if parts.task.held_out is None else parts.task.held_out.best
             evaluations = EvaluationLog(config.run_dir, start, best, hosts)
             run = Run(config, hosts, watch or Watch(hosts), parts, draw, log, evaluations, compilations)
-            if moved is not None:
-                log.note(f"an earlier run's files were moved to {moved}")
+            for note in notes:
+                log.note(note)
             if dropped := parts.task.prompts.dropped:
                 log.note(f"{dropped} prompts were dropped: longer than data.max_prompt_tokens")
             run.train(start, stop_requested)
@@ -114,7 +113,7 @@ class Run:
                             self._save(step)
                 if stopping:
                     self.parts.learner.close()
-                    raise Interrupted(f"stopped after step {step} as asked; start the same command again to continue")
+                    raise Interrupted(f"stopped after step {step} as asked; {self.config.going_on}")
         if step < self.config.run.max_steps:
             self.log.note(f"the run ends after step {step}: {self.draw.why_exhausted}")
         self.parts.learner.close()
@@ -232,11 +231,15 @@ class Run:
         self.hosts.agree("parameters after the last step", digest)
         if not self.hosts.is_first:
             return {"params_digest": digest}
+        lines = list(read_records(self.config.run_dir / METRICS_FILE))
+        ended_early = self.draw.exhausted and lines and lines[-1]["step"] < self.config.run.max_steps
         summary = build_summary(
-            list(read_records(self.config.run_dir / METRICS_FILE)),
+            lines,
             params_digest=digest,
             versions=versions(),
             evaluation=self.evaluations.summary(),
+            changes=list(read_records(self.config.run_dir / CHANGES_FILE, missing_ok=True)),
+            ended_early=self.draw.why_exhausted if ended_early else None,
         )
         write_summary(self.config.run_dir, summary)
         write_report(self.config.run_dir)

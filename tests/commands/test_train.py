@@ -21,6 +21,7 @@ from tpu_grpo.commands import starting
 from tpu_grpo.commands.train import BUILDING, closing_lines, help_text, main
 from tpu_grpo.config import OptimizerRule, RunConfig, SourceSpec, load_config
 from tpu_grpo.hosts import Hosts, Watch
+from tpu_grpo.run.lock import RunLock
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCRIPT = REPOSITORY / "scripts" / "run.py"
@@ -378,3 +379,56 @@ def test_the_script_only_calls_main() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)  # does nothing until it is the main module
     assert module.main is main
+
+
+# --- what lies in run.dir --------------------------------------------------------------------------------------------
+
+
+def leave_finished(directory: Path, *overrides: str) -> None:
+    config = load_config(REPOSITORY / "configs" / "demo_cpu.yaml", [f"run.dir={directory}", *overrides])
+    directory.mkdir()
+    (directory / "config.yaml").write_text(config.to_yaml())
+    (directory / "metrics.jsonl").write_text('{"step": 3}\n')
+    (directory / "summary.json").write_text('{"steps": 3}\n')
+
+
+def test_a_finished_run_says_so_and_neither_touches_a_file_nor_imports_jax(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    leave_finished(run, "run.max_steps=3", "checkpoint.resume=auto")
+    before = {path: path.stat().st_mtime_ns for path in [run, *run.iterdir()]}
+    words = ("run.max_steps=3", "checkpoint.resume=auto", f"run.dir={run}")
+    done = run_script(*words, cwd=tmp_path, python=("-X", "importtime"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "this run is done: 3 of 3 steps; set run.max_steps higher to go on, or another run.dir\n"
+        f"look at {run}/report.html\n"
+    )
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert imported & (HEAVY - {"numpy"}) == set()
+    assert {path: path.stat().st_mtime_ns for path in [run, *run.iterdir()]} == before
+
+
+def test_another_runs_directory_and_one_in_use_are_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave_finished(tmp_path / "run", "checkpoint.resume=auto")
+    words = (f"run.dir={tmp_path}/run", "checkpoint.resume=auto", "optimizer.learning_rate=1e-3")
+    for more in ((), ("--dry-run",)):
+        code, out, err = run_main(capsys, *words, *more)
+        assert (code, out) == (2, "")
+        assert "\n  optimizer.learning_rate: 0.0001 -> 0.001\n" in err
+    lock = RunLock.take(tmp_path / "run")
+    for resume in ("auto", "never"):
+        code, out, err = run_main(capsys, *words, f"checkpoint.resume={resume}")
+        assert (code, out) == (2, "")
+        assert err.startswith(f"ConfigError: run.dir must have one run at a time; {tmp_path}/run is in use by process ")
+    lock.release()
+
+
+def test_who_is_stopped_is_told_the_command_that_continues() -> None:
+    demo = load_config(REPOSITORY / "configs" / "demo_cpu.yaml")
+    assert demo.going_on == (
+        "start the command again with checkpoint.resume=auto to continue; with checkpoint.resume=never, as it is, it "
+        "would start over"
+    )
+    assert RunConfig().going_on == "start the same command again to continue"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.asking import REPOSITORY, file_message, message
-from tpu_grpo.config import RunConfig, load_config
+from tpu_grpo.config import RunConfig, load_config, parse_config
 from tpu_grpo.errors import ConfigError
 
 # --- where values come from -------------------------------------------------------------------------------------------
@@ -27,7 +27,18 @@ def test_a_list_is_set_whole() -> None:
 
 def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("# nothing yet\n")
-    assert load_config(tmp_path / "c.yaml") == RunConfig()
+    assert load_config(tmp_path / "c.yaml") == parse_config({"run": {"name": "c"}})
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [("grpo.yaml", "grpo"), ("my run (2).v1.yaml", "my-run-2-.v1"), (".hidden.yaml", "hidden"), ("наш.yaml", "run")],
+)
+def test_a_run_without_a_name_has_that_of_its_file(tmp_path: Path, file: str, name: str) -> None:
+    (tmp_path / file).write_text("run: {seed: 1}\n")
+    assert load_config(tmp_path / file).run_dir == Path("runs") / name
+    assert load_config(tmp_path / file, ["run.name=mine"]).run.name == "mine"
+    assert load_config(None).run.name == "run"
 
 
 def test_loading_the_same_overrides_twice_gives_equal_configs() -> None:

@@ -1,3 +1,4 @@
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -107,6 +108,15 @@ def test_a_run_on_one_page(tmp_path: Path) -> None:
         "log-probability gap": "2.0e-05",
         "compilations": "42",
     }
+
+
+def test_changes_of_a_continued_run_are_shown(tmp_path: Path) -> None:
+    leave_run(tmp_path, 2)
+    assert "Changed while the run went on" not in write_report(tmp_path).read_text()
+    change = {"step": 1, "name": "optimizer.learning_rate", "old": "1e-06", "new": "<b>", "effect": "results"}
+    (tmp_path / "changes.jsonl").write_text(json.dumps(change) + "\n")
+    page = write_report(tmp_path).read_text()
+    assert '<td class="number">1</td><td>optimizer.learning_rate</td><td>1e-06</td><td>&lt;b&gt;</td>' in page
 
 
 def test_everything_from_outside_is_escaped(tmp_path: Path) -> None:

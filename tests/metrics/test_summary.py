@@ -25,6 +25,14 @@ def test_last_values_and_the_ends_of_the_reward() -> None:
     }
 
 
+def test_changes_and_an_early_end_are_told() -> None:
+    change = {"step": 4, "name": "run.max_steps", "old": "4", "new": "6", "effect": "none"}
+    summary = build_summary(
+        [], params_digest="", versions={}, evaluation={}, changes=[change], ended_early="no prompts"
+    )
+    assert (summary["changes"], summary["ended_early"]) == ([change], "no prompts")
+
+
 def test_short_runs_and_gaps() -> None:
     lines = [{"step": 1, "rewards/mean": 1.0}, {"step": 2, "rewards/mean": None}, {"step": 3, "rewards/mean": 2.0}]
     summary = build_summary(lines, params_digest="", versions={}, evaluation={})

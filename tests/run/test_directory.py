@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tpu_grpo.config import RunConfig, load_config, parse_config
-from tpu_grpo.errors import ConfigError, DataError
+from tpu_grpo.errors import CheckpointError, ConfigError, DataError
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.run.directory import RunDirectory, continue_data
+from tpu_grpo.run.directory import RunDirectory
 
 
 def config_for(directory: Path | str, resume: str = "auto", **run: Any) -> RunConfig:
@@ -20,8 +20,9 @@ def config_for(directory: Path | str, resume: str = "auto", **run: Any) -> RunCo
 def begin(config: RunConfig) -> Path | None:
     """Begin a run, end it, and say where an earlier one went."""
     with RunDirectory(config, Hosts()) as directory:
-        moved = directory.begin()
-    return None if moved is None else Path(moved)
+        notes = directory.begin(0, {"digest": "a" * 64})
+    moved = [note.removeprefix("an earlier run's files were moved to ") for note in notes if note.startswith("an earl")]
+    return Path(moved[0]) if moved else None
 
 
 def names(directory: Path) -> list[str]:
@@ -29,16 +30,16 @@ def names(directory: Path) -> list[str]:
 
 
 def leave_files(directory: Path, text: str) -> None:
-    (directory / "checkpoints").mkdir(parents=True)
-    (directory / "config.yaml").write_text("")
+    (directory / "checkpoints" / "4").mkdir(parents=True)
+    (directory / "config.yaml").write_text(config_for(directory).to_yaml())
     (directory / "metrics.jsonl").write_text(text)
 
 
-@pytest.mark.parametrize("resume", ["auto", "never", "require"])
+@pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_new_directory_is_made_with_the_resolved_config(tmp_path: Path, resume: str) -> None:
     config = config_for(tmp_path / "a" / "b", resume, seed=7)
     assert begin(config) is None
-    assert names(tmp_path / "a" / "b") == ["config.yaml", "logs"]
+    assert names(tmp_path / "a" / "b") == ["config.yaml", "data.json", "logs", "sources.json"]
     assert load_config(tmp_path / "a" / "b" / "config.yaml") == config
 
 
@@ -68,7 +69,7 @@ def test_earlier_runs_are_moved_to_the_first_free_number(tmp_path: Path) -> None
         assert begin(config) == tmp_path / f"run.v2.{number}"
         assert (tmp_path / f"run.v2.{number}" / "metrics.jsonl").read_text() == f"earlier {number}"
     assert (tmp_path / "run.v2.1" / "checkpoints").is_dir()
-    assert names(tmp_path / "run.v2") == ["config.yaml", "logs"]
+    assert names(tmp_path / "run.v2") == ["config.yaml", "data.json", "logs", "sources.json"]
 
 
 def test_an_unrelated_file_of_that_number_is_stepped_over(tmp_path: Path) -> None:
@@ -139,19 +140,90 @@ def test_files_that_are_no_runs_are_never_moved(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "thesis.tex").read_text() == "mine"
 
 
-# --- the data of a run -----------------------------------------------------------------------------------------------
+# --- what is not as it was --------------------------------------------------------------------------------------------
+
+STEPS = '{"step": 1}\n'
+
+
+def go_on(config: RunConfig, start: int = 4, digest: str = "a" * 64) -> list[str]:
+    with RunDirectory(config, Hosts()) as directory:
+        return directory.begin(start, {"digest": digest})
+
+
+def changes(directory: Path) -> list[Any]:
+    return [json.loads(line) for line in (directory / "changes.jsonl").read_text().splitlines()]
 
 
 def test_a_run_goes_on_with_the_data_it_began_with(tmp_path: Path) -> None:
-    continue_data(tmp_path, {"digest": "a" * 64, "sources": []}, 0, Hosts())
+    config = config_for(tmp_path)
+    assert go_on(config, 0) == []
     assert json.loads((tmp_path / "data.json").read_text())["digest"] == "a" * 64
-    continue_data(tmp_path, {"digest": "a" * 64}, 5, Hosts())
-    with pytest.raises(DataError, match=r"data\.json their digest was a{9}\.\.\., now it is b{9}.* after step 5"):
-        continue_data(tmp_path, {"digest": "b" * 64}, 5, Hosts())
-    (tmp_path / "data.json").unlink()
-    continue_data(tmp_path, {"digest": "b" * 64}, 5, Hosts())
-    continue_data(tmp_path, {"digest": "c" * 64}, 0, Hosts())  # a run that starts anew
+    assert go_on(config) == []
+    (tmp_path / "history.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(DataError, match=r"data\.json their digest was a{9}\.\.\., now it is b{9}.*=\[data\]"):
+        go_on(config, digest="b" * 64)
+    assert json.loads((tmp_path / "data.json").read_text())["digest"] == "a" * 64
+    allowed = parse_config(config.model_dump() | {"checkpoint": {"allow_changes": ["data"]}})
+    (note,) = go_on(allowed, digest="b" * 64)
+    assert note.startswith("changed after step 4: data: digest aaaaaaaaaaaaaaaa -> digest bbbbbbbbbbbbbbbb (allowed; ")
+    assert names(tmp_path)[:4] == ["changes.jsonl", "config.yaml", "data.json", "history.until_4.jsonl"]
+    assert go_on(allowed, digest="b" * 64) == []
+    assert go_on(config, 0, "c" * 64) == []  # no step is done
     assert json.loads((tmp_path / "data.json").read_text())["digest"] == "c" * 64
+
+
+def test_a_harmless_change_goes_on_and_is_recorded(tmp_path: Path) -> None:
+    go_on(config_for(tmp_path, max_steps=5), 0)
+    (tmp_path / "metrics.jsonl").write_text(STEPS)
+    longer = config_for(tmp_path, max_steps=10)
+    assert go_on(longer) == ["changed after step 4: run.max_steps: 5 -> 10 (results do not depend on it)"]
+    assert changes(tmp_path) == [{"step": 4, "name": "run.max_steps", "old": "5", "new": "10", "effect": "none"}]
+    assert load_config(tmp_path / "config.yaml") == longer
+    assert go_on(longer) == []
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints"])
+def test_a_change_of_results_is_refused_unless_it_is_allowed(tmp_path: Path, left: str) -> None:
+    go_on(config_for(tmp_path), 0)
+    if left == "checkpoints":
+        (tmp_path / "checkpoints" / "4").mkdir(parents=True)
+    else:
+        (tmp_path / "metrics.jsonl").write_text(STEPS)
+    before = (tmp_path / "config.yaml").read_bytes()
+    with pytest.raises(ConfigError) as caught:
+        go_on(config_for(tmp_path, seed=1))
+    assert str(caught.value) == (
+        f"a run must go on with the settings it began with, and {tmp_path} was begun with others:\n  run.seed: 0 -> 1\n"
+        "results before and after could not be compared: give this run another run.name or run.dir, start over with "
+        "checkpoint.resume=never, or go on all the same with checkpoint.allow_changes='[run.seed]'"
+    )
+    assert (tmp_path / "config.yaml").read_bytes() == before
+    allowed = parse_config({"run": {"dir": str(tmp_path), "seed": 1}, "checkpoint": {"allow_changes": ["run"]}})
+    assert len(go_on(allowed)) == 2  # allow_changes itself is the other
+    assert [(change["name"], change["effect"]) for change in changes(tmp_path)] == [
+        ("run.seed", "results"),
+        ("checkpoint.allow_changes", "none"),
+    ]
+
+
+def test_without_a_step_there_is_nothing_to_compare(tmp_path: Path) -> None:
+    go_on(config_for(tmp_path), 0)
+    assert go_on(config_for(tmp_path, seed=1), 0) == []
+    assert load_config(tmp_path / "config.yaml").run.seed == 1
+
+
+def test_a_continued_run_is_as_it_was_when_its_start_fails(tmp_path: Path) -> None:
+    go_on(config_for(tmp_path, max_steps=5), 0)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(DataError, match="bad"), RunDirectory(config_for(tmp_path, max_steps=10), Hosts()):
+        raise DataError("bad")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.is_file()} == before
+
+
+def test_a_run_that_requires_a_checkpoint_ends_before_anything_is_built(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"needs a checkpoint in {tmp_path}/run/checkpoints, found none"):
+        go_on(config_for(tmp_path / "run", "require"))
+    assert names(tmp_path) == []
 
 
 # --- one run at a time, and only when nothing is left to fail ---------------------------------------------------------
@@ -161,13 +233,13 @@ def test_a_run_goes_on_with_the_data_it_began_with(tmp_path: Path) -> None:
 def test_a_directory_in_use_is_refused_untouched(tmp_path: Path, resume: str) -> None:
     run = tmp_path / "run"
     with RunDirectory(config_for(run, seed=1), Hosts()) as directory:
-        directory.begin()
+        directory.begin(0, {"digest": "a" * 64})
         before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in [run, *run.iterdir()]}
         with pytest.raises(ConfigError, match=rf"{run} is in use by process {os.getpid()} on host .* since 20"):
             begin(config_for(run, resume, seed=2))
         assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in [run, *run.iterdir()]} == before
         assert names(tmp_path) == ["run"]
-    assert names(run) == ["config.yaml", "logs"]
+    assert names(run) == ["config.yaml", "data.json", "logs", "sources.json"]
 
 
 def test_a_moved_directory_stays_in_use(tmp_path: Path) -> None:
@@ -175,11 +247,11 @@ def test_a_moved_directory_stays_in_use(tmp_path: Path) -> None:
     with RunDirectory(config_for(tmp_path / "run", "never"), Hosts()) as directory:
         with pytest.raises(ConfigError, match="is in use by"):
             begin(config_for(tmp_path / "run"))
-        directory.begin()
+        directory.begin(0, {"digest": "a" * 64})
         with pytest.raises(ConfigError, match="is in use by"):
             begin(config_for(tmp_path / "run"))
         assert names(tmp_path / "run.1") == ["checkpoints", "config.yaml", "metrics.jsonl"]
-    assert names(tmp_path / "run") == ["config.yaml", "logs"]
+    assert names(tmp_path / "run") == ["config.yaml", "data.json", "logs", "sources.json"]
 
 
 def test_a_start_that_fails_leaves_an_earlier_run_in_place(tmp_path: Path) -> None:
@@ -206,6 +278,6 @@ def test_a_refused_start_leaves_no_directory(tmp_path: Path, monkeypatch: pytest
 def test_the_steps_to_go_on_from_are_those_that_were_saved(tmp_path: Path) -> None:
     for name in ("10", "9", "11.orbax-checkpoint-tmp", "descriptor"):
         (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
-    (tmp_path / "run" / "config.yaml").write_text("")
+    (tmp_path / "run" / "config.yaml").write_text(config_for(tmp_path / "run").to_yaml())
     with RunDirectory(config_for(tmp_path / "run"), Hosts()) as directory:
         assert directory.saved_steps == (9, 10)

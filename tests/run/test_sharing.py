@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.processes import run
+from tpu_grpo.config import parse_config
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.run.lock import RunLock
@@ -21,7 +22,7 @@ ENTER = """
     config = parse_config({{"run": {{"dir": {directory}}}, "checkpoint": {{"resume": resume}}}})
     with RunDirectory(config, hosts) as directory:
         {inside}
-        print(directory.saved_steps, directory.begin())
+        print(directory.saved_steps, directory.begin(0, {{"digest": ""}}))
     hosts.barrier("the end")
 """
 
@@ -33,7 +34,7 @@ def enter(directory: str, before: str = "pass", inside: str = "pass") -> str:
 def leave_run(directory: Path, *steps: int) -> None:
     for step in steps:
         (directory / "checkpoints" / str(step)).mkdir(parents=True)
-    (directory / "config.yaml").write_text("")
+    (directory / "config.yaml").write_text(parse_config({"run": {"dir": str(directory)}}).to_yaml())
 
 
 def test_a_host_with_a_directory_of_its_own_is_named_by_all(tmp_path: Path) -> None:
@@ -61,7 +62,9 @@ def test_a_live_runs_directory_is_refused_on_every_host(tmp_path: Path) -> None:
 def test_an_earlier_run_is_moved_once_and_all_log_in_the_new_one(tmp_path: Path) -> None:
     leave_run(tmp_path / "run", 4)
     ended = run(enter(repr(str(tmp_path / "run")), before="resume = 'never'"), 2)
-    assert [(end.code, end.out) for end in ended.values()] == [(0, f"() {tmp_path}/run.1\n")] * 2, ended
+    assert [(end.code, end.out) for end in ended.values()] == [
+        (0, f'() ["an earlier run\'s files were moved to {tmp_path}/run.1"]\n')
+    ] * 2, ended
     assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == ["host_0.log", "host_1.log"]
     assert not (tmp_path / "run.1" / "logs").exists()
 
@@ -71,7 +74,7 @@ def test_hosts_wait_until_they_see_the_same_checkpoints_and_log_in_one_place(tmp
     late = "real = sharing.saved_steps; seen = []; sharing.saved_steps = lambda path: (seen.append(0) or real(path))"
     late += "[: 1 if index == 1 and len(seen) < 4 else 2]"
     ended = run(enter(repr(str(tmp_path / "run")), before=late), 2)
-    assert [(end.code, end.out) for end in ended.values()] == [(0, "(2, 4) None\n")] * 2, ended
+    assert [(end.code, end.out) for end in ended.values()] == [(0, "(2, 4) []\n")] * 2, ended
     assert sorted(path.name for path in (tmp_path / "run" / "logs").iterdir()) == ["host_0.log", "host_1.log"]
     assert not (tmp_path / "run" / "run.lock").exists()
 

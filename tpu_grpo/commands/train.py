@@ -73,11 +73,14 @@ def _parser() -> argparse.ArgumentParser:
 def _dry_run(config: RunConfig) -> int:
     prepare(config)
     with joined_hosts(config) as (hosts, _):
+        from tpu_grpo.run.earlier import describe
+
+        there = describe(config, hosts)
         from tpu_grpo.commands.dry_run import check
 
         found = check(config)
         if hosts.is_first:
-            print("\n".join([*found, "ok: nothing wrong found"]))
+            print("\n".join([*there, *found, "ok: nothing wrong found"]))
     return 0
 
 
@@ -109,6 +112,12 @@ def _dry_run_on(config: RunConfig, slice_name: str) -> int:
 def _train(config: RunConfig) -> int:
     prepare(config)
     with joined_hosts(config) as (hosts, watch):
+        from tpu_grpo.run.earlier import finished, how_it_ended
+
+        if (summary := finished(config, hosts)) is not None:
+            if hosts.is_first:
+                print(f"{how_it_ended(config, summary)}\nlook at {config.run_dir}/{REPORT_FILE}")
+            return 0
         asked: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))  # after the start: jax takes it there
         if hosts.is_first:

@@ -7,6 +7,7 @@
     choosing.py     the settings of which prompts are sampled and learnt from
     data.py         the settings of data, rewards and evaluation
     run_config.py   all sections together, and the sizes derived from them
+    effects.py      what a setting that is changed while a run is continued does to its results
     rules.py        what must hold between settings of different sections
     loading.py      reads YAML and overrides into a RunConfig, with errors people can act on
     dialect.py      says which YAML is read and written
@@ -28,6 +29,7 @@ from tpu_grpo.config.data import (
     SourceSpec,
     check_rewards,
 )
+from tpu_grpo.config.effects import EFFECTS, Effect, effect_of, listed_name
 from tpu_grpo.config.learning import AdvantageName, AlgorithmSection, LossAggregation, OptimizerRule, OptimizerSection
 from tpu_grpo.config.listing import settings
 from tpu_grpo.config.loading import load_config, parse_config
@@ -49,6 +51,7 @@ __all__ = [
     "BUILTIN",
     "BUILTIN_TASK",
     "CACHE_MARGIN_TOKENS",
+    "EFFECTS",
     "GYM",
     "HUB",
     "MICRO_BATCHES",
@@ -56,6 +59,7 @@ __all__ = [
     "AlgorithmSection",
     "CheckpointSection",
     "DataSection",
+    "Effect",
     "EvaluationSection",
     "HostsSection",
     "LoggingSection",
@@ -73,6 +77,8 @@ __all__ = [
     "Section",
     "SourceSpec",
     "check_rewards",
+    "effect_of",
+    "listed_name",
     "load_config",
     "parse_config",
     "parse_layers",

@@ -18,12 +18,16 @@ from tpu_grpo.errors import ConfigError
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
     """Read a YAML file and apply ``section.key=value`` overrides in order.
 
+    A run that is given no name has that of its file: grpo of experiments/grpo.yaml.
+
     Raises:
         ConfigError: for an unreadable file, an unknown key (with the nearest known one) or a wrong value.
     """
     tree: dict[str, Any] = _read_yaml(Path(path)) if path is not None else {}
     for text in overrides:
         _apply_override(tree, text)
+    if path is not None:
+        _name_by_file(tree, Path(path))
     return parse_config(tree)
 
 
@@ -71,6 +75,14 @@ def _apply_override(tree: dict[str, Any], text: str) -> None:
                 f"{name}: {section} is not a section; write lists whole, e.g. rewards='[{{name: gsm8k}}]'"
             )
     node[key] = value
+
+
+def _name_by_file(tree: dict[str, Any], path: Path) -> None:
+    """Name a run without a name by its config file, so that the runs of two files do not share a directory."""
+    plain = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-")
+    run = tree.setdefault("run", {})
+    if plain and isinstance(run, dict):
+        run.setdefault("name", plain)
 
 
 def _quoted(name: str) -> str:

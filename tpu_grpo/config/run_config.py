@@ -54,6 +54,16 @@ class RunConfig(Section):
         return (self.run.dir or Path("runs") / self.run.name).expanduser()
 
     @property
+    def going_on(self) -> str:
+        """Say with which command a run that was stopped goes on after its newest checkpoint."""
+        if self.checkpoint.resume == "never":
+            return (
+                "start the command again with checkpoint.resume=auto to continue; with checkpoint.resume=never, as it "
+                "is, it would start over"
+            )
+        return "start the same command again to continue"
+
+    @property
     def batch_rows(self) -> int:
         """Return B, the completions of one step."""
         return self.data.prompts_per_step * self.algorithm.group_size

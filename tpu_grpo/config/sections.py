@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from tpu_grpo.config.counts import AutoOrCount
+from tpu_grpo.config.effects import check_names
 from tpu_grpo.config.section import LayerRanges, PlainName, PositiveInt, Section, regular_expression
 
 
@@ -13,7 +14,8 @@ class RunSection(Section):
     """These settings say which run this is."""
 
     name: PlainName = "run"
-    """Name the run; with letters, digits, dot, dash and underscore."""
+    """Name the run; with letters, digits, dot, dash and underscore. When no name is given, the config file's is taken,
+    without .yaml."""
     dir: Path | None = None
     """Leave the run's files in this directory; in runs/<name> when unset."""
     seed: int = Field(default=0, ge=0, lt=2**32)
@@ -200,6 +202,16 @@ class CheckpointSection(Section):
     resume: Literal["auto", "never", "require"] = "auto"
     """Continue an earlier run or start anew. auto: continue from the newest checkpoint in run.dir if there is one;
     never: start anew (files of an earlier run are moved aside, not deleted); require: fail without a checkpoint."""
+    allow_changes: tuple[str, ...] = ()
+    """Continue although these settings, or settings of these sections, are not what they were, e.g.
+    [optimizer.learning_rate, rewards]. Without, a change is refused that makes results before and after incomparable.
+    data: also other prompts than before."""
+
+    @field_validator("allow_changes")
+    @classmethod
+    def _are_settings(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        check_names(value)
+        return value
 
 
 class LoggingSection(Section):

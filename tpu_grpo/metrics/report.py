@@ -17,6 +17,7 @@ from tpu_grpo.metrics.jsonl import read_records, replace_text
 from tpu_grpo.metrics.lines import Lines, Record, is_number, names_in, number_or_zero, numbers
 from tpu_grpo.metrics.plots import render_plots
 from tpu_grpo.metrics.run_files import (
+    CHANGES_FILE,
     CONFIG_FILE,
     EVALUATION_FILE,
     METRICS_FILE,
@@ -80,6 +81,7 @@ def write_report(run_dir: Path) -> Path:
         key_figures=list(_key_figures(lines, evaluations)),
         plots=render_plots(_with_step_zero(lines, evaluations)),
         samples=[_sample_table(rows) for rows in _first_and_last_samples(run_dir / SAMPLES_FILE) if rows],
+        changes=list(read_records(run_dir / CHANGES_FILE, missing_ok=True)),
         config=config,
         summary=_read_text(run_dir / SUMMARY_FILE),
     )

@@ -5,6 +5,10 @@ Whoever writes or reads one of them takes its name from here. docs/running.md de
 
 CONFIG_FILE = "config.yaml"
 """The resolved config, with every setting; its presence marks a directory as a run's."""
+CHANGES_FILE = "changes.jsonl"
+"""Holds a line per setting or source file that was changed when the run was continued: step, name, old and new."""
+SOURCES_FILE = "sources.json"
+"""Holds digests of the files that settings name: code of the user's own, and the model."""
 LOCK_FILE = "run.lock"
 """Names the process that has the directory, and is removed when it ends; what a kill leaves is recognised."""
 LOGS_DIR = "logs"

@@ -34,12 +34,15 @@ def build_summary(
     params_digest: str,
     versions: Mapping[str, str],
     evaluation: Mapping[str, Any],
+    changes: Sequence[Mapping[str, Any]] = (),
+    ended_early: str | None = None,
 ) -> dict[str, Any]:
     """Collect the last value of every metric, and what only the whole run can tell.
 
     ``steps`` is the last step. ``rewards/first_mean`` and ``rewards/last_mean`` are means of ``rewards/mean`` over the
     first and the last five steps that have one; with fewer than ten steps they share some. ``evaluation`` is added
-    under the names it comes with.
+    under the names it comes with. ``changes`` are the settings that were changed when the run was continued, and
+    ``ended_early`` says why it ended before ``run.max_steps``; both are left out where there is nothing to say.
     """
     summary: dict[str, Any] = {}
     for line in metrics_lines:
@@ -47,6 +50,10 @@ def build_summary(
     if rewards := numbers(metrics_lines, "rewards/mean"):
         summary["rewards/first_mean"], summary["rewards/last_mean"] = edge_means(rewards)
     summary["steps"] = summary.get("step", 0)
+    if changes:
+        summary["changes"] = list(changes)
+    if ended_early:
+        summary["ended_early"] = ended_early
     return {**summary, **evaluation, "params_digest": params_digest, "versions": dict(versions)}
 
 

@@ -6,6 +6,8 @@ engines.py       engines that take the trainer's parameters
 probe.py         proof that engines and trainer hold the same policy
 timeline.py      what host and devices do in chosen steps, recorded
 directory.py     run.dir: made, continued, or moved aside
+earlier.py       what lies there before the start: a run that is done, that goes on, or another one
+changes.py       what is not as it was when a run is continued
 lock.py          one process at a time has it
 sharing.py       and all hosts see the same one
 fingerprints.py  what hosts must agree on before anything is built

@@ -1,20 +1,32 @@
 """Prepares the directory that a run leaves its files in: it is made, continued, or moved aside, and never overwritten.
 
-One run has it at a time (lock.py), and all hosts of the run see the same one (sharing.py).
+One run has it at a time (lock.py), all hosts of the run see the same one (sharing.py), and what lies there decides
+whether this run may go on from it (earlier.py).
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import ConfigError, DataError
 from tpu_grpo.hosts import Hosts, host_log
-from tpu_grpo.metrics.jsonl import replace_text, write_json
-from tpu_grpo.metrics.run_files import CHECKPOINTS_DIR, CONFIG_FILE, DATA_FILE, LOCK_FILE, LOGS_DIR
+from tpu_grpo.metrics.jsonl import encode_line, replace_text, write_json
+from tpu_grpo.metrics.run_files import (
+    CHANGES_FILE,
+    CHECKPOINTS_DIR,
+    CONFIG_FILE,
+    DATA_FILE,
+    HISTORY_FILE,
+    LOCK_FILE,
+    LOGS_DIR,
+    SOURCES_FILE,
+)
+from tpu_grpo.run.changes import Change, sources
+from tpu_grpo.run.earlier import changes_since, check_required, free_name, must_move
 from tpu_grpo.run.lock import RunLock
 from tpu_grpo.run.sharing import agreed_steps, check_shared, first_does
 
@@ -24,13 +36,14 @@ class RunDirectory:
 
         with RunDirectory(config, hosts) as directory:
             parts = build_parts(config, hosts)           # whatever may fail because of a wrong setting
-            moved = directory.begin()
+            notes = directory.begin(parts.learner.restored_step, parts.task.prompts.describe())
 
-    An earlier run's files stay where they are until ``begin``, so that a start that fails leaves them.
+    The files of an earlier run, also of the one that goes on, stay as they are until ``begin``.
 
     Raises, on every host:
-        ConfigError: another run has the directory, it cannot be made or written, a host does not see it, or it would
-            have to be moved from under this process.
+        ConfigError: another run has the directory, it cannot be made or written, a host does not see it, it would have
+            to be moved from under this process, or it holds the steps of another run.
+        CheckpointError: there is no checkpoint, and ``checkpoint.resume=require``.
         LockstepError: hosts see different checkpoints.
     """
 
@@ -39,7 +52,6 @@ class RunDirectory:
         self.saved_steps: tuple[int, ...] = ()
         """The steps that have a checkpoint to go on from, ascending, the same on every host."""
         self._config, self._hosts = config, hosts
-        self._starts_over = config.checkpoint.resume == "never"
         self._moves = False
         """Whether an earlier run lies there, and makes room for this one."""
         self._made = False
@@ -52,11 +64,11 @@ class RunDirectory:
             stack.callback(self._release)
             token = first_does(self._hosts, "run directory", self._take)
             check_shared(self.path, LOCK_FILE, token, self._hosts)
-            if not self._starts_over:
+            if self._config.checkpoint.resume != "never":
                 self.saved_steps = agreed_steps(self.path / CHECKPOINTS_DIR, self._hosts)
-            self._moves = first_does(self._hosts, "an earlier run", self._must_move)
+                check_required(self._config, self.saved_steps)
+            self._moves = first_does(self._hosts, "what lies in run.dir", self._look)
             if not self._moves:
-                first_does(self._hosts, "the config of the run", self._write_config)
                 stack.enter_context(host_log(self.path / LOGS_DIR, self._hosts.index))
             self._stack = stack.pop_all()
         return self
@@ -66,22 +78,30 @@ class RunDirectory:
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
-    def begin(self) -> str | None:
-        """Make room for this run, now that nothing of its start is left to fail.
+    def begin(self, start: int, data: Mapping[str, Any]) -> list[str]:
+        """Make room for this run, or record how it goes on, now that nothing of its start is left to fail.
+
+        Args:
+            start: the steps that are done, 0 for a new run.
+            data: what ``data.json`` says about the prompts, among it their ``digest``.
 
         Returns:
-            Where an earlier run's files were moved, if they were.
+            Lines for whoever watches: where files were moved, and what is not as it was.
+
+        Raises:
+            DataError: for other data than before, on every host, unless ``checkpoint.allow_changes`` names ``data``.
         """
         if not self._moves:
-            return None
+            return first_does(self._hosts, "the record of the run", lambda: self._go_on(start, data))
         told = first_does(self._hosts, "moving an earlier run's files", self._move_aside)
         check_shared(self.path, LOCK_FILE, told["token"], self._hosts)  # it may still show the directory that was moved
         self._stack.enter_context(host_log(self.path / LOGS_DIR, self._hosts.index))
-        return told["moved"]
+        first_does(self._hosts, "the record of the run", lambda: self._go_on(0, data))
+        return [f"an earlier run's files were moved to {told['moved']}"]
 
     def _take(self) -> str:
         self._made = not self.path.exists()
-        with _writable(self.path):
+        with _writable(self._config):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock.take(self.path)
         return self._lock.owner.token
@@ -92,76 +112,79 @@ class RunDirectory:
         if self._made and self.path.is_dir() and not any(self.path.iterdir()):
             self.path.rmdir()
 
-    def _must_move(self) -> bool:
-        """Say whether files of an earlier run have to make room, and see that they can."""
-        if not self._starts_over or all(path.name == LOCK_FILE for path in self.path.iterdir()):
-            return False
-        if Path.cwd().is_relative_to(self.path.resolve()):
-            raise ConfigError(
-                "run.dir must not hold the working directory with checkpoint.resume=never, which moves earlier files "
-                f"aside, got {self.path}; name a directory of the run's own"
-            )
+    def _look(self) -> bool:
+        """Say whether an earlier run has to make room; a directory without a run is marked as this one's."""
+        if must_move(self._config):
+            return True
+        changes_since(self._config)
         if not (self.path / CONFIG_FILE).exists():
-            raise ConfigError(
-                f"run.dir holds files that are no run's (no {CONFIG_FILE} among them), got {self.path}, and "
-                "checkpoint.resume=never would move them aside; name a directory of the run's own"
-            )
-        return True
+            self._write_config()
+        return False
 
     def _move_aside(self) -> dict[str, str]:
         """Rename the directory, and take a new one of its name; returns the old one's path and the new lock's token."""
         assert self._lock is not None
-        before, number = self._lock, 1
-        while (aside := self.path.with_name(f"{self.path.name}.{number}")).exists():
-            number += 1
+        before, aside = self._lock, free_name(self.path)
         before.stop_beating()
-        with _writable(self.path):
+        with _writable(self._config):
             self.path.rename(aside)
             self._lock = None
             try:
                 token = self._take()
             finally:
                 before.release(aside / LOCK_FILE)
-        self._write_config()
         return {"moved": str(aside), "token": token}
 
+    def _go_on(self, start: int, data: Mapping[str, Any]) -> list[str]:
+        """Write what this run is, and what of it was otherwise in the steps that are done."""
+        changed = [*changes_since(self._config), *self._changed_data(start, data)]
+        with _writable(self._config):
+            if any(change.name == "data" for change in changed):
+                self._forget_prompts(start)
+            self._record(start, changed)
+            self._write_config()
+            write_json(self.path / SOURCES_FILE, sources(self._config))
+            if not start or changed or not (self.path / DATA_FILE).exists():
+                write_json(self.path / DATA_FILE, data)
+        return [f"changed after step {start}: {change} ({change.meaning})" for change in changed]
+
+    def _record(self, start: int, changed: Sequence[Change]) -> None:
+        if changed:
+            with (self.path / CHANGES_FILE).open("ab") as file:
+                file.writelines(encode_line({"step": start, **asdict(change)}) for change in changed)
+
+    def _changed_data(self, start: int, data: Mapping[str, Any]) -> list[Change]:
+        """Compare the prompts, whose order says what the position of a step means."""
+        path = self.path / DATA_FILE
+        if not start or not path.exists() or (was := json.loads(path.read_bytes())["digest"]) == data["digest"]:
+            return []
+        change = Change("data", f"digest {was[:16]}", f"digest {data['digest'][:16]}", "results")
+        if not change.is_in(self._config.checkpoint.allow_changes):
+            raise DataError(
+                f"a run must go on with the prompts it began with, in order; by {path} their digest was {was[:9]}..., "
+                f"now it is {data['digest'][:9]}...: restore the data, data.*, run.seed and the tokenizer, start over "
+                "with checkpoint.resume=never, or read on in other data after step "
+                f"{start} with checkpoint.allow_changes=[data]"
+            )
+        return [change]
+
+    def _forget_prompts(self, start: int) -> None:
+        """Put away what is known of prompts by their numbers: other prompts have these numbers now."""
+        path = self.path / HISTORY_FILE
+        if path.exists():
+            path.rename(path.with_name(f"{path.stem}.until_{start}{path.suffix}"))
+
     def _write_config(self) -> None:
-        with _writable(self.path):
+        with _writable(self._config):
             replace_text(self.path / CONFIG_FILE, self._config.to_yaml())
 
 
-def continue_data(directory: Path, described: Mapping[str, Any], start: int, hosts: Hosts) -> None:
-    """Remember what the data is, or see that a run that continues has the data it began with.
-
-    The position in the data is the step, which means the same place only in the same prompts in the same order.
-    Every host calls this, and host 0 reads and writes.
-
-    Args:
-        directory: the run's directory.
-        described: what ``data.json`` says about the prompts, among it their ``digest``.
-        start: how many steps are done already, 0 for a new run.
-        hosts: the processes of the run.
-
-    Raises:
-        DataError: for other data than before, on every host.
-    """
-    path = directory / DATA_FILE
-    before = path.read_bytes() if hosts.is_first and start and path.exists() else b""
-    before = hosts.broadcast("the data of the run", before)
-    if before and (was := json.loads(before)["digest"]) != described["digest"]:
-        raise DataError(
-            f"a run must go on with the prompts it began with, in order; by {path} their digest was {was[:9]}..., "
-            f"now it is {described['digest'][:9]}...: restore the data, data.*, run.seed and the tokenizer, or start "
-            f"over with checkpoint.resume=never, or remove {path} to read on in other data after step {start}"
-        )
-    if hosts.is_first and not before:
-        write_json(path, described)
-
-
 @contextmanager
-def _writable(directory: Path) -> Iterator[None]:
+def _writable(config: RunConfig) -> Iterator[None]:
     """Say of an error of the file system which setting it comes from."""
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"run.dir must be a directory this process can write, got {directory}: {error}") from error
+        raise ConfigError(
+            f"run.dir must be a directory this process can write, got {config.run_dir}: {error}"
+        ) from error

@@ -153,8 +153,11 @@ class RunLock:
                 self._write()
 
 
-def holder(directory: Path) -> Owner | None:
-    """Say who has a directory, as far as that can be seen at once and without touching a file; None if nobody has."""
+def holder(directory: Path, *, guess: bool = False) -> Owner | None:
+    """Say who surely has a directory, without touching a file; None if nobody has, or if it takes time to find out.
+
+    With ``guess``, a process on another machine counts whose sign of life is less than SILENT_SECONDS old.
+    """
     path = directory / LOCK_FILE
     try:
         file = os.open(path, os.O_RDONLY)
@@ -167,7 +170,7 @@ def holder(directory: Path) -> Owner | None:
             return None
         if held is None and (lives := _process_lives(owner)) is not None:
             return owner if lives else None
-        return owner if held or _age(path) < SILENT_SECONDS else None
+        return owner if held or (guess and _age(path) < SILENT_SECONDS) else None
     finally:
         os.close(file)
 

@@ -1,0 +1,71 @@
+"""What a setting that is changed on the way does to results: decided for each, and for each new one."""
+
+import pytest
+
+from tests.config.asking import message
+from tpu_grpo.config import EFFECTS, effect_of, listed_name, load_config, settings
+
+
+def test_every_setting_is_decided_and_nothing_else() -> None:
+    """A new setting fails here until config/effects.py says what a change of it does to the results of a run."""
+    assert sorted(EFFECTS) == sorted(name for name, *_ in settings())
+
+
+@pytest.mark.parametrize(
+    ("name", "effect"),
+    [
+        ("optimizer.learning_rate", "results"),
+        ("rewards.0.weight", "results"),
+        ("rewards.1.workers", "none"),
+        ("evaluation.rewards.0.options", "results"),
+        ("evaluation.every", "none"),
+        ("algorithm.group_size", "results"),
+        ("algorithm.micro_batch_prompts", "rounding"),
+        ("model.path", "results"),
+        ("data.sources.2.weight", "results"),
+        ("rollout.temperature", "results"),
+        ("rollout.kv_dtype", "results"),
+        ("rollout.batch_paddings", "rounding"),
+        ("logging.wandb", "none"),
+        ("checkpoint.every", "none"),
+        ("hosts.count", "rounding"),
+        ("run.dir", "none"),
+        ("run.max_steps", "none"),
+    ],
+)
+def test_effects(name: str, effect: str) -> None:
+    assert effect_of(name, "constant") == effect
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "wsd"])
+def test_a_falling_learning_rate_depends_on_the_last_step(schedule: str) -> None:
+    assert effect_of("run.max_steps", schedule) == "results"
+
+
+def test_names_of_entries() -> None:
+    assert listed_name("data.sources.0.path") == "data.sources[i].path"
+    assert listed_name("evaluation.rewards.10.name") == "rewards[i].name"
+    assert listed_name("rewards") == "rewards"
+
+
+@pytest.mark.parametrize(
+    "name", ["rewards", "rewards.0", "rewards.0.weight", "data", "data.dynamic", "optimizer.rules"]
+)
+def test_settings_sections_and_entries_may_be_allowed(name: str) -> None:
+    config = load_config(None, [f"checkpoint.allow_changes=[{name}, run.seed]"])
+    assert config.checkpoint.allow_changes == (name, "run.seed")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("optimizer.lerning_rate", "did you mean optimizer.learning_rate?"),
+        ("reward", "did you mean rewards?"),
+        ("xyzzy", "`--help` lists every setting"),
+    ],
+)
+def test_other_names_are_refused(name: str, hint: str) -> None:
+    assert message(f"checkpoint.allow_changes=[{name}]") == (
+        "checkpoint.allow_changes must name settings or sections, such as optimizer.learning_rate or rewards, got "
+        f"{name!r}; {hint}"
+    )

@@ -1,0 +1,109 @@
+"""What a setting that is changed while a run is continued does to its results; decided here for every setting.
+
+    none        nothing that is learnt or measured depends on it
+    rounding    the same is computed in another order: results compare, but not to the bit
+    results     before and after cannot be compared; needs ``checkpoint.allow_changes``
+
+A new setting is given its effect here, or a test fails.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+Effect = Literal["none", "rounding", "results"]
+
+_NONE = """
+run.name run.dir run.max_steps
+rollout.release_during_update
+rewards[i].workers rewards[i].early rewards[i].timeout rewards[i].recycle rewards[i].memory_gb rewards[i].deterministic
+meshes.sync_temporary_mib meshes.probe_every meshes.probe_bound
+hosts.coordinator hosts.index hosts.check hosts.start_timeout_seconds hosts.lost_timeout_seconds
+checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.resume checkpoint.allow_changes
+evaluation.every evaluation.k evaluation.best
+logging.samples_every logging.wandb logging.wandb_project logging.profile_steps
+"""
+_ROUNDING = """
+model.attention model.remat
+rollout.attention rollout.experts rollout.max_running_requests rollout.kv_tokens rollout.page_size
+rollout.prefill_tokens rollout.prefix_cache rollout.batch_paddings rollout.steps_per_launch
+algorithm.row_tokens algorithm.micro_batch_prompts
+meshes.layout meshes.trainer.fsdp meshes.trainer.tp meshes.sampler.tensor meshes.sampler.shard_vocab
+hosts.count
+"""
+_RESULTS = """
+run.seed
+model.path model.dtype model.param_dtype model.train_layers
+model.lora.rank model.lora.alpha model.lora.targets model.lora.layers model.lora.path
+data.path data.split data.subset data.options data.columns data.sources
+data.sources[i].split data.sources[i].subset data.sources[i].options data.sources[i].columns data.sources[i].path
+data.sources[i].weight data.sources[i].name data.sources[i].prompt_template
+data.prompt_template data.messages data.system_prompt data.examples data.example_template data.chat_template
+data.thinking data.prompts_per_step data.max_prompt_tokens data.too_long data.shuffle data.curriculum
+data.dynamic.extra data.dynamic.rounds data.pools.edges data.pools.weights data.retire.at data.retire.times
+data.pass_rate
+rollout.temperature rollout.top_k rollout.top_p rollout.min_p rollout.max_new_tokens rollout.kv_dtype
+rewards rewards[i].name rewards[i].label rewards[i].weight rewards[i].options rewards[i].only_if rewards[i].on_error
+rewards[i].error_value rewards[i].messages
+algorithm.preset algorithm.name algorithm.options algorithm.group_size algorithm.beta algorithm.iterations
+algorithm.mini_batch_prompts algorithm.old_policy algorithm.importance_cap algorithm.importance_floor
+algorithm.correction algorithm.correction_mode algorithm.veto_low algorithm.veto_high algorithm.opsm
+algorithm.filtered_ratio algorithm.routing_replay algorithm.clip_low algorithm.clip_high algorithm.dual_clip
+algorithm.delta algorithm.advantage algorithm.loss_aggregation algorithm.kl_estimator algorithm.kl_in
+algorithm.kl_unbiased algorithm.entropy_bonus algorithm.entropy_target algorithm.entropy_step
+algorithm.reference_reset_every algorithm.drop_uninformative algorithm.truncated
+optimizer.name optimizer.options optimizer.state optimizer.learning_rate optimizer.schedule optimizer.warmup_steps
+optimizer.decay_steps optimizer.b1 optimizer.b2 optimizer.weight_decay optimizer.max_grad_norm optimizer.rules
+optimizer.rules[i].match optimizer.rules[i].weight_decay optimizer.rules[i].learning_rate
+evaluation.path evaluation.split evaluation.subset evaluation.options evaluation.columns evaluation.prompt_template
+evaluation.prompts evaluation.samples evaluation.temperature evaluation.correct_from evaluation.answer_pattern
+evaluation.rewards
+"""
+EFFECTS: Mapping[str, Effect] = {
+    **dict.fromkeys(_NONE.split(), "none"),
+    **dict.fromkeys(_ROUNDING.split(), "rounding"),
+    **dict.fromkeys(_RESULTS.split(), "results"),
+}
+"""Name -> effect, by the names that ``--help`` lists. A learning rate that falls towards the end depends on
+``run.max_steps``, too; see `effect_of`."""
+
+
+def effect_of(name: str, schedule: str) -> Effect:
+    """Return the effect of a setting; entries of lists are named by their numbers, as in rewards.0.weight.
+
+    Args:
+        name: the setting.
+        schedule: ``optimizer.schedule``.
+    """
+    if name == "run.max_steps" and schedule != "constant":
+        return "results"
+    return EFFECTS[listed_name(name)]
+
+
+def listed_name(name: str) -> str:
+    """Name a setting as ``--help`` lists it: rewards[i].weight for evaluation.rewards.0.weight."""
+    numbered = re.sub(r"\.\d+(?=\.|$)", "[i]", name)
+    return numbered.removeprefix("evaluation.") if numbered.startswith("evaluation.rewards[i].") else numbered
+
+
+def check_names(names: Sequence[str]) -> None:
+    """See that names are settings or sections of the config.
+
+    Raises:
+        ValueError: for one that is not, with the nearest that is.
+    """
+    sections = {part for name in EFFECTS for part in _around(name)}
+    for name in names:
+        if (listed := listed_name(name)) not in EFFECTS and listed not in sections:
+            near = difflib.get_close_matches(listed, [*EFFECTS, *sections], n=1, cutoff=0.5)
+            raise ValueError(
+                f"must name settings or sections, such as optimizer.learning_rate or rewards, got {name!r}"
+                + (f"; did you mean {near[0]}?" if near else "; `--help` lists every setting")
+            )
+
+
+def _around(name: str) -> list[str]:
+    """Name the sections and entries that a setting lies in: data and data.dynamic of data.dynamic.extra."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
