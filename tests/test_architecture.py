@@ -41,6 +41,7 @@ BROAD_EXCEPTS = {
     "tpu_grpo/hosts/watch.py:_watchful": "a thread that nobody joins; it says what it met and ends the process",
     "tpu_grpo/learner/checkpoints.py:read_policy": "Orbax raises many types, some of them Exception; re-raised",
     "tpu_grpo/learner/checkpoints.py:_read": "Orbax raises many types, some of them the bare Exception; re-raised",
+    "tpu_grpo/learner/saving.py:_wait_for_checkpointers": "Orbax raises many types; told to all hosts, and re-raised",
     "tpu_grpo/learner/optimizers.py:_own": "runs the user's code; re-raised with its name",
     "tpu_grpo/metrics/run_log.py:open_run_log": "gives the terminal back whatever happens; re-raised",
     "tpu_grpo/models/tokenizers.py:_load": "the tokenizers library raises the bare Exception; others are re-raised",

@@ -4,6 +4,8 @@ A message gives the rule that was broken, the value found and the remedy; script
 exit with ``exit_code``.
 """
 
+import errno
+import os
 import sys
 
 
@@ -61,6 +63,10 @@ class LockstepError(TpuGrpoError, RuntimeError):
     exit_code = 3
 
 
+class DiskError(TpuGrpoError, OSError):
+    """Something that cannot be written, or no longer opened; whatever was written before stays."""
+
+
 class LaunchError(TpuGrpoError, RuntimeError):
     """A TPU, or a command on its workers, that could not be had or did not do what was asked."""
 
@@ -73,6 +79,34 @@ class Interrupted(TpuGrpoError):
     """The run was asked to stop, and saved a checkpoint first."""
 
     exit_code = 4
+
+
+_DISKS = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some space, or have the quota raised",
+    errno.EFBIG: "have the limit on the size of files raised (ulimit -f)",
+    errno.EROFS: "mount it for writing",
+    errno.EACCES: "allow this user to write there",
+    errno.EPERM: "allow this user to write there",
+    errno.EIO: "see what the kernel says of the device",
+    errno.ESTALE: "mount it again",
+    errno.EMFILE: "have the limit on open files raised (ulimit -n)",
+    errno.ENFILE: "have the limit on open files raised",
+}
+"""What helps against errors of the system that are the disk's doing, not the program's."""
+
+
+def disk_error(error: OSError) -> DiskError | None:
+    """Make an error of the system one that users are told in a line, if a disk is its cause."""
+    if isinstance(error, DiskError):
+        return error
+    if error.errno not in _DISKS:
+        return None
+    where = f" {error.filename}" if error.filename else " what this command writes"
+    return DiskError(
+        f"the disk must take{where}, got: {os.strerror(error.errno)}; {_DISKS[error.errno]}, or name a directory "
+        "elsewhere; what was saved stays as it is"
+    )
 
 
 def say(error: TpuGrpoError) -> None:

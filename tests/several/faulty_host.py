@@ -263,6 +263,23 @@ def lost(text: str) -> None:
     Watch.stage = watched  # type: ignore
 
 
+@fault
+def limited(text: str) -> None:
+    """This host writes no file beyond 5,000 bytes from a stage on: ``limited:saving step 1``."""
+    import resource
+
+    from tpu_grpo.hosts.watch import Watch
+
+    original = Watch.stage
+
+    def watched(self: Any, entered: str) -> Any:
+        if entered == text:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+        return original(self, entered)
+
+    Watch.stage = watched  # type: ignore
+
+
 def lose_in_launch(number: signal.Signals, launch: int) -> None:
     from tpu_grpo.rollout.scheduler import SteppedScheduler
 

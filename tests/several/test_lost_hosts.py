@@ -83,3 +83,20 @@ def test_a_reward_that_fails_on_one_host_ends_all_with_its_name(
     log = (tmp_path / "logs" / "host_1.log").read_text()
     assert f"{stage} begins" in log
     assert f"{stage} ends" not in log
+
+
+def test_a_checkpoint_that_one_host_cannot_write_ends_all_and_the_run_goes_on_after_the_one_before(
+    files: Path, tmp_path: Path
+) -> None:
+    """Their heartbeats go on while Orbax's threads wait for each other."""
+    tree = settings(tmp_path, run={"dir": str(tmp_path), "max_steps": 4, "seed": 5}, checkpoint={"every": 1})
+    ended = run_hosts(2, 2, files, tree, fault="limited:saving step 2")
+    assert ended.code in (1, 3), ended.errors  # 1 on the host whose disk it is, 3 on the other
+    message = f"the disk must take step 2 in {tmp_path}/checkpoints, got: File too large; have the limit on the size"
+    assert f"DiskError: step 2 could not be saved: {message}" in ended.of_host(1)
+    assert f"LockstepError: host 1 failed: DiskError: step 2 could not be saved: {message}" in ended.of_host(0)
+    assert "Traceback" not in ended.errors
+    assert seconds_since_last_stage(tmp_path) < LOST_SECONDS
+    again = run_hosts(2, 2, files, tree)
+    assert again.code == 0, again.errors
+    assert "continuing after step 1" in again.out

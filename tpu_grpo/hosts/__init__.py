@@ -13,7 +13,7 @@ from tpu_grpo.hosts.log import host_log
 from tpu_grpo.hosts.platform import choose_platform
 from tpu_grpo.hosts.progress import progress
 from tpu_grpo.hosts.start import start
-from tpu_grpo.hosts.watch import Watch
+from tpu_grpo.hosts.watch import Watch, end_all_hosts
 
 __all__ = [
     "Hosts",
@@ -21,6 +21,7 @@ __all__ = [
     "by_host",
     "choose_platform",
     "devices_per_host",
+    "end_all_hosts",
     "host_log",
     "hosts_of",
     "progress",

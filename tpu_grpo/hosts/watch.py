@@ -29,6 +29,23 @@ LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_
 """Runtime errors that begin so are this host's own, and say nothing about another host."""
 
 
+_watching: list["Watch"] = []
+"""What watches over the hosts of this process now: one, or none."""
+
+
+def end_all_hosts(error: BaseException, what: str) -> None:
+    """End this host and the others because of an error of another thread, which the main one cannot see in time.
+
+    The exit code is that of the error. Without other hosts nothing is done: nobody waits for this one.
+
+    Args:
+        error: what the thread has met.
+        what: what came of it, for the message.
+    """
+    for watch in _watching:
+        watch.end_all(error, what)
+
+
 class Watch:
     """Ends this process with exit code 3 and one message when another host is lost or failed.
 
@@ -87,6 +104,7 @@ class Watch:
         ]
         for thread in self._threads:
             thread.start()
+        _watching.append(self)
         return self
 
     def __exit__(
@@ -94,10 +112,13 @@ class Watch:
     ) -> None:
         if self.hosts.service is None:
             return
+        _watching.remove(self)
         if error is not None and not isinstance(error, Interrupted):
             self._leave_after(error)
             return
         self.hosts.barrier("the end of the run")
+        if error is not None:  # from now on a host that has left is not lost
+            here.leaving_with = Interrupted.exit_code
         self._stop.set()
         self._talk_now.set()
         for thread in self._threads:  # one that returned from C++ into an interpreter that has ended would crash it
@@ -130,17 +151,8 @@ class Watch:
         if self._all_know.is_set():
             self._let_the_others_leave()
 
-    def end_all_hosts(self, error: BaseException, what: str) -> None:
-        """End this host and the others because of an error of another thread, which the main one cannot see in time.
-
-        Its exit code is that of the error. With one host nothing is done: no host waits for this one.
-
-        Args:
-            error: what the thread has met.
-            what: what it did then, for the message.
-        """
-        if self.hosts.service is None:
-            return
+    def end_all(self, error: BaseException, what: str) -> None:
+        """End this host and the others, as `end_all_hosts` does."""
         self._rule_out_a_lost_host(error)
         message = f"{type(error).__name__}: {what}: {error}"
         code = error.exit_code if isinstance(error, TpuGrpoError) else 1

@@ -16,6 +16,7 @@ output_head.py     log-probabilities and entropies in chunks;  head_split.py: ho
 update.py          gradients add up in float32, and the optimizer steps once
 optimizers.py      the optimizers by name, and the learning rate;  compact.py: their state in eight bits
 agreement.py       how far engine and trainer are from each other
+saving.py          Orbax in the background, and errors of the disk that all hosts hear of
 checkpoints.py     saving and restoring;  digest.py: sums that tell whether parameters are the same
 trained.py         which parameters are trained
 building.py        puts the parts together;  programs.py: the same without arrays, for planning

@@ -30,6 +30,7 @@ from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from tpu_grpo.errors import CheckpointError
 from tpu_grpo.learner.digest import checksums
+from tpu_grpo.learner.saving import SavingManager
 from tpu_grpo.learner.trained import has_adapters
 from tpu_grpo.learner.update import Updater, UpdateState, by_name
 
@@ -219,7 +220,7 @@ def _manager(directory: Path, options: ocp.CheckpointManagerOptions) -> ocp.Chec
     # first save. Only small arrays are held so, and they are saved whole.
     whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
-    return ocp.CheckpointManager(
+    return SavingManager(
         directory,
         item_handlers={
             _MODEL: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
