@@ -266,6 +266,20 @@ def test_asked_to_stop_a_run_saves_and_says_so(files: Path, whole: Path, tmp_pat
     assert digests(run_dir) == digests(whole)
 
 
+@pytest.mark.parametrize("resume", ["never", "auto"])
+def test_a_start_that_fails_leaves_the_earlier_run_as_it_was(files: Path, tmp_path: Path, resume: str) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(config(files, run_dir).to_yaml())
+    before = (run_dir / "config.yaml").stat().st_mtime_ns
+    rewards = [{"name": f"{files}/rewards.py:not_there"}]
+    with pytest.raises(RewardError, match="has no function 'not_there'"):
+        train(config(files, run_dir, rewards=rewards, checkpoint={"resume": resume}))
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert (run_dir / "config.yaml").stat().st_mtime_ns == before
+    assert {path.name for path in run_dir.iterdir()} <= {"config.yaml", "logs"}
+
+
 @pytest.mark.slow  # rewards/test_scoring.py reads the error
 def test_a_failing_reward_stops_the_run_with_its_name(files: Path, tmp_path: Path) -> None:
     rewards = [{"name": f"{files}/rewards.py:fails_at_three"}]

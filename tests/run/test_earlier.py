@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.errors import CheckpointError, ConfigError
+from tpu_grpo.errors import CheckpointError, ConfigError, DataError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.run.earlier import describe, finished, how_it_ended
 from tpu_grpo.run.lock import RunLock
@@ -137,6 +137,15 @@ def test_a_config_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.yaml").write_text("run: {sed: 1}")
     with pytest.raises(ConfigError, match=r"run/config\.yaml must be the config of the run .* did you mean run\.seed"):
         describe(config, ALONE)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"steps": 4'])
+def test_a_summary_that_cannot_be_read_is_named(tmp_path: Path, content: str) -> None:
+    config = config_for(tmp_path / "run")
+    leave(config, 4)
+    (tmp_path / "run" / "summary.json").write_text(content)
+    with pytest.raises(DataError, match=r"run/summary\.json must hold a JSON object"):
+        finished(config, ALONE)
 
 
 def test_what_a_dry_run_says_of_a_directory_in_use_or_without_a_checkpoint(tmp_path: Path) -> None:

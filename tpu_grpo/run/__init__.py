@@ -8,7 +8,7 @@ timeline.py      what host and devices do in chosen steps, recorded
 directory.py     run.dir: made, continued, or moved aside
 earlier.py       what lies there before the start: a run that is done, that goes on, or another one
 changes.py       what is not as it was when a run is continued
-lock.py          one process at a time has it
+lock.py          one process at a time has it; owner.py: which one that is
 sharing.py       and all hosts see the same one
 fingerprints.py  what hosts must agree on before anything is built
 abstract.py      the same parts without arrays, for programs to be compiled from

@@ -4,7 +4,6 @@ One run has it at a time (lock.py), all hosts of the run see the same one (shari
 whether this run may go on from it (earlier.py).
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -26,7 +25,7 @@ from tpu_grpo.metrics.run_files import (
     SOURCES_FILE,
 )
 from tpu_grpo.run.changes import Change, sources
-from tpu_grpo.run.earlier import changes_since, check_required, free_name, must_move
+from tpu_grpo.run.earlier import changes_since, check_required, free_name, must_move, read_json
 from tpu_grpo.run.lock import RunLock
 from tpu_grpo.run.sharing import agreed_steps, check_shared, first_does
 
@@ -114,9 +113,10 @@ class RunDirectory:
 
     def _look(self) -> bool:
         """Say whether an earlier run has to make room; a directory without a run is marked as this one's."""
-        if must_move(self._config):
-            return True
-        changes_since(self._config)
+        with _writable(self._config):
+            if must_move(self._config):
+                return True
+            changes_since(self._config)
         if not (self.path / CONFIG_FILE).exists():
             self._write_config()
         return False
@@ -156,7 +156,7 @@ class RunDirectory:
     def _changed_data(self, start: int, data: Mapping[str, Any]) -> list[Change]:
         """Compare the prompts, whose order says what the position of a step means."""
         path = self.path / DATA_FILE
-        if not start or not path.exists() or (was := json.loads(path.read_bytes())["digest"]) == data["digest"]:
+        if not start or not path.exists() or (was := read_json(path)["digest"]) == data["digest"]:
             return []
         change = Change("data", f"digest {was[:16]}", f"digest {data['digest'][:16]}", "results")
         if not change.is_in(self._config.checkpoint.allow_changes):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_grpo.config import RunConfig, load_config
-from tpu_grpo.errors import CheckpointError, ConfigError
+from tpu_grpo.errors import CheckpointError, ConfigError, DataError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.metrics.run_files import (
     CHECKPOINTS_DIR,
@@ -67,7 +67,7 @@ def changes_since(config: RunConfig) -> list[Change]:
             "run another run.name or run.dir, or start over with checkpoint.resume=never"
         ) from error
     known = directory / SOURCES_FILE
-    files = json.loads(known.read_bytes()) if known.exists() else {}
+    files = read_json(known) if known.exists() else {}
     changed = changed_settings(before, config)
     names = {change.name for change in changed}
     changed += [change for change in changed_sources(files, sources(config)) if change.name not in names]
@@ -110,6 +110,21 @@ def check_required(config: RunConfig, steps: Sequence[int]) -> None:
             f"checkpoint.resume=require needs a checkpoint in {config.run_dir / CHECKPOINTS_DIR}, found none; check "
             "run.dir, or use checkpoint.resume=auto"
         )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that a run left, which holds an object.
+
+    Raises:
+        DataError: it does not.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError:  # both a JSON and a UTF-8 error
+        found = None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} must hold a JSON object, as a run writes it, and does not; restore or remove it")
+    return found
 
 
 def free_name(directory: Path) -> Path:
@@ -156,7 +171,7 @@ def _summary_if_done(config: RunConfig) -> dict[str, Any] | None:
     if config.checkpoint.resume == "never" or not path.exists():
         return None
     changed = changes_since(config)
-    summary = json.loads(path.read_bytes())
+    summary = read_json(path)
     others_left = any(change.effect == "results" for change in changed)  # such as harder prompts
     exhausted = summary.get("ended_early") and not others_left
     return summary if exhausted or summary["steps"] >= config.run.max_steps else None

@@ -19,21 +19,17 @@ import contextlib
 import fcntl
 import json
 import os
-import socket
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, replace
 from pathlib import Path
-
-import psutil
 
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts.ending import end_process
 from tpu_grpo.metrics.run_files import LOCK_FILE
+from tpu_grpo.run.owner import Owner, boot, process_lives, read_owner, this_process
 
 BEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0
@@ -45,30 +41,10 @@ SETTLE_SECONDS = 2.0
 """After taking the place of a process on another machine, this one looks again: two may have come at the same time."""
 RETRIES, PAUSE = 5, 0.2
 """A look at a directory holds its lock for a moment, and a new owner writes its name a moment after it has the lock."""
+ATTEMPTS = 20
+"""While many come and go, the file at hand may be another's by the time it is locked, so many times."""
 RECORD_BYTES = 512
 """The record is padded to one size, so that it can be rewritten in place and is never seen cut off."""
-
-
-@dataclass(frozen=True)
-class Owner:
-    """The record of the process that has a directory."""
-
-    host: str
-    process: int
-    since: str
-    """When it took the directory, UTC."""
-    began: float
-    """When the process began, in seconds since the epoch: a process id alone may be another's by now."""
-    boot: str
-    """Which start of which machine's kernel it lives in; containers of one machine share it."""
-    namespace: str
-    """Where its process id counts."""
-    token: str
-    """Different for every lock that was ever taken."""
-    beat: int = 0
-
-    def __str__(self) -> str:
-        return f"process {self.process} on host {self.host} since {self.since}"
 
 
 class RunLock:
@@ -102,17 +78,18 @@ class RunLock:
             OSError: the file cannot be made.
         """
         path = directory / LOCK_FILE
-        while True:
+        for _ in range(ATTEMPTS):
             with contextlib.ExitStack() as stack:
                 file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
                 stack.callback(os.close, file)
                 before = _refuse_if_taken(path, file, silent_seconds, tell)
                 if not _is_at(path, file):  # its owner has released it since, or another has taken its place
                     continue
-                lock = cls(path, file, _this_process(), beat_seconds)
+                lock = cls(path, file, this_process(), beat_seconds)
                 lock._claim(foreign=before is not None and before.boot != lock.owner.boot)
                 stack.pop_all()
                 return lock
+        raise taken(directory, None)
 
     def release(self, path: Path | None = None) -> None:
         """Remove the file, from ``path`` if its directory was moved; give no further sign of life."""
@@ -166,25 +143,13 @@ def holder(directory: Path, *, guess: bool = False) -> Owner | None:
     try:
         held = _is_held(file, fcntl.LOCK_SH)
         owner = read_owner(path)
-        if owner is None or (held is False and owner.boot == _boot()):
+        if owner is None or (held is False and owner.boot == boot()):
             return None
-        if held is None and (lives := _process_lives(owner)) is not None:
+        if held is None and (lives := process_lives(owner)) is not None:
             return owner if lives else None
         return owner if held or (guess and _age(path) < SILENT_SECONDS) else None
     finally:
         os.close(file)
-
-
-def read_owner(path: Path) -> Owner | None:
-    """Read the record; None for a file that has none yet. The file is opened anew, or NFS would show it as it was.
-
-    Raises:
-        OSError: for a file that is not there, or cannot be read.
-    """
-    try:
-        return Owner(**json.loads(path.read_bytes()))
-    except (ValueError, TypeError):  # not JSON, or not these fields
-        return None
 
 
 def taken(directory: Path, owner: Owner | None) -> ConfigError:
@@ -206,9 +171,9 @@ def _refuse_if_taken(path: Path, file: int, silent_seconds: float, tell: Callabl
             break
     else:
         raise taken(path.parent, owner)
-    if owner is None or (held is False and owner.boot == _boot()):
+    if owner is None or (held is False and owner.boot == boot()):
         return owner
-    lives = _process_lives(owner)
+    lives = process_lives(owner)
     if lives is None:
         lives = _age(path) < OLD_SECONDS and _beats(path, owner, silent_seconds, tell)
     if lives:
@@ -225,16 +190,6 @@ def _is_held(file: int, kind: int) -> bool | None:
     except OSError:  # ENOLCK, EOPNOTSUPP, ENOSYS: each file system has its own way to say so
         return None
     return False
-
-
-def _process_lives(owner: Owner) -> bool | None:
-    """Say whether the process is there; None if its process id does not count here."""
-    if (owner.boot, owner.namespace) != (_boot(), _namespace()):
-        return None
-    try:
-        return abs(psutil.Process(owner.process).create_time() - owner.began) < 2.0  # seconds: the clock may be set
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _beats(path: Path, owner: Owner, silent_seconds: float, tell: Callable[[str], None]) -> bool:
@@ -269,30 +224,3 @@ def _is_at(path: Path, file: int) -> bool:
 
 def _age(path: Path) -> float:
     return time.time() - path.stat().st_mtime
-
-
-def _this_process() -> Owner:
-    return Owner(
-        host=socket.gethostname(),
-        process=os.getpid(),
-        since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
-        began=psutil.Process().create_time(),
-        boot=_boot(),
-        namespace=_namespace(),
-        token=uuid.uuid4().hex,
-    )
-
-
-def _boot() -> str:
-    """Name this start of this machine's kernel; where there is no such name, by the machine's and the time of it."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return f"{socket.gethostname()} {psutil.boot_time():.0f}"
-
-
-def _namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""

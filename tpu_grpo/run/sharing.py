@@ -10,7 +10,7 @@ from typing import Any
 from tpu_grpo import errors
 from tpu_grpo.errors import ConfigError, TpuGrpoError
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.run.lock import read_owner
+from tpu_grpo.run.owner import read_owner
 
 SEEN_SECONDS = 45.0
 """What host 0 wrote must be there for the others within this time; NFS may show a directory as it was before."""
