@@ -13,10 +13,11 @@ from tests.learner.toy import make_config, make_mesh
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner.building import cast_to_compute
-from tpu_grpo.learner.entropy import EntropyControl
+from tpu_grpo.learner.entropy import EntropyControl, EntropySums
 from tpu_grpo.learner.loss import LossSettings
 from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule
-from tpu_grpo.learner.update import Updater, UpdateRecord, Values
+from tpu_grpo.learner.update import Updater
+from tpu_grpo.learner.update_records import PassSums, UpdateRecord, Values
 
 
 class Linear(nnx.Module):
@@ -39,12 +40,16 @@ class Run:
     updater: Updater
     mesh: Mesh
 
-    def step(self, gradients: Values | None = None) -> UpdateRecord:
+    def step(
+        self, gradients: Values | None = None, entropy: EntropySums | None = None, loss: float = 0.0
+    ) -> UpdateRecord:
         """Step along these gradients; by default along some that depend on the parameters."""
         updater = self.updater
         made = _sines(updater.stepped()) if gradients is None else gradients
-        held = updater.gradients
-        updater._gradients = {name: jax.device_put(value, held[name].sharding) for name, value in made.items()}
+        zeros = updater._zeros()
+        placed = {name: jax.device_put(value, zeros.gradients[name].sharding) for name, value in made.items()}
+        measured = zeros.entropy if entropy is None else entropy
+        updater._sums = PassSums(placed, jax.device_put(jnp.float32(loss), zeros.loss.sharding), measured)
         with self.mesh:
             return updater.step()
 

@@ -43,8 +43,8 @@ def test_a_checkpoint_holds_the_coefficient_and_the_reference(tmp_path: Path) ->
         return run, reference, Checkpoints(tmp_path, keep=2, reference=reference.updater.model)
 
     def step(run: Run, mean: float) -> float:
-        run.updater._entropy = EntropySums(jnp.float32(8 * mean), jnp.float32(8))
-        return float(run.step().entropy_coefficient)  # type: ignore[arg-type]
+        measured = EntropySums(jnp.float32(8 * mean), jnp.float32(8))
+        return float(run.step(entropy=measured).entropy_coefficient)  # type: ignore[arg-type]
 
     run, reference, checkpoints = opened(0)
     assert checkpoints.restore(run.updater, resume="auto") == 0

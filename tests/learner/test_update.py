@@ -252,12 +252,11 @@ def test_gradients_of_a_bfloat16_model_add_up_in_float32(tmp_path: Path) -> None
     updater = learner._updater
     with mesh:
         updater.accumulate(batch)
-        assert updater._gradients is not None
-        once = {name: np.asarray(value) for name, value in updater._gradients.items()}
-        updater._gradients = jax.tree.map(lambda value: 256.0 * value, updater._gradients)
+        assert updater._sums is not None
+        once = {name: np.asarray(value) for name, value in updater.gradients().items()}
+        updater._sums = jax.tree.map(lambda value: 256.0 * value, updater._sums)
         updater.accumulate(batch)
-    assert updater._gradients is not None
-    for name, value in updater._gradients.items():
+    for name, value in updater.gradients().items():
         assert value.dtype == jnp.float32
         np.testing.assert_allclose(np.asarray(value), 257.0 * once[name], rtol=1e-6)
     assert any(value.any() for value in once.values())

@@ -12,6 +12,9 @@ The parameters exist once or twice:
     bfloat16        bfloat16            compact           the model's own, with 8 bits more of each
 
 Two programs run, `accumulate` and `step`. Nothing is fetched in between, so that the devices are never waited for.
+
+If the loss or a gradient is not finite, `step` itself leaves everything as it was: alike on all hosts, because both are
+sums over all of them.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -30,35 +33,7 @@ from tpu_grpo.learner.loss import LossSettings, LossSums, TrainBatch, policy_los
 from tpu_grpo.learner.numbers import LossNumbers
 from tpu_grpo.learner.optimizers import state_shardings
 from tpu_grpo.learner.trained import trained_type
-
-Values = dict[str, Any]
-"""Arrays, or their descriptions, by the dotted names of the trained parameters."""
-
-
-class UpdateRecord(NamedTuple):
-    """Says what an update was; scalars on the devices."""
-
-    grad_norm: Float[Array, ""]
-    """The global norm of the step's gradient before clipping."""
-    learning_rate: Float[Array, ""]
-    step_kept: Float[Array, ""]
-    """How far the parameters moved along the step that was meant, over its length; 1 if nothing was lost. What rounding
-    at random adds lies across the step, and does not count."""
-    entropy_coefficient: Float[Array, ""] | None = None
-    """That of the update's entropy bonus, if it is adapted."""
-
-
-class UpdateState(NamedTuple):
-    """Holds what the next update needs beside the model's parameters; this is saved."""
-
-    count: Int[Array, ""]
-    """This many updates were made so far."""
-    optimizer: Any
-    kept: Values
-    """What the model's parameters lack of those that are stepped: float32 copies, or int8 residuals; empty if
-    nothing."""
-    entropy: EntropyState | tuple[()] = ()
-    """The coefficient of the entropy bonus, if it is adapted."""
+from tpu_grpo.learner.update_records import PassSums, UpdateRecord, UpdateState, Values, kept_if
 
 
 class Updater:
@@ -97,8 +72,7 @@ class Updater:
         self._layout = {name: leaf.sharding for name, leaf in stepped.items()}
         self._dtypes = {name: leaf.dtype for name, leaf in self.trained.items()}
         self._shared: frozenset[str] = frozenset(self.trained)
-        self._gradients: Values | None = None
-        self._entropy: EntropySums | tuple[()] = ()  # measured since the last step, if the bonus is adapted
+        self._sums: PassSums | None = None
         self._numbers = LossNumbers(settings, mesh)
         self._read: tuple[Values, nnx.State] | None = None  # the model's arrays, taken apart once for all micro-batches
         self.state: UpdateState = self._initial(stepped)
@@ -120,30 +94,35 @@ class Updater:
 
     def accumulate(self, batch: TrainBatch) -> LossSums:
         """Add a micro-batch's gradient to those since the last step, and return what its forward pass measured."""
-        if self._gradients is None or self._read is None:
-            (self._gradients, self._entropy), self._read = self._zeros(), self._model_values()
-        sums, numbers = (self._gradients, self._entropy), self._numbers.placed(self.state.entropy)
-        (self._gradients, self._entropy), measured = self._accumulate(sums, *self._read, batch, numbers)
+        if self._sums is None or self._read is None:
+            self._sums, self._read = self._zeros(), self._model_values()
+        numbers = self._numbers.placed(self.state.entropy)
+        self._sums, measured = self._accumulate(self._sums, *self._read, batch, numbers)
         return measured
 
+    def gradients(self) -> Values:
+        """Return the gradients that were added up since the last step, float32, by name."""
+        assert self._sums is not None, "accumulate comes before gradients"
+        return self._sums.gradients
+
     def step(self) -> UpdateRecord:
-        """Let the optimizer step once along the sum of the gradients, which is empty afterwards."""
-        assert self._gradients is not None, "accumulate comes before step"
-        gradients, self._gradients, self._read = self._gradients, None, None
-        changed, self.state, record = self._step(*self._step_arguments(gradients, self._shared), self._entropy)
+        """Let the optimizer step once along the sum of the gradients, which is empty afterwards.
+
+        If the loss or the gradient is not finite, as the record says, it makes no step.
+        """
+        assert self._sums is not None, "accumulate comes before step"
+        sums, self._sums, self._read = self._sums, None, None
+        changed, self.state, record = self._step(*self._step_arguments(sums, self._shared))
         self._install(changed)
         return record
 
     def lower_accumulate(self, batch: Any) -> jax.stages.Lowered:
         """Lower the forward and backward pass of a micro-batch, for arrays or their descriptions."""
-        sums = self.gradients, described_sums(self._settings.entropy_control, self._mesh)
-        return self._accumulate.lower(sums, *self._model_values(), batch, self._numbers.described())
+        return self._accumulate.lower(self._described_sums, *self._model_values(), batch, self._numbers.described())
 
     def lower_step(self, shared: Collection[str]) -> jax.stages.Lowered:
         """Lower the optimizer's step, with the memory of all but the ``shared`` parameters reused."""
-        return self._step.lower(
-            *self._step_arguments(self.gradients, shared), described_sums(self._settings.entropy_control, self._mesh)
-        )
+        return self._step.lower(*self._step_arguments(self._described_sums, shared))
 
     # --- the programs -------------------------------------------------------------------------------------------------
 
@@ -157,23 +136,24 @@ class Updater:
         return self._compiled("step", self._stepped, donate_argnums=(2, 3, 4), keep_unused=True)
 
     def _accumulated(
-        self, sums: tuple[Values, Any], trained: Values, others: nnx.State, batch: TrainBatch, numbers: Values
-    ) -> tuple[tuple[Values, Any], LossSums]:
+        self, sums: PassSums, trained: Values, others: nnx.State, batch: TrainBatch, numbers: Values
+    ) -> tuple[PassSums, LossSums]:
         def loss(values: Values) -> tuple[Float[Array, ""], LossSums]:
             own = jax.tree.map(lambda leaf: leaf, others)  # nnx.remat refuses variables from outside of the gradient
             return policy_loss(nnx.merge(self._definition, self._as_state(values), own), batch, self._settings, numbers)
 
         gradients, measured = jax.grad(loss, has_aux=True)(trained)
-        added = {name: value + gradients[name].astype(jnp.float32) for name, value in sums[0].items()}
-        entropy = add_entropy(sums[1], measured.entropy, measured.agreement.tokens)
-        return (self._laid_out(added), entropy), measured
+        added = {name: value + gradients[name].astype(jnp.float32) for name, value in sums.gradients.items()}
+        entropy = add_entropy(sums.entropy, measured.entropy, measured.agreement.tokens)
+        return PassSums(self._laid_out(added), sums.loss + measured.loss, entropy), measured
 
     def _stepped(
-        self, held: Values, read: Values, free: Values, state: UpdateState, reused: Values, measured: Any
+        self, held: Values, read: PassSums, free: Values, state: UpdateState, reused: Values
     ) -> tuple[Values, UpdateState, UpdateRecord]:
-        gradients = read | reused
-        values = self._joined(held | free, state.kept)
+        gradients, before = read.gradients | reused, held | free
+        values = self._joined(before, state.kept)
         norm = optax.global_norm(gradients)
+        finite = jnp.isfinite(norm) & jnp.isfinite(read.loss)
         scale = jnp.where(norm > self._max_grad_norm, self._max_grad_norm / norm, 1.0)
         scaled = {name: gradient * scale for name, gradient in gradients.items()}
         update: Any = self._optimizer.update
@@ -183,12 +163,13 @@ class Updater:
         length = sum((jnp.square(step).sum() for step in meant.values()), jnp.zeros(()))
         along = sum(((arrived[name] - values[name]) * meant[name]).sum() for name in values)
         rate = jnp.asarray(self._schedule(state.count), jnp.float32)
-        record = UpdateRecord(norm, rate, jnp.where(length > 0.0, along / length, 1.0))
+        record = UpdateRecord(norm, rate, jnp.where(length > 0.0, along / length, 1.0), finite)
         entropy, control = state.entropy, self._settings.entropy_control
-        if control is not None and isinstance(entropy, EntropyState):
+        if control is not None and isinstance(entropy, EntropyState) and isinstance(read.entropy, EntropySums):
             record = record._replace(entropy_coefficient=entropy.applied)
-            entropy = control.following(entropy, measured)
-        return self._laid_out(trained), UpdateState(state.count + 1, optimizer, self._laid_out(kept), entropy), record
+            entropy = control.following(entropy, read.entropy)
+        made = UpdateState(state.count + 1, optimizer, self._laid_out(kept), entropy)
+        return self._laid_out(kept_if(finite, trained, before)), kept_if(finite, made, state), record
 
     def _joined(self, trained: Values, kept: Values) -> Values:
         """The parameters that are stepped, float32."""
@@ -208,17 +189,17 @@ class Updater:
         cast = {name: value.astype(self._dtypes[name]) for name, value in values.items()}
         return cast, {name: value for name, value in values.items() if value.dtype != self._dtypes[name]}
 
-    def _step_arguments(self, gradients: Values, shared: Collection[str]) -> tuple[Any, ...]:
-        """Sort the arguments of the step: parameters and gradients that stay, and those whose memory is reused.
+    def _step_arguments(self, sums: PassSums, shared: Collection[str]) -> tuple[Any, ...]:
+        """Sort the arguments of the step: parameters and sums that stay, and those whose memory is reused.
 
         The new values of a parameter that others hold take the memory of its gradient, where they have the same type.
         """
-        trained = self.trained
+        trained, gradients = self.trained, sums.gradients
         held = {name: value for name, value in trained.items() if name in shared}
         free = {name: value for name, value in trained.items() if name not in shared}
         reused = {name: gradients[name] for name, value in held.items() if value.dtype == gradients[name].dtype}
         read = {name: value for name, value in gradients.items() if name not in reused}
-        return held, read, free, self.state, reused
+        return held, sums._replace(gradients=read), free, self.state, reused
 
     # --- their arguments ----------------------------------------------------------------------------------------------
 
@@ -247,13 +228,14 @@ class Updater:
         return UpdateState(jnp.zeros((), jnp.int32), self._optimizer.init(values), kept, entropy)
 
     @property
-    def gradients(self) -> Values:
-        """Describe the accumulated gradients: float32, sharded like the parameters."""
-        trained = self.trained
-        return {name: _described(_Float32(trained[name].shape), self._layout[name]) for name in trained}
+    def _described_sums(self) -> PassSums:
+        """Describe what passes add up: float32, the gradients sharded like the parameters."""
+        number: Any = _described(_Float32(()), NamedSharding(self._mesh, PartitionSpec()))
+        gradients = {name: _described(_Float32(leaf.shape), self._layout[name]) for name, leaf in self.trained.items()}
+        return PassSums(gradients, number, described_sums(self._settings.entropy_control, self._mesh))
 
-    def _zeros(self) -> tuple[Values, Any]:
-        kinds = self.gradients, described_sums(self._settings.entropy_control, self._mesh)
+    def _zeros(self) -> PassSums:
+        kinds = self._described_sums
         layout = jax.tree.map(lambda kind: kind.sharding, kinds)
         made = lambda: jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), kinds)  # noqa: E731
         return self._compiled("zeros", made, out_shardings=layout)()
