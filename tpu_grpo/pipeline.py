@@ -125,6 +125,8 @@ class Run:
             parts.engines.release()
         with stage(f"update of step {step}"):
             update = parts.learner.update(groups.learnt)
+        for note in update.notes:
+            self.log.note(note)
         self._warn_of_lost_steps(step, update)
         with stage(f"weight sync of step {step}"):
             sync = parts.engines.install(parts.learner.params())

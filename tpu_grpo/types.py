@@ -242,6 +242,8 @@ class UpdateResult:
     """The metrics ``update/*`` and ``agreement/*``."""
     advantages: Float[np.ndarray, " B"]
     seconds: float
+    notes: tuple[str, ...] = ()
+    """What whoever watches should know of it."""
 
 
 @dataclass(frozen=True)

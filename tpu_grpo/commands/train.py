@@ -8,6 +8,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tpu_grpo.commands.starting import config_from_words, joined_hosts, prepare
@@ -19,9 +20,11 @@ ABOUT = """Trains a language model by GRPO with the rewards of the config.
 
 Without a config it runs configs/demo_cpu.yaml, which shows a small model learning on a CPU within minutes.
 --print-config shows the resolved config; --dry-run checks everything that can be checked without generating a token,
-with --slice also whether the run fits that TPU slice, which need not be there."""
+with --slice also whether the run fits that TPU slice, which need not be there. --replay does an update of a run again
+whose loss or gradient was not finite, and says where that comes from."""
 BUILDING = "building model and engine, then compiling; this takes a while"
-USAGE = "python scripts/run.py [CONFIG.yaml] [section.key=value ...] [--dry-run [--slice v5e-16] | --print-config]"
+USAGE = """python scripts/run.py [CONFIG.yaml] [section.key=value ...] [--dry-run [--slice v5e-16] | --print-config]
+       python scripts/run.py --replay runs/NAME/non_finite/STEP.npz [section.key=value ...]"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         print(help_text())
         return 0
     try:
-        return _run(config_from_words(options.words), options)
+        return _replay(options) if options.replay else _run(config_from_words(options.words), options)
     except KeyboardInterrupt:
         print("interrupted; the newest checkpoint stays where it is", file=sys.stderr)
         return 1
@@ -51,6 +54,16 @@ def _run(config: RunConfig, options: argparse.Namespace) -> int:
     return _dry_run(config) if options.dry_run else _train(config)
 
 
+def _replay(options: argparse.Namespace) -> int:
+    """Do an update again that was not finite."""
+    if others := [name for name in ("print_config", "dry_run", "slice") if getattr(options, name)]:
+        flag = f"--{others[0].replace('_', '-')}"
+        raise ConfigError(f"--replay does an update of a run again and goes with no other option, got {flag}; drop one")
+    from tpu_grpo.commands.replay import replay_and_print
+
+    return replay_and_print(options.replay, options.words)
+
+
 def help_text() -> str:
     """Describe the usage, and every setting with its values, default and meaning."""
     lines = [f"usage: {USAGE}", "", ABOUT, "", "Settings (name, values, default):", ""]
@@ -67,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_argument(flag, action="store_true")
     parser.add_argument("-h", dest="help", action="store_true")
     parser.add_argument("--slice")
+    parser.add_argument("--replay", type=Path)
     return parser
 
 

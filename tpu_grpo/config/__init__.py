@@ -30,9 +30,16 @@ from tpu_grpo.config.data import (
     check_rewards,
 )
 from tpu_grpo.config.effects import EFFECTS, Effect, effect_of, listed_name
-from tpu_grpo.config.learning import AdvantageName, AlgorithmSection, LossAggregation, OptimizerRule, OptimizerSection
+from tpu_grpo.config.learning import (
+    AdvantageName,
+    AlgorithmSection,
+    LossAggregation,
+    OptimizerRule,
+    OptimizerSection,
+    UpdateSection,
+)
 from tpu_grpo.config.listing import settings
-from tpu_grpo.config.loading import load_config, parse_config
+from tpu_grpo.config.loading import changed_config, load_config, parse_config
 from tpu_grpo.config.rules import CACHE_MARGIN_TOKENS
 from tpu_grpo.config.run_config import MICRO_BATCHES, RunConfig
 from tpu_grpo.config.section import Section, parse_layers
@@ -76,6 +83,8 @@ __all__ = [
     "RunSection",
     "Section",
     "SourceSpec",
+    "UpdateSection",
+    "changed_config",
     "check_rewards",
     "effect_of",
     "listed_name",

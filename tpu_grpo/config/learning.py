@@ -177,6 +177,30 @@ class AlgorithmSection(Section):
         return value
 
 
+class UpdateSection(Section):
+    """These settings say what happens to an update whose loss or gradient is not finite."""
+
+    on_non_finite: Literal["stop", "skip"] = "stop"
+    """End the run (stop), or leave the update out and go on (skip). Parameters and optimizer stay as they were either
+    way, and the update is kept for scripts/run.py --replay."""
+    max_skipped: PositiveInt | None = None
+    """Skip this many updates in a row at most, then end the run; 10 when unset. For on_non_finite=skip."""
+
+    @property
+    def most_skipped(self) -> int:
+        """Return max_skipped, or 10 when that is unset."""
+        return 10 if self.max_skipped is None else self.max_skipped
+
+    @model_validator(mode="after")
+    def _skips_some(self) -> "UpdateSection":
+        if self.max_skipped is not None and self.on_non_finite == "stop":
+            raise ValueError(
+                f"max_skipped={self.max_skipped} needs on_non_finite=skip, got stop, which skips none; set it, or "
+                "leave max_skipped out"
+            )
+        return self
+
+
 class OptimizerRule(Section):
     """These settings are for the parameters in whose name an expression is found."""
 

@@ -7,7 +7,7 @@ from pydantic import model_validator
 
 from tpu_grpo.config.data import DataSection, EvaluationSection, RewardSpec
 from tpu_grpo.config.dialect import Dumper
-from tpu_grpo.config.learning import AlgorithmSection, OptimizerSection
+from tpu_grpo.config.learning import AlgorithmSection, OptimizerSection, UpdateSection
 from tpu_grpo.config.rules import RULES
 from tpu_grpo.config.section import Section
 from tpu_grpo.config.sections import (
@@ -36,6 +36,7 @@ class RunConfig(Section):
     """Score completions with these rewards, summed with their weights."""
     algorithm: AlgorithmSection = AlgorithmSection()
     optimizer: OptimizerSection = OptimizerSection()
+    update: UpdateSection = UpdateSection()
     meshes: MeshesSection = MeshesSection()
     hosts: HostsSection = HostsSection()
     checkpoint: CheckpointSection = CheckpointSection()

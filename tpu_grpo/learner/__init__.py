@@ -13,7 +13,8 @@ numbers.py         the numbers that the loss takes as data
 loss.py            the loss, around an algorithm's token losses;  forward.py: the model over packed rows
 flat_products.py   the model's products on a CPU
 output_head.py     log-probabilities and entropies in chunks;  head_split.py: how that work is divided
-update.py          gradients add up in float32, and the optimizer steps once
+update.py          gradients add up in float32, and the optimizer steps once;  update_records.py: what that leaves
+failed.py          updates whose loss or gradient is not finite;  update_metrics.py: the metrics of all
 optimizers.py      the optimizers by name, and the learning rate;  compact.py: their state in eight bits
 agreement.py       how far engine and trainer are from each other
 saving.py          Orbax in the background, and errors of the disk that all hosts hear of

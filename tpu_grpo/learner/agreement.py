@@ -69,5 +69,7 @@ def agreement_metrics(sums: Sequence[AgreementSums]) -> dict[str, float]:
         "agreement/logprob_abs_diff_mean": float(total.abs_sum / n),
         "agreement/ratio_mean": float(1 + total.excess_sum / n),
         "agreement/kl": float(total.kl_sum / n),
-        "agreement/effective_sample_size": float(min(1.0, (n + total.excess_sum) ** 2 / (n * weight_square_sum))),
+        "agreement/effective_sample_size": float(
+            np.minimum(1.0, (n + total.excess_sum) ** 2 / (n * weight_square_sum))
+        ),
     }

@@ -49,6 +49,7 @@ class LearnerParts:
     """Holds the parts that work together in a learner."""
 
     algorithm: RunAlgorithm
+    settings: LossSettings
     shape: RowShape
     batches: Batches
     updater: Updater
@@ -94,7 +95,7 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
         residual=config.model.param_dtype == "bfloat16",
     )
     batches = Batches(model, reference, settings, section, inputs.mesh)
-    return LearnerParts(algorithm, row_shape(config, model, inputs.mesh), batches, updater, reference)
+    return LearnerParts(algorithm, settings, row_shape(config, model, inputs.mesh), batches, updater, reference)
 
 
 def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
@@ -110,6 +111,11 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
         group_size=config.algorithm.group_size,
         filtered=config.algorithm.filtered_ratio,
     )
+
+
+def saved_reference(config: RunConfig, parts: LearnerParts) -> nnx.Module | None:
+    """Return the reference if checkpoints hold it, because it is not the initial policy for ever."""
+    return parts.reference if config.algorithm.reference_reset_every is not None else None
 
 
 def _pass_rows(config: RunConfig, model: nnx.Module, mesh: Mesh) -> int:

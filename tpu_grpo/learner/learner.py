@@ -3,16 +3,16 @@
 inputs = LearnerInputs(model=model, reference=None, mesh=mesh)
 learner = Learner(config, inputs)
 for step in range(learner.restored_step + 1, config.run.max_steps + 1):
-    result = learner.update(scored)         # raises before a non-finite number reaches the sampler
+    result = learner.update(scored)         # no number that is not finite reaches the policy
     ...                                     # move learner.params() to the sampler
     learner.save(step)
 learner.close()
 """
 
-import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,22 +20,22 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Bool, Float
 
-from tpu_grpo.algorithms import correction_metrics
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import DataError, NonFiniteError, RewardError
-from tpu_grpo.learner.agreement import agreement_metrics
-from tpu_grpo.learner.building import LearnerInputs, build_parts
+from tpu_grpo.errors import DataError, RewardError
+from tpu_grpo.learner.building import LearnerInputs, build_parts, saved_reference
 from tpu_grpo.learner.checkpoints import Checkpoints
 from tpu_grpo.learner.digest import params_digest, whole
+from tpu_grpo.learner.failed import FailedUpdate, Keep, passed_over
 from tpu_grpo.learner.kl_reward import with_kl_in_advantages
-from tpu_grpo.learner.loss import LossSums, TrainBatch
+from tpu_grpo.learner.loss import TrainBatch
 from tpu_grpo.learner.mini_batches import mini_batches
 from tpu_grpo.learner.reference import reset
 from tpu_grpo.learner.rows import TrainRows, group_advantages, repacked, train_rows, unpacked
 from tpu_grpo.learner.signal import counted_rows, informative_groups, signal_metrics
 from tpu_grpo.learner.token_advantages import token_advantages
 from tpu_grpo.learner.trained import has_adapters, parameters
-from tpu_grpo.learner.update import UpdateRecord, by_name
+from tpu_grpo.learner.update import by_name
+from tpu_grpo.learner.update_metrics import MeasuredUpdate, update_metrics
 from tpu_grpo.metrics.run_files import CHECKPOINTS_DIR
 from tpu_grpo.types import Completion, ScoredRollout, UpdateResult
 
@@ -59,8 +59,12 @@ class Learner:
         parts = build_parts(config, inputs)
         self._algorithm, self._shape = parts.algorithm, parts.shape
         self._batches, self._updater, self._reference = parts.batches, parts.updater, parts.reference
-        kept = parts.reference if config.algorithm.reference_reset_every is not None else None
-        self._checkpoints = Checkpoints(config.run_dir / CHECKPOINTS_DIR, keep=config.checkpoint.keep, reference=kept)
+        self._kept_reference = saved_reference(config, parts)
+        self._keep: Keep | None = None
+        self._skipped, self._kept_in = 0, None  # updates in a row, and where the first of them is kept
+        self._checkpoints = Checkpoints(
+            config.run_dir / CHECKPOINTS_DIR, keep=config.checkpoint.keep, reference=self._kept_reference
+        )
         self.restored_step = self._checkpoints.restore(self._updater, resume=config.checkpoint.resume)
         """The step that was restored; 0 for a fresh start."""
 
@@ -73,18 +77,31 @@ class Learner:
 
         Raises:
             DataError, RewardError, NonFiniteError: for a rollout that cannot be learnt from; the policy is unchanged.
-            NonFiniteError: for a loss or gradient that is not finite; the policy is then corrupt: do not sync it.
+            NonFiniteError: for a loss or gradient that is not finite, unless such updates are skipped. Of several
+                updates those before it were made.
         """
         started = time.perf_counter()
         self._check_rows(scored)
         informative_P = self.informative(scored)
         counted_B = counted_rows(scored.rollout, informative_P, self._config)
         advantages, step = self._advantages(scored, informative_P), scored.rollout.batch.step
-        passes = [self._one_pass(step, batches) for batches in self._updates(scored, advantages, counted_B)]
+        updates, notes = [], []
+        for batches in self._updates(scored, advantages, counted_B):
+            updates.append(update := self._update(batches))
+            if not update.record.finite:
+                place = (step, len(updates), self._config.updates_per_step)
+                numbers = (update.loss, float(update.record.grad_norm))
+                notes.append(self._pass_over(FailedUpdate(*place, *numbers, tuple(batches), scored, advantages)))
+            else:
+                self._skipped = 0
         self._reset_reference(step)
         seconds = time.perf_counter() - started
-        metrics = _update_metrics(passes) | signal_metrics(scored.rollout, informative_P, self._config)
-        return UpdateResult(metrics=metrics, advantages=advantages, seconds=seconds)
+        metrics = update_metrics(updates) | signal_metrics(scored.rollout, informative_P, self._config)
+        return UpdateResult(metrics=metrics, advantages=advantages, seconds=seconds, notes=tuple(notes))
+
+    def keep_failed(self, keep: Keep) -> None:
+        """Have updates whose loss or gradient is not finite kept, of several in a row the first."""
+        self._keep = keep
 
     def informative(self, scored: ScoredRollout) -> Bool[np.ndarray, " P"]:
         """Say which groups can be learnt from; the rollout may have any number of prompts."""
@@ -111,6 +128,12 @@ class Learner:
     def params_digest(self) -> str:
         """Compute sha256 of all parameters, the trained ones as they are stepped; see `digest.params_digest`."""
         return params_digest(by_name(self.params()) | self._updater.stepped())
+
+    def save_apart(self, directory: Path, step: int) -> None:
+        """Save policy and optimizer as ``step`` in another directory, and wait until it is complete."""
+        checkpoints = Checkpoints(directory, keep=1, reference=self._kept_reference)
+        checkpoints.save(step, self._updater)
+        checkpoints.close()
 
     def save(self, step: int, *, best: int | None = None) -> None:
         """Save policy and optimizer as step ``step``, in the background; ``best`` is a step that is kept."""
@@ -238,51 +261,14 @@ class Learner:
             for name in parts[0]
         }
 
-    def _one_pass(self, step: int, batches: Sequence[TrainBatch]) -> tuple[list[LossSums], UpdateRecord]:
+    def _update(self, batches: Sequence[TrainBatch]) -> MeasuredUpdate:
         with self._mesh:
             started = [self._updater.accumulate(batch) for batch in batches], self._updater.step()
-        sums, record = jax.device_get(started)  # the first time that anything is waited for
-        for name, value in (("loss", sum(micro.loss for micro in sums)), ("gradient norm", record.grad_norm)):
-            if not math.isfinite(value):
-                raise NonFiniteError(
-                    f"the {name} of step {step} must be finite, got {value}; the policy is spoilt: resume "
-                    "from the last checkpoint with a lower optimizer.learning_rate, or model.dtype=float32"
-                )
-        return sums, record
+        return MeasuredUpdate(*jax.device_get(started))  # the first time that anything is waited for
 
-
-def _update_metrics(passes: Sequence[tuple[list[LossSums], UpdateRecord]]) -> dict[str, float]:
-    """Compute ``update/*`` and ``correction/*`` over all updates, and ``agreement/*`` over the tokens of the first.
-
-    The weights before the first update are those that the engine sampled with.
-
-    The loss is the mean over updates of each update's loss; entropy, KL and clip fraction are means over tokens; the
-    gradient norm is the mean over updates of each update's norm before clipping; the rate is the last update's, and of
-    the kept steps the smallest counts.
-    """
-    micro = [sums for one_pass, _ in passes for sums in one_pass]
-    records = [record for _, record in passes]
-    tokens = sum(float(sums.agreement.tokens) for sums in micro)
-    corrected = [sums.correction for sums in micro if sums.correction is not None]
-
-    def mean(values: Sequence[Any], count: float) -> float:
-        return math.fsum(map(float, values)) / count
-
-    return {
-        "update/loss": mean([sums.loss for sums in micro], len(passes)),
-        "update/grad_norm": mean([record.grad_norm for record in records], len(passes)),
-        "update/step_kept": min(float(record.step_kept) for record in records),
-        "update/kl": mean([sums.kl for sums in micro], tokens),
-        "update/entropy": mean([sums.entropy for sums in micro], tokens),
-        "update/clip_fraction": mean([sums.clipped for sums in micro], tokens),
-        "update/learning_rate": float(records[-1].learning_rate),
-        **agreement_metrics([sums.agreement for sums in passes[0][0]]),
-        **(correction_metrics(corrected) if corrected else {}),
-        **_entropy_metrics(records),
-    }
-
-
-def _entropy_metrics(records: Sequence[UpdateRecord]) -> dict[str, float]:
-    """Say what the last update multiplied its entropy with, where that is adapted."""
-    coefficient = records[-1].entropy_coefficient
-    return {} if coefficient is None else {"update/entropy_coefficient": float(coefficient)}
+    def _pass_over(self, failed: FailedUpdate) -> str:
+        """Keep an update of which nothing arrived, and say so; or raise, if it is one too many."""
+        if not self._skipped:
+            self._kept_in = self._keep(failed) if self._keep else None
+        self._skipped += 1
+        return passed_over(failed, self._config.update, self._skipped, self._kept_in)

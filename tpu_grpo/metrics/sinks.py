@@ -71,7 +71,7 @@ class JsonlSink:
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Append one line per row."""
         for row in rows:
-            self._samples.write(encode_line({"step": step, **_sample_fields(row)}))
+            self._samples.write(encode_line({"step": step, **sample_fields(row)}))
             self._samples.flush()
 
     def close(self) -> None:
@@ -85,7 +85,8 @@ def _continue_file(path: Path, start_step: int) -> IO[bytes]:
     return path.open("ab")
 
 
-def _sample_fields(row: SampleRow) -> dict[str, object]:
+def sample_fields(row: SampleRow) -> dict[str, object]:
+    """Return a row as a line of ``samples.jsonl`` has it, after its step."""
     return {
         "prompt": row.prompt,
         "completion": row.completion,

@@ -4,6 +4,7 @@ parts.py         every stage, each built once: read this
 meshes.py        which devices do what
 engines.py       engines that take the trainer's parameters
 probe.py         proof that engines and trainer hold the same policy
+failures.py      an update whose loss or gradient is not finite, kept;  replay.py: done again
 timeline.py      what host and devices do in chosen steps, recorded
 directory.py     run.dir: made, continued, or moved aside
 earlier.py       what lies there before the start: a run that is done, that goes on, or another one

@@ -30,6 +30,7 @@ from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.replicas import Replicas
 from tpu_grpo.rollout.sampler import Sampler
 from tpu_grpo.run.engines import SyncedEngines
+from tpu_grpo.run.failures import FailureFiles
 from tpu_grpo.run.fingerprints import model_fingerprints
 from tpu_grpo.run.meshes import Meshes, build_meshes
 from tpu_grpo.run.probe import Probe
@@ -86,6 +87,18 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
     meshes = build_meshes(config, checkpoint)
     task = open_task(config, tokenizer, hosts)
     engines = open_engines(config, hosts, checkpoint, tokenizer, meshes)
+    learner = Learner(config, open_inputs(config, checkpoint, meshes))
+    learner.keep_failed(FailureFiles(config, hosts, learner.save_apart))
+    engines.install(learner.params())
+    learner.share(engines.shared_leaves)
+    engines.replicas.compile_all()
+    probe = Probe(config, engines, learner, probe_prompts(task.prompts, meshes))
+    probe.after_sync(0)
+    return Parts(task, Sampler(engines.replicas, tokenizer, config), engines, learner, probe)
+
+
+def open_inputs(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes) -> LearnerInputs:
+    """Load the models that a learner learns with onto the trainer's devices."""
     base = load_model(
         checkpoint,
         meshes.trainer,
@@ -94,18 +107,11 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
         flash_block=meshes.flash_block,
         param_dtype=jnp.dtype(config.model.dtype if config.model.lora.rank else config.model.param_dtype),
     )
-    inputs = LearnerInputs(
+    return LearnerInputs(
         model=with_adapters(base, checkpoint, config),
         reference=base if config.algorithm.beta > 0.0 else None,
         mesh=meshes.trainer,
     )
-    learner = Learner(config, inputs)
-    engines.install(learner.params())
-    learner.share(engines.shared_leaves)
-    engines.replicas.compile_all()
-    probe = Probe(config, engines, learner, probe_prompts(task.prompts, meshes))
-    probe.after_sync(0)
-    return Parts(task, Sampler(engines.replicas, tokenizer, config), engines, learner, probe)
 
 
 def open_model(config: RunConfig, hosts: Hosts) -> tuple[Checkpoint, PreTrainedTokenizerFast]:
