@@ -85,6 +85,22 @@ def test_a_config_error_is_one_line_and_code_2(tmp_path: Path, arguments: list[s
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--replay", "x.npz", "--dry-run"], "ConfigError: --replay does an update .* no other option, got --dry-run"),
+        (["--replay", "x.npz", "demo.yaml"], "ConfigError: --replay takes the config from its file, got demo.yaml"),
+        (["--replay", "x.npz"], r"DataError: --replay needs a file that a run has written, .*got x.npz \(FileNotFound"),
+    ],
+)
+def test_a_replay_that_cannot_be_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, _, said = run_main(capsys, *arguments)
+    assert code == 2
+    assert re.match(message, said)
+
+
 def test_an_unknown_flag_shows_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--print-confg"])

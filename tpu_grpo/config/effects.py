@@ -22,6 +22,7 @@ meshes.sync_temporary_mib meshes.probe_every meshes.probe_bound
 hosts.coordinator hosts.index hosts.check hosts.start_timeout_seconds hosts.lost_timeout_seconds
 checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.resume checkpoint.allow_changes
 evaluation.every evaluation.k evaluation.best
+update.on_non_finite update.max_skipped
 logging.samples_every logging.wandb logging.wandb_project logging.profile_steps
 """
 _ROUNDING = """

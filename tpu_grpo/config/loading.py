@@ -23,15 +23,18 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunCo
     Raises:
         ConfigError: for an unreadable file, an unknown key (with the nearest known one) or a wrong value.
     """
-    return changed_config(_read_yaml(Path(path)) if path is not None else {}, overrides)
+    tree: dict[str, Any] = _read_yaml(Path(path)) if path is not None else {}
+    for text in overrides:
+        _apply_override(tree, text)
+    if path is not None:
+        _name_by_file(tree, Path(path))
+    return parse_config(tree)
 
 
 def changed_config(tree: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     """Apply ``section.key=value`` overrides, in order, to a nested mapping of settings; raises as ``load_config``."""
     for text in overrides:
         _apply_override(tree, text)
-    if path is not None:
-        _name_by_file(tree, Path(path))
     return parse_config(tree)
 
 

@@ -1,0 +1,68 @@
+"""An update that is not finite, in whole runs: how they end, what they leave, and that going on skips it to the bit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.several.runs import REPOSITORY, Ended, outcome, run_hosts, settings
+
+pytestmark = [pytest.mark.several_hosts, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+REWARD = """
+from tpu_grpo.rewards import per_token
+
+@per_token
+def bursts(completions, completion_ids, step):
+    return [[1e30 if step == 2 else 0.0] * len(ids) for ids in completion_ids]
+"""
+"""Gradients of step 2 are too large for float32."""
+
+
+def run(hosts: int, files: Path, run_dir: Path, update: dict[str, Any]) -> Ended:
+    rewards = [{"name": "rewards.py:ascii_share", "workers": 0}, {"name": "bursts.py:bursts", "workers": 0}]
+    steps = {"dir": str(run_dir), "max_steps": 3, "seed": 5}
+    tree = settings(run_dir, run=steps, rewards=rewards, update=update, checkpoint={"every": 1})
+    return run_hosts(hosts, 4 // hosts, files, tree)
+
+
+def replayed(files: Path, path: Path) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    command = [sys.executable, str(REPOSITORY / "scripts" / "run.py"), "--replay", str(path)]
+    done = subprocess.run(command, cwd=files, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_run_ends_is_replayed_and_goes_on(files: Path, tmp_path: Path) -> None:
+    (files / "bursts.py").write_text(REWARD)
+    one, two = tmp_path / "one", tmp_path / "two"
+    path = two / "non_finite" / "2.npz"
+    ended = run(2, files, two, {})
+    assert ended.code == 1, ended.errors
+    for host in range(2):
+        assert "NonFiniteError: the gradient norm of step 2 must be finite, got inf; nothing of it" in ended.of_host(
+            host
+        )
+        assert f"--replay {path}`. Continue from the last checkpoint" in ended.of_host(host)
+    assert len((two / "metrics.jsonl").read_text().splitlines()) == 1
+
+    shown = replayed(files, path)
+    assert "in the run the loss is " in shown
+    assert f"parameters  as they were before the update, {path.parent}/checkpoints/2: all finite" in shown
+    assert "arrays not finite" not in shown  # each gradient is finite; the sum of their squares is not
+    assert "the gradient norm inf: as in the run" in shown
+
+    for hosts, run_dir in ((2, two), (1, one)):
+        ended = run(hosts, files, run_dir, {"on_non_finite": "skip"})
+        assert ended.code == 0, ended.errors
+        assert "the update was skipped, and nothing of it reached the policy; it is kept" in ended.out + ended.errors
+        steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        assert [step["update/skipped"] for step in steps] == [0, 1, 0]
+        assert steps[1]["update/grad_norm"] is None
+        assert (run_dir / "report.html").is_file()
+    assert outcome(two) == outcome(one)
