@@ -16,7 +16,7 @@ ENTER = """
     from tpu_grpo.config import parse_config
     from tpu_grpo.run import sharing
     from tpu_grpo.run.directory import RunDirectory
-    sharing.SEEN_SECONDS, sharing.PAUSE = 1.0, 0.1
+    sharing.SEEN_SECONDS, sharing.STALE_SECONDS, sharing.PAUSE = 1.0, 1.0, 0.1
     resume = "auto"
     {before}
     config = parse_config({{"run": {{"dir": {directory}}}, "checkpoint": {{"resume": resume}}}})

@@ -93,7 +93,7 @@ class RunDirectory:
         if not self._moves:
             return first_does(self._hosts, "the record of the run", lambda: self._go_on(start, data))
         told = first_does(self._hosts, "moving an earlier run's files", self._move_aside)
-        check_shared(self.path, LOCK_FILE, told["token"], self._hosts)  # it may still show the directory that was moved
+        check_shared(self.path, LOCK_FILE, told["token"], self._hosts, looked_before=True)
         self._stack.enter_context(host_log(self.path / LOGS_DIR, self._hosts.index))
         first_does(self._hosts, "the record of the run", lambda: self._go_on(0, data))
         return [f"an earlier run's files were moved to {told['moved']}"]

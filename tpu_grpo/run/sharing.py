@@ -12,8 +12,10 @@ from tpu_grpo.errors import ConfigError, TpuGrpoError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.run.owner import read_owner
 
-SEEN_SECONDS = 45.0
-"""What host 0 wrote must be there for the others within this time; NFS may show a directory as it was before."""
+SEEN_SECONDS = 20.0
+"""What host 0 wrote must be there within this time for the others, which have not looked before."""
+STALE_SECONDS = 60.0
+"""A directory that a host has looked at, NFS may show as it was for so long."""
 PAUSE = 0.5
 
 
@@ -39,7 +41,7 @@ def first_does(hosts: Hosts, name: str, action: Callable[[], Any]) -> Any:
     return value
 
 
-def check_shared(directory: Path, lock_file: str, token: str, hosts: Hosts) -> None:
+def check_shared(directory: Path, lock_file: str, token: str, hosts: Hosts, *, looked_before: bool = False) -> None:
     """See that the lock which host 0 has just taken lies in this host's directory, too.
 
     Args:
@@ -47,11 +49,12 @@ def check_shared(directory: Path, lock_file: str, token: str, hosts: Hosts) -> N
         lock_file: the name of host 0's lock in it.
         token: what that lock says.
         hosts: the processes of the run; every one of them calls this.
+        looked_before: whether hosts have looked there, and may be shown the directory that lay there then.
 
     Raises:
         ConfigError: on every host, naming those that look into a directory of their own.
     """
-    seen = hosts.is_first or _seen(directory / lock_file, token)
+    seen = hosts.is_first or _seen(directory / lock_file, token, STALE_SECONDS if looked_before else SEEN_SECONDS)
     where = f"{directory.absolute()} on {socket.gethostname()}"
     answers = _gathered(hosts, "shared run directory", [seen, where])
     if apart := [f"host {index} ({place})" for index, (sees, place) in enumerate(answers) if not sees]:
@@ -76,7 +79,7 @@ def agreed_steps(directory: Path, hosts: Hosts) -> tuple[int, ...]:
     Raises:
         LockstepError: hosts see different ones, for longer than a file system may take to show them.
     """
-    deadline = time.monotonic() + SEEN_SECONDS
+    deadline = time.monotonic() + STALE_SECONDS
     while True:
         mine = saved_steps(directory)
         late = time.monotonic() > deadline
@@ -92,8 +95,8 @@ def _gathered(hosts: Hosts, name: str, value: Any) -> list[Any]:
     return [json.loads(answer) for answer in hosts.gather(name, json.dumps(value).encode())]
 
 
-def _seen(path: Path, token: str) -> bool:
-    deadline = time.monotonic() + SEEN_SECONDS
+def _seen(path: Path, token: str, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
     while True:
         try:
             owner = read_owner(path)
