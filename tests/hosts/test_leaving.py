@@ -49,6 +49,34 @@ with Watch(Hosts(1, 2, Service(frozen_at=1)), timeout_seconds=2, every=0.3):
     assert (done.returncode, done.stderr) == (3, "")
 
 
+def test_an_error_that_nobody_reads_is_told_to_the_other_hosts() -> None:
+    """The pipe is full, so that whoever prints to it waits."""
+    done = watched(
+        """
+from tpu_grpo.commands.starting import _errors_printed_first
+from tpu_grpo.errors import DataError, say
+reader, writer = os.pipe()
+os.dup2(writer, 2)
+os.set_blocking(2, False)
+try:
+    while os.write(2, b"x" * 4096):
+        pass
+except BlockingIOError:
+    os.set_blocking(2, True)
+service = Service(frozen_at=100)
+service.values["tpu_grpo/watch/heard/0"] = b""
+def show():
+    while (told := service.values.get("tpu_grpo/watch/failure/1")) is None:
+        time.sleep(0.1)
+    print(told.decode(), flush=True)
+threading.Thread(target=show).start()
+with Watch(Hosts(1, 2, service), timeout_seconds=20, every=0.3), _errors_printed_first():
+    raise DataError("a.jsonl:7 is no JSON")
+"""
+    )
+    assert (done.returncode, done.stdout) == (2, "DataError: a.jsonl:7 is no JSON\n")
+
+
 def test_a_host_that_cannot_watch_any_more_ends() -> None:
     done = watched(
         """

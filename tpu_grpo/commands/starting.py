@@ -10,11 +10,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from tpu_grpo.config import HUB, RunConfig, load_config
 from tpu_grpo.errors import ConfigError, TpuGrpoError, say
-from tpu_grpo.hosts import Hosts, Watch, choose_platform, start
+from tpu_grpo.hosts import Hosts, Watch, choose_platform, in_time, start
 
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu.yaml"
 """The config of a command that names none."""
@@ -88,9 +89,9 @@ def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
 
 @contextmanager
 def _errors_printed_first() -> Iterator[None]:
-    """Print an error before the other hosts hear of it: the end of host 0 may end this process within a moment."""
+    """Print an error before the other hosts hear of it, so that theirs do not come first; a full pipe delays nobody."""
     try:
         yield
     except TpuGrpoError as error:
-        say(error)
+        in_time([partial(say, error)])
         raise

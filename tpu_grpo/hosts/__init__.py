@@ -9,6 +9,7 @@ with Watch(hosts) as watch, watch.stage("rollout"):
 
 from tpu_grpo.hosts.agreement import Hosts
 from tpu_grpo.hosts.devices import by_host, devices_per_host, hosts_of
+from tpu_grpo.hosts.ending import in_time
 from tpu_grpo.hosts.log import host_log
 from tpu_grpo.hosts.platform import choose_platform
 from tpu_grpo.hosts.progress import progress
@@ -24,6 +25,7 @@ __all__ = [
     "end_all_hosts",
     "host_log",
     "hosts_of",
+    "in_time",
     "progress",
     "start",
 ]

@@ -91,11 +91,11 @@ def _say_last(line: str) -> None:
     writes: list[Callable[[], object]] = [lambda: os.write(2, whole)]
     if (log := here.log) is not None:
         writes.append(lambda: _append(log, whole))
-    _in_time(writes)
+    in_time(writes)
 
 
 def _exit(code: int) -> NoReturn:
-    _in_time([logging.shutdown, sys.stdout.flush, sys.stderr.flush])
+    in_time([logging.shutdown, sys.stdout.flush, sys.stderr.flush])
     os._exit(code)
 
 
@@ -107,8 +107,8 @@ def _append(path: Path, line: bytes) -> None:
         os.close(file)
 
 
-def _in_time(calls: Sequence[Callable[[], object]]) -> None:
-    """Make calls that may fail or never return: each on a thread of its own, all awaited for a moment."""
+def in_time(calls: Sequence[Callable[[], object]]) -> None:
+    """Make calls that write and may fail or never return: each on a thread of its own, all awaited for a moment."""
     threads: list[threading.Thread] = []
     for call in calls:
         thread = threading.Thread(target=_quietly, args=[call], daemon=True)
