@@ -105,7 +105,7 @@ def test_hosts_that_disagree_each_print_it_and_leave_together() -> None:
     assert abs(ended[0].at - ended[1].at) < 4  # on an idle machine under 2
 
 
-@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("failing", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_host_whose_output_nobody_reads_and_whose_disk_is_full_ends_with_3(failing: int) -> None:
     ended = run(
         f"""
