@@ -265,6 +265,26 @@ def test_a_start_that_fails_leaves_an_earlier_run_in_place(tmp_path: Path) -> No
     assert names(tmp_path / "run") == ["checkpoints", "config.yaml", "metrics.jsonl"]
 
 
+def test_what_is_left_by_a_start_that_ends_after_the_move_is_a_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave_files(tmp_path / "run", "earlier")
+    never = config_for(tmp_path / "run", "never")
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(KeyboardInterrupt),
+        RunDirectory(never, Hosts()) as directory,
+    ):
+        patched.setattr("tpu_grpo.run.directory.check_shared", lambda *_, **__: _interrupt())
+        directory.begin(0, {"digest": "a" * 64})
+    assert names(tmp_path / "run") == ["config.yaml"]
+    assert begin(never) == tmp_path / "run.2"
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_refused_start_leaves_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise ConfigError("another host does not see it")

@@ -133,6 +133,7 @@ class RunDirectory:
                 token = self._take()
             finally:
                 before.release(aside / LOCK_FILE)
+        self._write_config()  # first, or what a kill leaves would be no run's
         return {"moved": str(aside), "token": token}
 
     def _go_on(self, start: int, data: Mapping[str, Any]) -> list[str]:
