@@ -193,7 +193,7 @@ def test_the_second_iteration_still_compares_with_the_engine(tmp_path: Path) -> 
     advantages = np.repeat(advantages_of(learner, scored), lengths)
     for _ in range(2):
         ratio = np.exp(old_logps(learner, scored) - engine)  # of the weights this pass starts from
-        (micro,), _ = learner._one_pass(1, examples)
+        (micro,) = learner._update(examples).sums
         clipped = (advantages > 0) & (ratio > 1.01) | (advantages < 0) & (ratio < 0.99)
         assert float(micro.clipped) == clipped.sum()
         measured = agreement_metrics([micro.agreement])["agreement/ratio_mean"]
@@ -241,7 +241,7 @@ def test_penalty_is_taken_against_the_initial_policy(tmp_path: Path) -> None:
     initial = old_logps(learner, scored[1])
     learner.update(scored[0])
     after_one = old_logps(learner, scored[1])
-    sums, _ = learner._one_pass(2, micro_batches(learner, scored[1]))
+    sums = learner._update(micro_batches(learner, scored[1])).sums
     gap = initial - after_one
     found = float(sum(micro.kl for micro in sums)) / scored[1].rollout.total_tokens
     assert found == pytest.approx(np.mean(np.exp(gap) - gap - 1), rel=1e-4)

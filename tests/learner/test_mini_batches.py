@@ -119,7 +119,7 @@ def test_all_updates_compare_with_the_policy_before_the_first(tmp_path: Path) ->
             for ids, values in completions_of(batches, name):
                 np.testing.assert_allclose(values, expected[rows[ids]], atol=2e-5, err_msg=name)
         seen.append([rows[ids] for ids, _ in completions_of(batches, "advantages")])
-        learner._one_pass(1, batches)  # the policy moves on
+        learner._update(batches)  # the policy moves on
     assert [len(part) for part in seen] == [4, 4, 4, 4]
     assert sorted(seen[0] + seen[1]) == sorted(seen[2] + seen[3]) == list(range(8))
     learner.close()

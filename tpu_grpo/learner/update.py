@@ -11,10 +11,9 @@ The parameters exist once or twice:
     bfloat16        float32             any               a float32 copy, cast to the model's after every step
     bfloat16        bfloat16            compact           the model's own, with 8 bits more of each
 
-Two programs run, `accumulate` and `step`. Nothing is fetched in between, so that the devices are never waited for.
-
-If the loss or a gradient is not finite, `step` itself leaves everything as it was: alike on all hosts, because both are
-sums over all of them.
+Three programs run: `accumulate`, `measure` and `step`. Nothing is fetched between passes, so that the devices are never
+waited for there. If the loss or a gradient is not finite, there is no step, on all hosts alike: what is measured is the
+same on all of them. To choose between old and new values inside of the step would cost it memory and time.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -33,7 +32,7 @@ from tpu_grpo.learner.loss import LossSettings, LossSums, TrainBatch, policy_los
 from tpu_grpo.learner.numbers import LossNumbers
 from tpu_grpo.learner.optimizers import state_shardings
 from tpu_grpo.learner.trained import trained_type
-from tpu_grpo.learner.update_records import PassSums, UpdateRecord, UpdateState, Values, kept_if
+from tpu_grpo.learner.update_records import PassSums, UpdateRecord, UpdateState, Values
 
 
 class Updater:
@@ -112,9 +111,12 @@ class Updater:
         """
         assert self._sums is not None, "accumulate comes before step"
         sums, self._sums, self._read = self._sums, None, None
-        changed, self.state, record = self._step(*self._step_arguments(sums, self._shared))
+        record = self._measure(sums, self.state.count, self.state.entropy)
+        if not bool(record.finite):  # the first time that anything is waited for
+            return record
+        changed, self.state, kept = self._step(*self._step_arguments(sums, self._shared), record.grad_norm)
         self._install(changed)
-        return record
+        return record._replace(step_kept=kept)
 
     def lower_accumulate(self, batch: Any) -> jax.stages.Lowered:
         """Lower the forward and backward pass of a micro-batch, for arrays or their descriptions."""
@@ -122,13 +124,18 @@ class Updater:
 
     def lower_step(self, shared: Collection[str]) -> jax.stages.Lowered:
         """Lower the optimizer's step, with the memory of all but the ``shared`` parameters reused."""
-        return self._step.lower(*self._step_arguments(self._described_sums, shared))
+        sums = self._described_sums
+        return self._step.lower(*self._step_arguments(sums, shared), sums.loss)  # a norm is described as a loss is
 
     # --- the programs -------------------------------------------------------------------------------------------------
 
     @property
     def _accumulate(self) -> Any:
         return self._compiled("accumulate", self._accumulated, donate_argnums=0)
+
+    @property
+    def _measure(self) -> Any:
+        return self._compiled("measure", self._measured)
 
     @property
     def _step(self) -> Any:
@@ -147,13 +154,24 @@ class Updater:
         entropy = add_entropy(sums.entropy, measured.entropy, measured.agreement.tokens)
         return PassSums(self._laid_out(added), sums.loss + measured.loss, entropy), measured
 
+    def _measured(self, sums: PassSums, count: Int[Array, ""], entropy: EntropyState | tuple[()]) -> UpdateRecord:
+        """Measure what does not depend on the step."""
+        norm, rate = optax.global_norm(sums.gradients), jnp.asarray(self._schedule(count), jnp.float32)
+        finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
+        coefficient = entropy.applied if isinstance(entropy, EntropyState) else None
+        return UpdateRecord(norm, rate, jnp.ones(()), finite, coefficient)
+
     def _stepped(
-        self, held: Values, read: PassSums, free: Values, state: UpdateState, reused: Values
-    ) -> tuple[Values, UpdateState, UpdateRecord]:
-        gradients, before = read.gradients | reused, held | free
-        values = self._joined(before, state.kept)
-        norm = optax.global_norm(gradients)
-        finite = jnp.isfinite(norm) & jnp.isfinite(read.loss)
+        self,
+        held: Values,
+        read: PassSums,
+        free: Values,
+        state: UpdateState,
+        reused: Values,
+        norm: Float[Array, ""],
+    ) -> tuple[Values, UpdateState, Float[Array, ""]]:
+        gradients = read.gradients | reused
+        values = self._joined(held | free, state.kept)
         scale = jnp.where(norm > self._max_grad_norm, self._max_grad_norm / norm, 1.0)
         scaled = {name: gradient * scale for name, gradient in gradients.items()}
         update: Any = self._optimizer.update
@@ -162,14 +180,11 @@ class Updater:
         arrived = self._joined(trained, kept)
         length = sum((jnp.square(step).sum() for step in meant.values()), jnp.zeros(()))
         along = sum(((arrived[name] - values[name]) * meant[name]).sum() for name in values)
-        rate = jnp.asarray(self._schedule(state.count), jnp.float32)
-        record = UpdateRecord(norm, rate, jnp.where(length > 0.0, along / length, 1.0), finite)
         entropy, control = state.entropy, self._settings.entropy_control
         if control is not None and isinstance(entropy, EntropyState) and isinstance(read.entropy, EntropySums):
-            record = record._replace(entropy_coefficient=entropy.applied)
             entropy = control.following(entropy, read.entropy)
-        made = UpdateState(state.count + 1, optimizer, self._laid_out(kept), entropy)
-        return self._laid_out(kept_if(finite, trained, before)), kept_if(finite, made, state), record
+        after = UpdateState(state.count + 1, optimizer, self._laid_out(kept), entropy)
+        return self._laid_out(trained), after, jnp.where(length > 0.0, along / length, 1.0)
 
     def _joined(self, trained: Values, kept: Values) -> Values:
         """The parameters that are stepped, float32."""

@@ -2,8 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_grpo.learner.entropy import EntropyState, EntropySums
@@ -48,8 +46,3 @@ class UpdateState(NamedTuple):
     nothing."""
     entropy: EntropyState | tuple[()] = ()
     """The coefficient of the entropy bonus, if it is adapted."""
-
-
-def kept_if[T](finite: Bool[Array, ""], new: T, old: T) -> T:
-    """Return arrays as an update made them, or bit for bit as they were before."""
-    return jax.tree.map(lambda made, before: jnp.where(finite, made, before), new, old)
