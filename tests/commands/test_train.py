@@ -318,19 +318,20 @@ def test_a_dry_run_of_the_demo_finds_nothing_wrong_and_says_nothing_about_tpus(t
     assert re.search(r"tpu|grpc|metadata|warning", done.stderr, flags=re.IGNORECASE) is None, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == [
-        *("model", "meshes", "data", "rewards", "algorithm", "objective"),
+        *("run.dir", "model", "meshes", "data", "rewards", "algorithm", "objective"),
         *("evaluation", "trainer", "rollout", "step", "sync"),
         *("1", *["3"] * 11, "1"),  # kinds of leaves
         "ok:",
     ]
-    assert lines[2] == "data       builtin:addition: 7588 prompts, 0 dropped as too long"
-    assert lines[5] == (
+    assert lines[0] == "run.dir    runs/demo_cpu: a run that starts at step 1"
+    assert lines[3] == "data       builtin:addition: 7588 prompts, 0 dropped as too long"
+    assert lines[6] == (
         "objective  mean_i mean_t [ max(-r*A, -clip(r, 0.8, 1.2)*A) ]; r = p/p_engine; "
         "A = (R - mean_g(R)) / (std_g(R) + 1e-6); p = softmax(logits)"
     )
-    assert lines[6] == "evaluation 512 prompts"
-    assert lines[9] == "step       32 prompts x 8 completions"
-    assert lines[10] == "sync       35 leaves, 23 shared, 1.3 MiB move in 1 programs"
+    assert lines[7] == "evaluation 512 prompts"
+    assert lines[10] == "step       32 prompts x 8 completions"
+    assert lines[11] == "sync       35 leaves, 23 shared, 1.3 MiB move in 1 programs"
     assert lines[-1] == "ok: nothing wrong found"
     assert list(tmp_path.iterdir()) == []
 
