@@ -5,7 +5,7 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +17,7 @@ import pytest
 import tpu_grpo
 from tpu_grpo import api, errors, types
 from tpu_grpo.config import RunConfig
-from tpu_grpo.hosts import Hosts, Watch
+from tpu_grpo.hosts import Hosts, StopRequest, Watch
 
 
 def modules_after(code: str, tmp_path: Path) -> set[str]:
@@ -103,8 +103,8 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_train_starts_as_the_command_does(joined: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config, asked = tpu_grpo.parse_config({}), lambda: True
 
-    def train(given: RunConfig, hosts: Hosts, watch: Watch, stop_requested: Callable[[], bool]) -> dict[str, Any]:
-        assert (given, hosts.count, stop_requested) == (config, 1, asked)
+    def train(given: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest) -> dict[str, Any]:
+        assert (given, hosts.count, stop.asked) == (config, 1, True)
         joined.append("train")
         return {"steps": 3}
 

@@ -15,6 +15,7 @@ from tests.models.random_checkpoint import edit_config, write_random_qwen3
 from tests.run.test_timeline import xplane_spans
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.errors import Interrupted, RewardError
+from tpu_grpo.hosts import StopRequest
 from tpu_grpo.learner import Learner
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.pipeline import train
@@ -260,8 +261,8 @@ def test_releasing_memory_during_the_update_changes_nothing(
 
 def test_asked_to_stop_a_run_saves_and_says_so(files: Path, whole: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    with pytest.raises(Interrupted, match="stopped after step 1 as asked; start the same command again"):
-        train(config(files, run_dir), stop_requested=lambda: True)
+    with pytest.raises(Interrupted, match="stopped after step 1 as asked, which is saved; start the same command"):
+        train(config(files, run_dir), stop=StopRequest(lambda: True))
     train(config(files, run_dir))
     assert digests(run_dir) == digests(whole)
 

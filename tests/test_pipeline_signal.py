@@ -9,6 +9,7 @@ import pytest
 from tests.test_pipeline import config, digests, files, lines  # noqa: F401  the fixture, too
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import Interrupted
+from tpu_grpo.hosts import StopRequest
 from tpu_grpo.pipeline import train
 
 LUCKY = """
@@ -76,7 +77,7 @@ def test_steps_hold_the_first_informative_groups_and_begin_where_the_one_before_
 def test_stopped_and_continued_a_run_takes_the_same_prompts(files: Path, whole: Path, tmp_path: Path) -> None:  # noqa: F811
     stops = iter([False, False, True])
     with pytest.raises(Interrupted, match="stopped after step 3 as asked"):
-        train(signal_config(files, tmp_path / "run"), stop_requested=lambda: next(stops))
+        train(signal_config(files, tmp_path / "run"), stop=StopRequest(lambda: next(stops)))
     train(signal_config(files, tmp_path / "run"))
     assert digests(tmp_path / "run") == digests(whole)
     assert lines(tmp_path / "run", "history.jsonl") == lines(whole, "history.jsonl")

@@ -17,7 +17,7 @@ from typing import Any
 
 from tpu_grpo.commands.starting import joined_hosts, prepare
 from tpu_grpo.config import RunConfig
-from tpu_grpo.hosts import Hosts, Watch
+from tpu_grpo.hosts import Hosts, StopRequest, Watch
 
 
 def _never() -> bool:
@@ -49,7 +49,7 @@ def train(config: RunConfig, *, stop_requested: Callable[[], bool] = _never) -> 
             return summary
         from tpu_grpo import pipeline
 
-        return pipeline.train(config, hosts, watch, stop_requested)
+        return pipeline.train(config, hosts, watch, StopRequest(stop_requested))
 
 
 @contextmanager

@@ -5,8 +5,8 @@
 Every stage is a call on a part that ``run/parts.py`` built; stages exchange the records of ``types.py``.
 """
 
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from tpu_grpo.algorithms import notices
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import Interrupted
 from tpu_grpo.evaluation import EvaluationLog, describe, write_samples
-from tpu_grpo.hosts import Hosts, Watch
+from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch
 from tpu_grpo.metrics.compilations import CompilationCounter
 from tpu_grpo.metrics.jsonl import read_records
 from tpu_grpo.metrics.report import write_report
@@ -35,12 +35,8 @@ KEPT_AT_LEAST = 0.9
 """The share of the optimizer's step, by its norm, below which a run warns that steps are lost."""
 
 
-def _never() -> bool:
-    return False
-
-
 def train(
-    config: RunConfig, hosts: Hosts = ALONE, watch: Watch | None = None, stop_requested: Callable[[], bool] = _never
+    config: RunConfig, hosts: Hosts = ALONE, watch: Watch | None = None, stop: StopRequest | None = None
 ) -> dict[str, Any]:
     """Run the config to its end and leave its files in ``run.dir``; every host calls this, host 0 writes.
 
@@ -50,7 +46,7 @@ def train(
         config: the run.
         hosts: this process among those of the run.
         watch: is told which stage the process is in, for the message when another is lost.
-        stop_requested: asked after every step; when it says yes, a checkpoint is saved and the run ends early.
+        stop: once it is asked, the run ends early where nothing is lost, with a checkpoint.
 
     Returns:
         What summary.json holds.
@@ -70,12 +66,13 @@ def train(
         ):
             best = "" if parts.task.held_out is None else parts.task.held_out.best
             evaluations = EvaluationLog(config.run_dir, start, best, hosts)
-            run = Run(config, hosts, watch or Watch(hosts), parts, draw, log, evaluations, compilations)
+            stop = stop or StopRequest()
+            run = Run(config, hosts, watch or Watch(hosts), stop, parts, draw, log, evaluations, compilations)
             for note in notes:
                 log.note(note)
             if dropped := parts.task.prompts.dropped:
                 log.note(f"{dropped} prompts were dropped: longer than data.max_prompt_tokens")
-            run.train(start, stop_requested)
+            run.train(start)
         return run.finish()
 
 
@@ -86,6 +83,7 @@ class Run:
     config: RunConfig
     hosts: Hosts
     watch: Watch
+    stop: StopRequest
     parts: Parts
     draw: PromptDraw
     log: RunLog
@@ -93,30 +91,31 @@ class Run:
     compilations: CompilationCounter
     warned_of_lost_steps: bool = False
 
-    def train(self, start: int, stop_requested: Callable[[], bool]) -> None:
+    def train(self, start: int) -> None:
         """Do steps ``start + 1`` to ``run.max_steps``, or until no prompt is left to learn from."""
-        for notice in notices(self.config):
+        for notice in (*notices(self.config), *self.parts.learner.restore_notes):
             self.log.note(notice)
         if start:
             self.log.note(f"continuing after step {start}")
+        self.stop.begin()
         if not start:
-            self._evaluate_if_due(0)
+            self._evaluate_before_training()
         profiled, step = self.config.logging.profile_steps, start
         with Timeline(profiled, self.config.run_dir / PROFILE_DIR, self.hosts.index, self.log.note) as timeline:
             while not self._is_last(step):
-                step += 1
-                with timeline.step(step):
-                    self._step(step)
-                    stopping = self._any_host(stop_requested()) and not self._is_last(step)
-                    if stopping or self._is_best(step) or self._due(step, self.config.checkpoint.every):
-                        with self.watch.stage(f"saving step {step}"):
-                            self._save(step)
-                if stopping:
-                    self.parts.learner.close()
-                    raise Interrupted(f"stopped after step {step} as asked; {self.config.going_on}")
+                with timeline.step(step + 1):
+                    try:
+                        self._step(step + 1)
+                    except StepAbandoned:
+                        raise self._stopped(step) from None
+                    step += 1
+                    if self._any_host(self.stop.asked) and not self._is_last(step):
+                        raise self._stopped(step)
+                    if self._is_best(step) or self._due(step, self.config.checkpoint.every):
+                        self._save(step)
         if step < self.config.run.max_steps:
             self.log.note(f"the run ends after step {step}: {self.draw.why_exhausted}")
-        self.parts.learner.close()
+        self.parts.learner.close(best=self._best_step)
 
     def _step(self, step: int) -> None:
         parts, stage = self.parts, self.watch.stage
@@ -163,12 +162,14 @@ class Run:
         parts, stage, known = self.parts, self.watch.stage, self.draw.history.last("tokens", batch.records)
         name = f"step {batch.step}" + (f", round {batch.round + 1}" if batch.round else "")
         with parts.task.rewards.begin(batch) as scoring:
-            with stage(f"rollout of {name}"):
+            with stage(f"rollout of {name}"), self._may_be_abandoned(together=True):
                 drawn = [(prompt.token_ids, batch.positions[p]) for p, prompt in enumerate(batch.prompts)]
                 self.hosts.agree(f"prompts of {name}", repr(drawn))
                 rollout = parts.sampler.rollout(batch, scoring.add, known)
                 self.hosts.agree(f"tokens of {name}", tokens_digest(rollout.completions))
             with stage(f"rewards of {name}"):
+                with self._may_be_abandoned():
+                    scoring.score_own([rollout])
                 [scores] = scoring.finish([rollout])
         return ScoredRollout(rollout, scores)
 
@@ -190,16 +191,44 @@ class Run:
 
     def _save(self, step: int) -> None:
         """A checkpoint; and adapters also on their own, as others read them."""
-        self.parts.learner.save(step, best=self.evaluations.best_step if self.config.checkpoint.keep_best else None)
-        if adapters := self.parts.learner.adapters():
-            if self.hosts.is_first:
-                directory = self.config.run_dir / ADAPTERS_DIR / str(step)
-                write_adapters(directory, adapters, self.config.model.lora, self.config.model.path)
-            self.hosts.barrier(f"adapters of step {step}")
+        with self.watch.stage(f"saving step {step}"):
+            self.parts.learner.save(step, best=self._best_step)
+            if adapters := self.parts.learner.adapters():
+                if self.hosts.is_first:
+                    directory = self.config.run_dir / ADAPTERS_DIR / str(step)
+                    write_adapters(directory, adapters, self.config.model.lora, self.config.model.path)
+                self.hosts.barrier(f"adapters of step {step}")
+
+    def _stopped(self, step: int) -> Interrupted:
+        """Save the last step that is done, if there is one, and return what ends the run."""
+        if step:
+            self._save(step)
+            self.parts.learner.close(best=self._best_step)
+            return Interrupted(f"stopped after step {step} as asked, which is saved; {self.config.going_on}")
+        return Interrupted("stopped before the first step was done, as asked; nothing was saved")
+
+    @contextmanager
+    def _may_be_abandoned(self, *, together: bool = False) -> Iterator[None]:
+        """Give the step up in this block once a signal asks any host to stop; all hosts leave it at the same place.
+
+        Args:
+            together: hosts compute the block together, so that none of several may leave it before its end.
+        """
+        with suppress(StepAbandoned), nullcontext() if together and self.hosts.count > 1 else self.stop.abandoning():
+            yield
+        if self._any_host(self.stop.signalled):
+            raise StepAbandoned
 
     def _any_host(self, asked: bool) -> bool:
         """Ask whether this or any other host was asked to stop; all of them then stop after the same step."""
         return b"1" in self.hosts.gather("stop", b"1" if asked else b"0")
+
+    def _evaluate_before_training(self) -> None:
+        try:
+            with self._may_be_abandoned(together=True):
+                self._evaluate_if_due(0)
+        except StepAbandoned:
+            raise self._stopped(0) from None
 
     def _evaluate_if_due(self, step: int) -> dict[str, float]:
         held_out = self.parts.task.held_out
@@ -215,9 +244,14 @@ class Run:
         self.log.note(describe(evaluation, len(held_out.prompts)))
         return evaluation.metrics()
 
+    @property
+    def _best_step(self) -> int | None:
+        """The step whose checkpoint is kept as the best, if one is."""
+        return self.evaluations.best_step if self.config.checkpoint.keep_best else None
+
     def _is_best(self, step: int) -> bool:
         """Whether this step was evaluated and is the best so far."""
-        return self.config.checkpoint.keep_best and self.evaluations.best_step == step
+        return self._best_step == step
 
     def _due(self, step: int, every: int) -> bool:
         """Say whether a step is one of every ``every``, or the last."""

@@ -16,11 +16,15 @@ from tests.learner.linear import Run, linear_config, linear_run
 from tests.learner.toy import counted_compilations, make_mesh
 from tpu_grpo.errors import CheckpointError
 from tpu_grpo.learner import checkpoints as checkpoints_module
-from tpu_grpo.learner.checkpoints import Checkpoints, _checksums, read_policy
+from tpu_grpo.learner.checkpoints import Checkpoints, _leaves
 from tpu_grpo.learner.digest import params_digest
+from tpu_grpo.learner.restoring import model_leaves, read_policy, sums_of
 
 # When one of its reads fails, Orbax closes an event loop that others still report to.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+METADATA = "_CHECKPOINT_METADATA"
 
 
 def make_run(seed: int = 0, width: int = 64) -> Run:
@@ -47,7 +51,7 @@ def restored(directory: Path, run: Run, resume: Any = "auto") -> int:
 
 
 def sums(run: Run) -> dict[str, Any]:
-    return _checksums(run.updater.model, run.updater)
+    return sums_of(_leaves(run.updater, None))
 
 
 def assert_same(left: Run, right: Run) -> None:
@@ -101,12 +105,62 @@ def test_resume_never_and_require(tmp_path: Path) -> None:
         checkpoints.save(1, run.updater)
 
 
-def truncate(pattern: str) -> Callable[[Path], None]:
-    def damage(checkpoint: Path) -> None:
-        for path in checkpoint.glob(pattern):
-            path.write_bytes(path.read_bytes()[:10])
+# --- damage -----------------------------------------------------------------------------------------------------------
 
-    return damage
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Steps 1 and 2, saved by one run."""
+    directory = tmp_path_factory.mktemp("saved")
+    saved_run(directory, 1, 2)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def sums_after() -> dict[int, dict[str, Any]]:
+    """By step the sums of a run that did so many."""
+    run, found = make_run(), {}
+    for step in (1, 2):
+        run.step()
+        found[step] = sums(run)
+    return found
+
+
+def copied(saved: Path, to: Path) -> Path:
+    return shutil.copytree(saved, to / "run" / "checkpoints")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:10])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def delete(path: Path) -> None:
+    path.unlink()
+
+
+def rename(path: Path) -> None:
+    path.rename(path.with_name(f"{path.name}.old"))
+
+
+def overwrite(path: Path) -> None:
+    """With bytes of another file, as many as there were."""
+    path.write_bytes((b"not what was here " * path.stat().st_size)[: path.stat().st_size])
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(bytes(content))
+
+
+DAMAGES = (cut, empty, delete, rename, overwrite, flip)
+NEEDED = (METADATA, "model_params/_METADATA", "model_params/manifest.ocdbt", "optimizer_state/d/*")
+"""Files of each kind without which a checkpoint cannot be read."""
 
 
 def flip_bits(pattern: str) -> Callable[[Path], None]:
@@ -121,38 +175,152 @@ def flip_bits(pattern: str) -> Callable[[Path], None]:
     return damage
 
 
+def assert_continued_after(step: int, directory: Path, after: dict[int, dict[str, Any]]) -> list[str]:
+    """Restore; every array must be that of the step, and a newer step must be kept aside. Returns what is told."""
+    run = make_run(seed=1)
+    checkpoints = Checkpoints(directory, keep=2)
+    assert checkpoints.restore(run.updater, resume="auto") == step
+    assert sums(run) == after[step]
+    aside = directory.with_name("damaged_checkpoints")
+    assert [path.name for path in aside.glob("*")] == (["2"] if step == 1 else [])
+    run.step()
+    checkpoints.save(step + 1, run.updater)  # and it goes on
+    checkpoints.close()
+    assert sorted(path.name for path in directory.iterdir()) == [str(step), str(step + 1)]
+    return checkpoints.notes
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("file", NEEDED)
+def test_a_run_continues_after_the_newest_sound_checkpoint(
+    saved: Path, sums_after: dict[int, dict[str, Any]], tmp_path: Path, file: str, damage: Callable[[Path], None]
+) -> None:
+    directory = copied(saved, tmp_path)
+    [path] = (directory / "2").glob(file)
+    damage(path)
+    [note] = assert_continued_after(1, directory, sums_after)
+    assert note.startswith("checkpoint 2 is damaged (")
+    assert note.endswith(
+        f") and was moved to {directory.parent}/damaged_checkpoints/2; the run continues after step 1, its newest "
+        "sound checkpoint"
+    )
+
+
+def of_step_1(name: str) -> Callable[[Path], None]:
+    """Put the file or directory of this name in the place of the checkpoint's own."""
+
+    def damage(checkpoint: Path) -> None:
+        other = checkpoint.parent / "1" / name
+        if other.is_file():
+            shutil.copy(other, checkpoint)
+        else:
+            shutil.rmtree(checkpoint / name)
+            shutil.copytree(other, checkpoint / name)
+
+    return damage
+
+
 @pytest.mark.parametrize(
-    "damage",
+    ("damage", "reason"),
     [
-        lambda checkpoint: shutil.rmtree(checkpoint / "model_params"),
-        lambda checkpoint: shutil.rmtree(checkpoint / "optimizer_state"),
-        lambda checkpoint: (checkpoint / "_CHECKPOINT_METADATA").unlink(),
-        truncate("_CHECKPOINT_METADATA"),
-        truncate("model_params/_METADATA"),
-        truncate("model_params/manifest.ocdbt"),
-        truncate("optimizer_state/d/*"),
-        truncate("optimizer_state/**/d/*"),
-        flip_bits("model_params/**/d/*"),
+        (lambda checkpoint: shutil.rmtree(checkpoint / "model_params"), "model_params is missing"),
+        (lambda checkpoint: shutil.rmtree(checkpoint / "optimizer_state"), "optimizer_state is missing"),
+        (lambda checkpoint: [path.unlink() for path in checkpoint.rglob("d/*")], "NOT_FOUND"),
+        (lambda checkpoint: edit_metadata(checkpoint, lambda data: data.pop("checksums")), "its checksums are missing"),
+        (of_step_1(METADATA), "it is named 2 and holds step 1"),
+        (of_step_1("model_params"), "arrays are not what was saved, the first model."),
     ],
-    ids=[
-        "params gone",
-        "optimizer gone",
-        "no metadata",
-        "metadata cut",
-        "tree cut",
-        "index cut",
-        "data cut",
-        "all data cut",
-        "flipped",
-    ],
+    ids=["params gone", "optimizer gone", "data gone", "no sums", "metadata of another step", "params of another step"],
 )
-def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    saved_run(tmp_path, 1, 2)
-    damage(tmp_path / "2")
-    with pytest.raises(CheckpointError, match=r"checkpoint .*/2 must hold .*remove that directory to continue from"):
-        restored(tmp_path, make_run())
-    shutil.rmtree(tmp_path / "2")  # the remedy
-    assert restored(tmp_path, make_run()) == 1
+def test_what_is_wrong_with_a_checkpoint_is_said(
+    saved: Path,
+    sums_after: dict[int, dict[str, Any]],
+    tmp_path: Path,
+    damage: Callable[[Path], object],
+    reason: str,
+) -> None:
+    directory = copied(saved, tmp_path)
+    damage(directory / "2")
+    [note] = assert_continued_after(1, directory, sums_after)
+    assert reason in note
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_no_damage_of_any_file_loads_anything_else(
+    saved: Path, sums_after: dict[int, dict[str, Any]], tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    """Some files are not read, such as what says how arrays lay; then the newest step comes back as it was."""
+    files = [path.relative_to(saved) for path in sorted((saved / "2").rglob("*")) if path.is_file()]
+    assert len(files) > 15
+    for number, file in enumerate(files):
+        directory = copied(saved, tmp_path / str(number))
+        damage(directory / file)
+        checkpoints, run = Checkpoints(directory, keep=2), make_run(seed=1)
+        step = checkpoints.restore(run.updater, resume="auto")
+        checkpoints.close()
+        assert sums(run) == sums_after[step], file
+        assert bool(checkpoints.notes) == (step == 1), file
+
+
+def test_a_renamed_checkpoint_is_not_taken_for_another_step(
+    saved: Path, sums_after: dict[int, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Its metrics would have a hole."""
+    directory = copied(saved, tmp_path)
+    (directory / "2").rename(directory / "3")
+    run, checkpoints = make_run(seed=1), Checkpoints(directory, keep=2)
+    assert checkpoints.restore(run.updater, resume="auto") == 1
+    checkpoints.close()
+    assert sums(run) == sums_after[1]
+    assert "checkpoint 3 is damaged (it is named 3 and holds step 2)" in checkpoints.notes[0]
+
+
+def test_other_names_are_left_alone(saved: Path, sums_after: dict[int, dict[str, Any]], tmp_path: Path) -> None:
+    directory = copied(saved, tmp_path)
+    for name in ("2.bak", "02", "notes", "-5"):
+        shutil.copytree(directory / "2", directory / name)
+    (directory / "9").write_text("a file")
+    run, checkpoints = make_run(seed=1), Checkpoints(directory, keep=1)
+    assert checkpoints.restore(run.updater, resume="auto") == 2
+    run.step()
+    checkpoints.save(3, run.updater)
+    checkpoints.close()
+    assert not checkpoints.notes
+    assert sorted(path.name for path in directory.iterdir()) == ["-5", "02", "2.bak", "3", "9", "notes"]
+
+
+def test_without_a_sound_checkpoint_nothing_is_moved(saved: Path, tmp_path: Path) -> None:
+    directory = copied(saved, tmp_path)
+    for step in "12":
+        empty(directory / step / METADATA)
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint .*/2 must hold .* restored \(.*\); nor could 1; undo a change of model"
+    ):
+        restored(directory, make_run())
+    assert sorted(path.name for path in directory.iterdir()) == ["1", "2"]
+
+
+def test_a_second_damaged_checkpoint_of_a_step_is_kept_beside_the_first(saved: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        directory = shutil.copytree(saved, tmp_path / "run" / "checkpoints", dirs_exist_ok=True)
+        empty(directory / "2" / METADATA)
+        restored(directory, make_run())
+    assert sorted(path.name for path in (tmp_path / "run" / "damaged_checkpoints").iterdir()) == ["2", "2.1"]
+
+
+def test_a_host_without_memory_does_not_blame_the_checkpoint(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = copied(saved, tmp_path)
+
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(ocp.Checkpointer, "restore", out_of_memory)
+    with pytest.raises(MemoryError):
+        restored(directory, make_run())
+    assert (directory / "2").is_dir()
 
 
 def test_damage_that_orbax_does_not_see_is_found(tmp_path: Path) -> None:
@@ -179,12 +347,12 @@ def test_values_that_are_not_those_saved_are_found(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize("optimizer", [{"name": "lion"}, {"state": "compact"}], ids=str)
 def test_another_optimizer_is_refused(tmp_path: Path, optimizer: dict[str, Any]) -> None:
     saved_run(tmp_path, 1)
-    with pytest.raises(CheckpointError, match="undo a change of model or optimizer"):
+    with pytest.raises(CheckpointError, match="undo a change of model, optimizer or algorithm"):
         restored(tmp_path, linear_run(linear_config(tmp_path, optimizer=optimizer)))
 
 
 def edit_metadata(checkpoint: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    path = checkpoint / "_CHECKPOINT_METADATA"
+    path = checkpoint / METADATA
     content = json.loads(path.read_text())
     change(content["custom_metadata"])
     path.write_text(json.dumps(content))
@@ -208,7 +376,7 @@ def test_a_checkpoint_of_the_layout_before_says_what_changed(tmp_path: Path) -> 
 
 def test_what_is_saved_beside_the_arrays(tmp_path: Path) -> None:
     run = saved_run(tmp_path, 7)
-    metadata = json.loads((tmp_path / "7" / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]
+    metadata = json.loads((tmp_path / "7" / METADATA).read_text())["custom_metadata"]
     assert metadata == {"global_step": 7, "format": 2, "checksums": sums(run)}
     assert {name.split("[")[0].split(".")[0] for name in metadata["checksums"]} == {"model", "optimizer"}
 
@@ -269,14 +437,26 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path) -> None:
     left = []
     for step, best in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 5), (6, 5), (7, None)):
         checkpoints.save(step, run.updater, best=best)
+        assert checkpoints._manager is not None
         checkpoints._manager.wait_until_finished()
         left.append(sorted(int(path.name) for path in tmp_path.iterdir()))
     checkpoints.close()
     assert left == [[1], [1, 2], [1, 2, 3], [1, 3, 4], [4, 5], [5, 6], [6, 7]]
 
 
+@pytest.mark.parametrize(("best", "left"), [(None, ["3", "4"]), (1, ["1", "3", "4"])])
+def test_what_a_process_killed_before_it_removed_older_steps_has_left(
+    tmp_path: Path, best: int | None, left: list[str]
+) -> None:
+    run = saved_run(tmp_path, 1, 2, 3, 4, keep=4)
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    assert checkpoints.restore(run.updater, resume="auto") == 4
+    checkpoints.close(best=best)  # the last step was saved, so nothing is saved before the end
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+
+
 def model_sums(run: Run) -> dict[str, Any]:
-    return _checksums(run.updater.model)
+    return sums_of([model_leaves(run.updater.model)])
 
 
 def test_a_policy_is_read_without_its_optimizer_and_nothing_is_touched(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
         meshes = build_meshes(config, checkpoint)
         with watch.stage(f"loading {chosen.name}"):
             engines = open_engines(config, hosts, checkpoint, tokenizer, meshes)
-            engines.install(parameters(_model(config, checkpoint, meshes, chosen)))
+            engines.install(parameters(_model(config, checkpoint, meshes, chosen, hosts.index)))
             engines.replicas.compile_all()
         sampler = Sampler(engines.replicas, tokenizer, config)
         with watch.stage(f"evaluation of {chosen.name}"):
@@ -107,11 +107,11 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
     return chosen, evaluation
 
 
-def _model(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes, chosen: Chosen) -> nnx.Module:
+def _model(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes, chosen: Chosen, host: int) -> nnx.Module:
     base = load_model(checkpoint, meshes.trainer, dtype=jnp.dtype(config.model.dtype), remat="none")
     model = with_adapters(base, checkpoint, config)
     freeze_untrained(model, config)
     cast_to_compute(model, config)
     if chosen.step is not None:
-        read_policy(chosen.directory, chosen.step, model)
+        read_policy(chosen.directory, chosen.step, model, host)
     return model

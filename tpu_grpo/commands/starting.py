@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+from tpu_grpo.commands.output import lasting_output
 from tpu_grpo.config import HUB, RunConfig, load_config
-from tpu_grpo.errors import ConfigError, TpuGrpoError, say
+from tpu_grpo.errors import ConfigError, TpuGrpoError, disk_error, say
 from tpu_grpo.hosts import Hosts, Watch, choose_platform, in_time, start
 
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu.yaml"
@@ -37,14 +38,15 @@ def config_from_words(words: Sequence[str]) -> RunConfig:
     return load_config(DEFAULT_CONFIG, list(words))
 
 
-def exit_code_of(command: Callable[[], object]) -> int:
-    """Run a command: 0 once it is through, or the exit code of its error, which the user is told in a line."""
-    try:
-        command()
-    except TpuGrpoError as error:
-        say(error)
-        return error.exit_code
-    return 0
+def exit_code_of(command: Callable[[], int | None]) -> int:
+    """Run a command: its exit code, or that of its error, which the user is told in a line."""
+    with lasting_output():
+        try:
+            with _disk_errors_explained():
+                return command() or 0
+        except TpuGrpoError as error:
+            say(error)
+            return error.exit_code
 
 
 def prepare(config: RunConfig) -> None:
@@ -55,6 +57,7 @@ def prepare(config: RunConfig) -> None:
     if not any(path.startswith(HUB) for path in config.data_paths.values()):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every file a run reads is named in its config
     logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.raiseExceptions = False  # a log that cannot be written is no reason to print a traceback for every line
     warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 
@@ -79,7 +82,7 @@ def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
         ours.coordinator, ours.count, ours.index, run=config.run.name, timeout_seconds=ours.start_timeout_seconds
     )
     silence = ours.lost_timeout_seconds
-    with Watch(hosts, silence, every=min(5.0, silence / 4)) as watch, _errors_printed_first():
+    with Watch(hosts, silence, every=min(5.0, silence / 4)) as watch, _errors_printed_first(), _disk_errors_explained():
         if hosts.count > 1:
             from tpu_grpo.run.fingerprints import fingerprints
 
@@ -95,3 +98,14 @@ def _errors_printed_first() -> Iterator[None]:
     except TpuGrpoError as error:
         in_time([partial(say, error)])
         raise
+
+
+@contextmanager
+def _disk_errors_explained() -> Iterator[None]:
+    """Raise a DiskError in place of an error of the system that a disk has caused."""
+    try:
+        yield
+    except OSError as error:
+        if (explained := disk_error(error)) is None:
+            raise
+        raise explained from error

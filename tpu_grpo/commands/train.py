@@ -4,16 +4,16 @@ Nothing heavy is imported before it is needed, so that help and typing errors an
 """
 
 import argparse
-import signal
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.commands.starting import config_from_words, joined_hosts, prepare
+from tpu_grpo.commands.starting import config_from_words, exit_code_of, joined_hosts, prepare
 from tpu_grpo.config import RunConfig, settings
-from tpu_grpo.errors import ConfigError, TpuGrpoError, say
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.hosts import SignalledStop
 from tpu_grpo.metrics.run_files import REPORT_FILE
 
 ABOUT = """Trains a language model by GRPO with the rewards of the config.
@@ -28,19 +28,18 @@ USAGE = """python scripts/run.py [CONFIG.yaml] [section.key=value ...] [--dry-ru
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns the exit code: 0 done, 2 bad input, 3 hosts disagree, 4 interrupted."""
+    """Run the command; returns the exit code: 0 done, 2 bad input, 3 hosts disagree, 4 stopped as asked."""
     options = _parser().parse_intermixed_args(arguments)
     if options.help:
         print(help_text())
         return 0
     try:
-        return _replay(options) if options.replay else _run(config_from_words(options.words), options)
-    except KeyboardInterrupt:
-        print("interrupted; the newest checkpoint stays where it is", file=sys.stderr)
+        return exit_code_of(
+            lambda: _replay(options) if options.replay else _run(config_from_words(options.words), options)
+        )
+    except KeyboardInterrupt:  # a dry run or a replay, which has nothing to lose
+        print("interrupted", file=sys.stderr)
         return 1
-    except TpuGrpoError as error:
-        say(error)
-        return error.exit_code
 
 
 def _run(config: RunConfig, options: argparse.Namespace) -> int:
@@ -124,7 +123,12 @@ def _dry_run_on(config: RunConfig, slice_name: str) -> int:
 
 
 def _train(config: RunConfig) -> int:
-    prepare(config)
+    with SignalledStop() as stop:
+        prepare(config)
+        return _train_until(config, stop)
+
+
+def _train_until(config: RunConfig, stop: SignalledStop) -> int:
     with joined_hosts(config) as (hosts, watch):
         from tpu_grpo.run.earlier import finished, how_it_ended
 
@@ -132,13 +136,12 @@ def _train(config: RunConfig) -> int:
             if hosts.is_first:
                 print(f"{how_it_ended(config, summary)}\nlook at {config.run_dir}/{REPORT_FILE}")
             return 0
-        asked: list[int] = []
-        signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))  # after the start: jax takes it there
+        stop.tell_others = watch.report_failure
         if hosts.is_first:
             print(f"{config.run.name}: {BUILDING}", file=sys.stderr)
         from tpu_grpo.pipeline import train
 
-        summary = train(config, hosts, watch, stop_requested=lambda: bool(asked))
+        summary = train(config, hosts, watch, stop)
     if hosts.is_first:
         print(closing_lines(config, summary))
     return 0

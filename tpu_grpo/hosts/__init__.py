@@ -14,10 +14,14 @@ from tpu_grpo.hosts.log import host_log
 from tpu_grpo.hosts.platform import choose_platform
 from tpu_grpo.hosts.progress import progress
 from tpu_grpo.hosts.start import start
+from tpu_grpo.hosts.stopping import SignalledStop, StepAbandoned, StopRequest
 from tpu_grpo.hosts.watch import Watch, end_all_hosts
 
 __all__ = [
     "Hosts",
+    "SignalledStop",
+    "StepAbandoned",
+    "StopRequest",
     "Watch",
     "by_host",
     "choose_platform",

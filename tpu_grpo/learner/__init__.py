@@ -18,15 +18,16 @@ failed.py          updates whose loss or gradient is not finite;  update_metrics
 optimizers.py      the optimizers by name, and the learning rate;  compact.py: their state in eight bits
 agreement.py       how far engine and trainer are from each other
 saving.py          Orbax in the background, and errors of the disk that all hosts hear of
-checkpoints.py     saving and restoring;  digest.py: sums that tell whether parameters are the same
+checkpoints.py     the checkpoints of a run;  restoring.py: reading one back, and whether it is sound
+digest.py          sums that tell whether parameters are the same
 trained.py         which parameters are trained
 building.py        puts the parts together;  programs.py: the same without arrays, for planning
 """
 
 from tpu_grpo.learner.building import LearnerInputs, cast_to_compute
-from tpu_grpo.learner.checkpoints import read_policy
 from tpu_grpo.learner.learner import Learner
 from tpu_grpo.learner.programs import LearnerPrograms
+from tpu_grpo.learner.restoring import read_policy
 from tpu_grpo.learner.trained import freeze_untrained, frozen_leaves, parameters
 
 __all__ = [

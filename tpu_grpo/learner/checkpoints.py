@@ -13,11 +13,11 @@ bonus that is adapted, and reference_params a reference of the KL penalty that i
 A step is saved on a thread of its own into a directory with a temporary name, renamed when it is complete: a process
 that is killed leaves the previous checkpoint as the newest, and the next start removes what was unfinished.
 
-Orbax stores no checksum of its own: a file with bytes changed in place may be read back without complaint. It is found
-here.
+A run continues after the newest checkpoint that is sound; damaged ones that are newer are moved out of its way.
 """
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,17 +29,14 @@ from flax import nnx
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from tpu_grpo.errors import CheckpointError
-from tpu_grpo.learner.digest import checksums
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.learner import restoring
+from tpu_grpo.learner.restoring import ENTROPY, FORMAT, MODEL, REFERENCE, STATE, Unsound
 from tpu_grpo.learner.saving import SavingManager
-from tpu_grpo.learner.trained import has_adapters
 from tpu_grpo.learner.update import Updater, UpdateState, by_name
+from tpu_grpo.metrics.run_files import DAMAGED_DIR
 
 Resume = Literal["auto", "never", "require"]
-FORMAT = 2
-"""What a checkpoint's optimizer_state holds. 1, which was not written down: bfloat16 moments and accumulated gradients
-of ``optax.MultiSteps``."""
-_MODEL, _STATE = "model_params", "optimizer_state"
-_ENTROPY, _REFERENCE = "entropy_state", "reference_params"
 
 
 class _SavedState(NamedTuple):
@@ -67,48 +64,74 @@ class Checkpoints:
     """Saves and restores the checkpoints of one run, labelled by its steps.
 
     checkpoints = Checkpoints(directory, keep=2)
-    step = checkpoints.restore(updater, resume="auto")
+    step = checkpoints.restore(updater, resume="auto")      # first of all
     checkpoints.save(step + 1, updater)
     checkpoints.close()
+
+    Args:
+        directory: where they are.
+        keep: so many of the newest stay.
+        aside: where damaged ones are moved; beside ``directory`` if None.
+        reference: a model that is saved, too.
+        hosts: the processes of the run; all of them call every method, at the same steps.
     """
 
-    def __init__(self, directory: Path, *, keep: int, reference: nnx.Module | None = None):
-        self._directory, self._reference = directory.absolute(), reference
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        aside: Path | None = None,
+        reference: nnx.Module | None = None,
+        hosts: Hosts | None = None,
+    ):
+        self._directory, self._reference, self._hosts = directory.absolute(), reference, hosts or Hosts()
+        self._aside = self._directory.with_name(DAMAGED_DIR) if aside is None else aside.absolute()
         self._kept = NewestAndBest(keep)
         self._starts_over = False
+        self._restored = 0
+        self.notes: list[str] = []
+        """What the user is to be told of the restore."""
 
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
         """Open the directory; a run that starts over does so at its first save, when an earlier run has made room."""
-        options = ocp.CheckpointManagerOptions(preservation_policy=self._kept, cleanup_tmp_directories=True)
-        manager = _manager(self._directory, options)
-        if self._starts_over and (step := manager.latest_step()) is not None:
-            manager.close()
+        if self._starts_over and (steps := restoring.saved_steps(self._directory)):
             raise CheckpointError(
-                f"checkpoint.resume=never needs an empty {self._directory}, found step {step}; move it away, or use "
-                "another run.dir"
+                f"checkpoint.resume=never needs an empty {self._directory}, found step {steps[0]}; move it away, or "
+                "use another run.dir"
             )
-        return manager
+        options = ocp.CheckpointManagerOptions(preservation_policy=self._kept)
+        return SavingManager(self._directory, item_handlers=dict(restoring.handlers()), options=options)
 
     def restore(self, updater: Updater, *, resume: Resume) -> int:
-        """Load the newest checkpoint, exactly, and return its step; 0 if there is none.
+        """Load the newest checkpoint that is sound, exactly, and return its step; 0 if there is none.
 
         Raises:
-            CheckpointError: for one that cannot be read back, and for none with ``require``. With ``never`` one that is
-                there is not looked at now, and refused when the first step is saved.
+            CheckpointError: for some of which none can be read back, and for none with ``require``. With ``never`` one
+                that is there is not looked at now, and refused when the first step is saved.
         """
         self._starts_over = resume == "never"
-        step = None if self._starts_over else self._manager.latest_step()
-        if step is None:
-            if resume == "require":
-                raise CheckpointError(
-                    f"checkpoint.resume=require needs a checkpoint in {self._directory}, found none; check run.dir, or "
-                    "use checkpoint.resume=auto"
-                )
-            self._checksums(updater)  # compiles them now, not at the first save
+        steps = [] if self._starts_over else self._saved_steps()
+        if not steps and resume == "require":
+            raise CheckpointError(
+                f"checkpoint.resume=require needs a checkpoint in {self._directory}, found none; check run.dir, or "
+                "use checkpoint.resume=auto"
+            )
+        if not steps:
+            self._sums(updater)  # compiles them now, not at the first save
             return 0
-        self._read(step, updater)
-        return step
+        self._restored = self._read_newest_sound(steps, updater)
+        return self._restored
+
+    def _saved_steps(self) -> list[int]:
+        """Return the steps that are saved, the newest first, the same on every host; the rest of a killed save goes."""
+        if self._hosts.is_first:
+            self._remove_unfinished()
+        self._hosts.barrier("unfinished checkpoints")
+        steps = restoring.saved_steps(self._directory)
+        self._hosts.agree(f"the steps in {self._directory.name}", repr(steps))
+        return steps
 
     def save(self, step: int, updater: Updater, *, best: int | None = None) -> None:
         """Start saving; returns when the values are copied and may change. A step that is saved is left alone.
@@ -122,136 +145,112 @@ class Checkpoints:
         self._manager.save(
             step,
             args=ocp.args.Composite(**{item: ocp.args.PyTreeSave(tree) for item, tree in saved.items()}),
-            custom_metadata={
-                "global_step": step,
-                "format": FORMAT,
-                "checksums": self._checksums(updater),
-            },
+            custom_metadata={"global_step": step, "format": FORMAT, "checksums": self._sums(updater)},
             force=True,
         )
 
-    def close(self) -> None:
-        """Wait until every save is complete; raises what the saving thread raised, such as OSError for a full disk."""
-        if "_manager" in vars(self):
-            self._manager.close()
+    def close(self, *, best: int | None = None) -> None:
+        """Wait until every save is complete; raises what the saving thread raised, such as OSError for a full disk.
 
-    def _read(self, step: int, updater: Updater) -> None:
-        wanted = self._items(updater)
-        if missing := [item for item in wanted if not (self._directory / str(step) / item).is_dir()]:
-            raise self._damaged(step, f"{' and '.join(missing)} is missing")
+        Steps that a process killed between its save and the removal of older ones has left are removed now.
+        """
+        if not self._restored and "_manager" not in vars(self):
+            return  # nothing was there, and nothing was saved
+        self._manager.wait_until_finished()
+        for step in sorted(self._manager.all_steps())[: -self._kept.count]:
+            if step != best:
+                self._manager.delete(step)
+        self._manager.close()
+
+    def _remove_unfinished(self) -> None:
+        """Remove what a killed process was saving; Orbax would do so in the background, before its next save."""
+        for path in self._directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
+            shutil.rmtree(path)
+
+    def _read_newest_sound(self, steps: Sequence[int], updater: Updater) -> int:
+        reasons: dict[int, str] = {}
+        for step in steps:
+            if reason := self._read(step, updater):
+                reasons[step] = reason
+                continue
+            if reasons:
+                self._set_aside(reasons, step)
+            return step
+        raise self._all_unsound(reasons)
+
+    def _read(self, step: int, updater: Updater) -> str:
+        """Load a step; returns why it is not sound on some host, the same on all of them, or nothing."""
+        path, wanted, reason = self._directory / str(step), self._items(updater), ""
+        names = [name for part in _leaves(updater, self._reference) for name in part]
+        items, saved = {}, {}
         try:
-            metadata = self._manager.metadata(step).custom_metadata or {}
-            self._check_format(step, metadata)
-            found = self._manager.restore(step, args=_restore_args(wanted))
-        except CheckpointError:
-            raise
-        except Exception as error:  # Orbax raises many types, and for a truncated array the bare Exception
-            raise self._damaged(step, f"{type(error).__name__}: {str(error).strip()[:300]}") from error
-        nnx.update(updater.model, found[_MODEL])
-        state: _SavedState = found[_STATE]
-        entropy = found[_ENTROPY] if _ENTROPY in wanted else ()
-        updater.state = UpdateState(state.count, state.optimizer, state.kept, entropy)
+            items, saved = restoring.read_items(path, wanted, self._hosts.index, names)
+        except Unsound as error:
+            reason = str(error)
+        told = self._hosts.gather(f"what was read of step {step}", reason.encode())
+        if reasons := [(index, what.decode()) for index, what in enumerate(told) if what]:
+            index, reason = reasons[0]
+            return f"on host {index}: {reason}" if self._hosts.count > 1 else reason
+        self._install(items, updater)
+        try:
+            restoring.check_sums(saved, self._sums(updater))
+        except Unsound as error:
+            return str(error)
+        return ""
+
+    def _install(self, items: Mapping[str, Any], updater: Updater) -> None:
+        nnx.update(updater.model, items[MODEL])
+        state: _SavedState = items[STATE]
+        updater.state = UpdateState(state.count, state.optimizer, state.kept, items.get(ENTROPY, ()))
         if self._reference is not None:
-            nnx.update(self._reference, found[_REFERENCE])
-        saved: dict[str, int] | None = metadata.get("checksums")
-        if saved is None:
-            raise self._damaged(step, "its checksums are missing")
-        if wrong := [name for name, value in self._checksums(updater).items() if saved.get(name) != value]:
-            raise self._damaged(step, f"{len(wrong)} arrays are not what was saved, the first {wrong[0]}")
+            nnx.update(self._reference, items[REFERENCE])
+
+    def _set_aside(self, reasons: Mapping[int, str], sound: int) -> None:
+        """Move damaged checkpoints out of the way of a run that goes on after an older one, and tell the user."""
+        for step, reason in reasons.items():
+            to = _free_name(self._aside / str(step))
+            if self._hosts.is_first:
+                to.parent.mkdir(exist_ok=True)
+                (self._directory / str(step)).rename(to)
+            self.notes.append(
+                f"checkpoint {step} is damaged ({reason}) and was moved to {to}; the run continues after step {sound}, "
+                "its newest sound checkpoint"
+            )
+        self._hosts.barrier("damaged checkpoints")
 
     def _items(self, updater: Updater) -> dict[str, Any]:
-        state = updater.state
-        items = {_MODEL: _saved_part(updater.model), _STATE: _SavedState(state.count, state.optimizer, state.kept)}
+        state, saved_part = updater.state, restoring.saved_part
+        items = {MODEL: saved_part(updater.model), STATE: _SavedState(state.count, state.optimizer, state.kept)}
         if state.entropy:
-            items[_ENTROPY] = state.entropy
-        return items if self._reference is None else items | {_REFERENCE: _saved_part(self._reference)}
+            items[ENTROPY] = state.entropy
+        return items if self._reference is None else items | {REFERENCE: saved_part(self._reference)}
 
-    def _checksums(self, updater: Updater) -> dict[str, Any]:
-        return _checksums(updater.model, updater, self._reference)
+    def _sums(self, updater: Updater) -> dict[str, int]:
+        return restoring.sums_of(_leaves(updater, self._reference))
 
-    def _check_format(self, step: int, metadata: dict[str, Any]) -> None:
-        if "checksums" in metadata and (found := metadata.get("format", 1)) != FORMAT:
-            raise CheckpointError(
-                f"checkpoint {self._directory / str(step)} must have format {FORMAT}, got {found}: since then "
-                "parameters are stepped in float32, moments are float32, and gradients are not kept between steps; "
-                "finish that run with the version that wrote it, or start over with checkpoint.resume=never"
-            )
-
-    def _damaged(self, step: int, reason: str) -> CheckpointError:
+    def _all_unsound(self, reasons: Mapping[int, str]) -> CheckpointError:
+        (newest, reason), *older = reasons.items()
+        others = f"; nor could {' and '.join(str(step) for step, _ in older)}" if older else ""
         return CheckpointError(
-            f"checkpoint {self._directory / str(step)} must hold this model and optimizer, whole, but could not be "
-            f"restored ({reason}); remove that directory to continue from the one before, undo a change of model or "
-            "optimizer, or start over with checkpoint.resume=never"
+            f"checkpoint {self._directory / str(newest)} must hold this model and optimizer, whole, but could not be "
+            f"restored ({reason}){others}; undo a change of model, optimizer or algorithm, put back a sound copy, or "
+            "start over with checkpoint.resume=never"
         )
 
 
-def read_policy(directory: Path, step: int, model: nnx.Module) -> None:
-    """Load the policy of one checkpoint into a model, without its optimizer; the run that saves there may go on.
-
-    Raises:
-        CheckpointError: for one that is not there, is damaged, or is of another model.
-    """
-    path = directory.absolute() / str(step)
-    if not (path / _MODEL).is_dir():
-        found = sorted(int(p.name) for p in directory.glob("*") if p.name.isdigit()) if directory.is_dir() else []
-        raise CheckpointError(f"a checkpoint must be in {path}, found none; there are steps {found or 'none'}")
-    manager = _manager(directory.absolute(), ocp.CheckpointManagerOptions(read_only=True))
-    try:
-        metadata = manager.metadata(step).custom_metadata or {}
-        read = manager.restore(step, args=_restore_args({_MODEL: _saved_part(model)}))
-    except Exception as error:  # Orbax raises many types, and for a truncated array the bare Exception
-        raise CheckpointError(
-            f"checkpoint {path} must hold this model, whole, but could not be read ({type(error).__name__}: "
-            f"{str(error).strip()[:300]}); use the config of the run that saved it"
-        ) from error
-    finally:
-        manager.close()
-    nnx.update(model, read[_MODEL])
-    saved: dict[str, int] = metadata.get("checksums") or {}
-    if wrong := [name for name, value in _checksums(model).items() if saved.get(name) != value]:
-        raise CheckpointError(
-            f"checkpoint {path} must hold what was saved, but {len(wrong)} arrays do not, the first {wrong[0]}; take "
-            "another step, or the config of the run that saved it"
-        )
-
-
-def _manager(directory: Path, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
-    # By default an array that several devices hold is cut into pieces, by a program compiled for each shape at the
-    # first save. Only small arrays are held so, and they are saved whole.
-    whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
-    return SavingManager(
-        directory,
-        item_handlers={
-            _MODEL: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
-            _STATE: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
-            _ENTROPY: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
-            _REFERENCE: ocp.PyTreeCheckpointHandler(type_handler_registry=registry),
-        },
-        options=options,
-    )
-
-
-def _saved_part(model: nnx.Module) -> nnx.State:
-    return nnx.state(model, nnx.LoRAParam) if has_adapters(model) else nnx.state(model)
-
-
-def _restore_args(trees: dict[str, Any]) -> ocp.args.Composite:
-    """Ask for these trees, every array with the type and the sharding that it has there."""
-    arguments = {
-        item: ocp.args.PyTreeRestore(item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(target=tree))
-        for item, tree in trees.items()
-    }
-    return ocp.args.Composite(**arguments)
-
-
-def _checksums(
-    model: nnx.Module, updater: Updater | None = None, reference: nnx.Module | None = None
-) -> dict[str, Any]:
-    leaves = {f"model.{name}": leaf for name, leaf in by_name(nnx.state(model)).items()}
+def _leaves(updater: Updater, reference: nnx.Module | None) -> Iterable[dict[str, Any]]:
+    """Return the arrays whose sums are saved, by name."""
+    yield restoring.model_leaves(updater.model)
     if reference is not None:
-        leaves |= {f"reference.{name}": leaf for name, leaf in by_name(_saved_part(reference)).items()}
-    if updater is not None:
-        paths = jax.tree_util.tree_leaves_with_path(updater.state)
-        leaves |= {f"optimizer{jax.tree_util.keystr(path)}": leaf for path, leaf in paths}
-    return checksums(leaves)
+        yield {f"reference.{name}": leaf for name, leaf in by_name(restoring.saved_part(reference)).items()}
+    paths = jax.tree_util.tree_leaves_with_path(updater.state)
+    yield {f"optimizer{jax.tree_util.keystr(path)}": leaf for path, leaf in paths}
+
+
+def _free_name(path: Path) -> Path:
+    """Return the path, or the first of ``<path>.1``, ``<path>.2``... that is not taken."""
+    number, free = 0, path
+    while free.exists():
+        number += 1
+        free = path.with_name(f"{path.name}.{number}")
+    return free

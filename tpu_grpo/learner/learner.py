@@ -22,6 +22,7 @@ from jaxtyping import Bool, Float
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import DataError, RewardError
+from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner.building import LearnerInputs, build_parts, saved_reference
 from tpu_grpo.learner.checkpoints import Checkpoints
 from tpu_grpo.learner.digest import params_digest, whole
@@ -46,6 +47,7 @@ class Learner:
     Args:
         config: the run.
         inputs: models and mesh.
+        hosts: the processes of the run.
 
     Raises:
         ConfigError: for an algorithm or optimizer that cannot be trained with, or ``algorithm.beta`` without a
@@ -53,7 +55,7 @@ class Learner:
         CheckpointError: for a checkpoint that cannot be restored.
     """
 
-    def __init__(self, config: RunConfig, inputs: LearnerInputs):
+    def __init__(self, config: RunConfig, inputs: LearnerInputs, hosts: Hosts | None = None):
         self._config = config
         self._mesh = inputs.mesh
         parts = build_parts(config, inputs)
@@ -63,10 +65,12 @@ class Learner:
         self._keep: Keep | None = None
         self._skipped, self._kept_in = 0, None  # updates in a row, and where the first of them is kept
         self._checkpoints = Checkpoints(
-            config.run_dir / CHECKPOINTS_DIR, keep=config.checkpoint.keep, reference=self._kept_reference
+            config.run_dir / CHECKPOINTS_DIR, keep=config.checkpoint.keep, reference=self._kept_reference, hosts=hosts
         )
         self.restored_step = self._checkpoints.restore(self._updater, resume=config.checkpoint.resume)
         """The step that was restored; 0 for a fresh start."""
+        self.restore_notes = tuple(self._checkpoints.notes)
+        """What the user is to be told of the restore."""
 
     def share(self, names: Collection[str]) -> None:
         """Say which parameters' arrays the sampler holds: an update reuses the memory of the others."""
@@ -139,9 +143,9 @@ class Learner:
         """Save policy and optimizer as step ``step``, in the background; ``best`` is a step that is kept."""
         self._checkpoints.save(step, self._updater, best=best)
 
-    def close(self) -> None:
-        """Wait until every checkpoint is complete."""
-        self._checkpoints.close()
+    def close(self, *, best: int | None = None) -> None:
+        """Wait until every checkpoint is complete; the newest stay, and the step ``best``."""
+        self._checkpoints.close(best=best)
 
     def _check_rows(self, scored: ScoredRollout) -> None:
         totals = scored.scores.total

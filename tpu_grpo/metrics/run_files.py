@@ -20,6 +20,8 @@ CHECKPOINTS_DIR = "checkpoints"
 NON_FINITE_DIR = "non_finite"
 """Holds the newest update whose loss or gradient was not finite: ``<step>.npz``, its samples as ``<step>.jsonl``, and a
 checkpoint of the parameters that it had."""
+DAMAGED_DIR = "damaged_checkpoints"
+"""Holds checkpoints that could not be read back when a run continued after an older one, by step."""
 DATA_FILE = "data.json"
 """Says what the data was: its digest, the prompts of each source, and how many were dropped."""
 METRICS_FILE = "metrics.jsonl"

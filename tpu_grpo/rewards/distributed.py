@@ -61,10 +61,26 @@ class DistributedScoring:
         self._hosts = hosts
         self._compared = compared
         self._scoring: Scoring = rewards.begin(batch, rollouts)
+        self._own: Sequence[Scores | None] | None = None
 
     def add(self, prompt: int, completions: Sequence[Completion], texts: Sequence[str], rollout: int = 0) -> None:
         """Have the group of a prompt scored as soon as this host's rewards find time; see ``Scoring.add``."""
         self._scoring.add(prompt, completions, texts, rollout)
+
+    def score_own(self, rollouts: Sequence[Rollout]) -> None:
+        """Score this host's groups, without a word to the other hosts; ``finish`` does so too, if this was not called.
+
+        Raises:
+            RewardError: if a reward fails on this host.
+        """
+        self._started = time.perf_counter()
+        if self._hosts.count == 1:
+            self._own = self._scoring.finish(rollouts)
+            return
+        scorers = scorers_of(rollouts[0], self._hosts.count)
+        own = [prompt for prompt, host in enumerate(scorers) if host == self._hosts.index]
+        self._own = self._scoring.finish(rollouts, own) if own else [None] * len(rollouts)
+        self._scoring.close()
 
     def finish(self, rollouts: Sequence[Rollout]) -> list[Scores]:
         """Return the rewards of all B rows of every rollout, the same on every host. Their prompts are the same.
@@ -73,14 +89,13 @@ class DistributedScoring:
             RewardError: if a reward fails on this host.
             LockstepError: if a compared reward differs between hosts, or another host does not answer.
         """
+        if self._own is None:
+            self.score_own(rollouts)
+        assert self._own is not None
         if self._hosts.count == 1:
-            return self._scoring.finish(rollouts)
-        start, scorers = time.perf_counter(), scorers_of(rollouts[0], self._hosts.count)
-        own = [prompt for prompt, host in enumerate(scorers) if host == self._hosts.index]
-        scored: Sequence[Scores | None] = self._scoring.finish(rollouts, own) if own else [None] * len(rollouts)
-        self._scoring.close()
-        found = []
-        for rollout, scores in zip(rollouts, scored, strict=True):
+            return [scores for scores in self._own if scores is not None]
+        scorers, start, found = scorers_of(rollouts[0], self._hosts.count), self._started, []
+        for rollout, scores in zip(rollouts, self._own, strict=True):
             found.append(self._gathered(rollout, scores, scorers, start))
             start = time.perf_counter()
         return found

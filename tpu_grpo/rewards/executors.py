@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from tpu_grpo.errors import RewardError
 from tpu_grpo.rewards.batches import Answer, Call, Problem, RewardBatch, failed_answer
 from tpu_grpo.rewards.calling import Caller
-from tpu_grpo.rewards.feed import Feed, Task
+from tpu_grpo.rewards.feed import Feed, Served, Task
 from tpu_grpo.rewards.worker import Ready, SetupFailed, WorkerJob, WorkerProcess
 
 START_SECONDS = 120.0
@@ -54,6 +54,8 @@ def run(executor: Executor, batches: Sequence[RewardBatch], seconds: float) -> l
             feed.add(index, batch)
         feed.end()
         executor.serve(feed)
+        if feed.cancelled:
+            raise RewardError("every batch needs an answer, and the rewards were closed before they had given it")
     return [answers[index] for index in range(len(batches))]
 
 
@@ -72,6 +74,7 @@ class WorkerPool:
         self._was_ready = False
         self._setup_problem: Problem | None = None
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
+        self._served = Served()
 
     def serve(self, feed: Feed) -> None:
         """Answer what the feed brings. A batch whose worker dies is not tried again.
@@ -79,20 +82,22 @@ class WorkerPool:
         Raises:
             RewardError: if the reward never could be set up.
         """
-        self._setup_problem = None
-        try:
-            self._start_workers(feed.expected)
-            self._await_setup(feed)
-            while not feed.over:
-                self._advance(feed)
-        finally:
-            self._kill_busy()
-            self._stop_old()
-        if not feed.cancelled:
-            self._start_workers(feed.expected)
+        with self._served(feed):
+            self._setup_problem = None
+            try:
+                self._start_workers(feed.expected)
+                self._await_setup(feed)
+                while not feed.over:
+                    self._advance(feed)
+            finally:
+                self._kill_busy()
+                self._stop_old()
+            if not feed.cancelled:
+                self._start_workers(feed.expected)
 
     def close(self) -> None:
-        """Stop all workers."""
+        """Stop all workers; one that is at work is ended."""
+        self._served.give_up()
         for worker in self._workers:
             worker.request_close()
         while self._workers:
@@ -214,6 +219,7 @@ class ThreadExecutor:
         self._requests: queue.SimpleQueue[tuple[RewardBatch, float, Future[Answer]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._overdue: Future[Answer] | None = None
+        self._served = Served()
 
     def serve(self, feed: Feed) -> None:
         """Answer what the feed brings.
@@ -225,14 +231,18 @@ class ThreadExecutor:
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name=f"reward {self._call.name}", daemon=True)
             self._thread.start()
-        while not feed.over:
-            if (task := feed.take()) is None:
-                feed.wait(None)
-            else:
-                feed.answer(task, self._ask(task, feed))
+        with self._served(feed):
+            while not feed.over:
+                if (task := feed.take()) is None:
+                    feed.wait(None)
+                else:
+                    feed.answer(task, self._ask(task, feed))
 
     def close(self) -> None:
-        """Let the reward close, and wait a moment for it."""
+        """Let the reward close, and wait a moment for it; one that is at work on a thread cannot be ended."""
+        self._served.give_up()
+        if self._overdue is not None and not self._overdue.done():
+            return
         if self._thread is not None:
             self._requests.put(None)
             self._thread.join(timeout=5.0)

@@ -15,12 +15,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
 from tpu_grpo.rewards.batches import Answer, Problem, RewardBatch, failed_answer
+
+GIVING_UP_SECONDS = 5.0
+"""A thread that serves a feed has this time to notice that the feed was cancelled, and to end busy workers."""
 
 Answered = Callable[[Any, Answer], None]
 """Is told the key of a batch and its answer, on the thread that serves."""
@@ -192,3 +196,28 @@ class Feed:
             if not self._unanswered:
                 self.seconds += time.monotonic() - self._busy_since
         self._answered(key, answer)
+
+
+class Served:
+    """The feed that an executor serves now; another thread may have it given up."""
+
+    def __init__(self) -> None:
+        self._busy = threading.Lock()
+        self._feed: Feed | None = None
+
+    @contextmanager
+    def __call__(self, feed: Feed) -> Iterator[None]:
+        """Hold the feed that is served in this block; another thread's block is awaited."""
+        with self._busy:
+            self._feed = feed
+            try:
+                yield
+            finally:
+                self._feed = None
+
+    def give_up(self) -> None:
+        """Cancel the feed, if there is one, and wait a moment until nobody serves it any more."""
+        if (feed := self._feed) is not None:
+            feed.cancel()
+            if self._busy.acquire(timeout=GIVING_UP_SECONDS):
+                self._busy.release()

@@ -87,7 +87,7 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
     meshes = build_meshes(config, checkpoint)
     task = open_task(config, tokenizer, hosts)
     engines = open_engines(config, hosts, checkpoint, tokenizer, meshes)
-    learner = Learner(config, open_inputs(config, checkpoint, meshes))
+    learner = Learner(config, open_inputs(config, checkpoint, meshes), hosts)
     learner.keep_failed(FailureFiles(config, hosts, learner.save_apart))
     engines.install(learner.params())
     learner.share(engines.shared_leaves)

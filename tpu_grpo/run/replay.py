@@ -44,7 +44,7 @@ def replay(kept: KeptUpdate, config: RunConfig, hosts: Hosts) -> Iterator[str]:
     checkpoint, _ = open_model(config, hosts)
     meshes = build_meshes(config, checkpoint)
     parts = build_parts(config, open_inputs(config, checkpoint, meshes))
-    checkpoints = Checkpoints(kept.checkpoints, keep=1, reference=saved_reference(config, parts))
+    checkpoints = Checkpoints(kept.checkpoints, keep=1, reference=saved_reference(config, parts), hosts=hosts)
     step = checkpoints.restore(parts.updater, resume="require")
     checkpoints.close()
     of_several = f", update {kept.update} of {kept.updates}" if kept.updates > 1 else ""
