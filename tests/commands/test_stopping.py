@@ -30,27 +30,33 @@ def length(completions, **kwargs):
 
 @contextmanager
 def started(directory: Path, stage: str, workers: int, *, hangs: bool) -> Iterator[subprocess.Popen[str]]:
-    """A run of four steps that has come to a stage; with ``hangs`` its reward does not answer."""
+    """A run of four steps that has come to a stage; with ``hangs`` its reward does not answer from step 1 on."""
     (directory / "rewards.py").write_text(REWARD)
     switch, run_dir = directory / "hangs", directory / "run"
     switch.unlink(missing_ok=True)
-    if hangs:
-        switch.touch()
     command = [sys.executable, "scripts/run.py", "configs/demo_cpu.yaml", f"run.dir={run_dir}", "run.max_steps=4"]
     command += ["checkpoint.resume=auto", "checkpoint.every=2", "evaluation.every=0"]
     command += [f"rewards=[{{name: '{directory}/rewards.py:length', workers: {workers}, timeout: 600}}]"]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HANGS": str(switch), "XLA_FLAGS": ""}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, env=environment)
     try:
-        log, end = run_dir / "logs" / "host_0.log", time.monotonic() + 280
-        while stage and not (log.exists() and f"{stage} begins" in log.read_text().rpartition("host 0 begins")[2]):
-            assert process.poll() is None, process.communicate()
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        if hangs:
+            _await_stage(process, run_dir, "rollout of step 1")
+            switch.touch()
+        if stage:
+            _await_stage(process, run_dir, stage)
         yield process
     finally:
         process.kill()
         process.communicate()
+
+
+def _await_stage(process: subprocess.Popen[str], run_dir: Path, stage: str) -> None:
+    log, end = run_dir / "logs" / "host_0.log", time.monotonic() + 280
+    while not (log.exists() and f"{stage} begins" in log.read_text().rpartition("host 0 begins")[2]):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def ended(process: subprocess.Popen[str], sent: float) -> tuple[int, str]:
@@ -65,7 +71,7 @@ def ended(process: subprocess.Popen[str], sent: float) -> tuple[int, str]:
     ("stage", "hangs", "workers", "after"),
     [
         ("rollout of step 3", False, 2, 2),
-        ("rollout of step 1", True, 2, 0),
+        ("rewards of step 1", True, 2, 0),
         ("rewards of step 1", True, 0, 0),
         ("update of step 3", False, 0, 3),
         ("saving step 2", False, 0, 2),

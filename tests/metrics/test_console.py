@@ -96,3 +96,9 @@ def test_best_and_worst_are_among_the_rows_and_a_step_picks_the_same() -> None:
 def test_long_text_keeps_its_start_and_its_end() -> None:
     assert visible("a" * 60 + "b" * 60, 30) == "a" * 20 + " … " + "b" * 10
     assert visible("tab\tright\u202eleft é中", 80) == r"tab\tright\u202eleft é中"
+
+
+def test_a_narrow_console_shows_samples_as_lines() -> None:
+    file = io.StringIO()
+    ConsoleSink(0, 3, console=Console(file=file, width=20)).samples(2, [row("four")])
+    assert file.getvalue() == "samples of step 2\n2+2? -> four (exact 1.00; advantage +0.25)\n"

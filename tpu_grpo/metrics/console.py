@@ -15,6 +15,8 @@ from tpu_grpo.metrics.sinks import SampleRow
 from tpu_grpo.metrics.values import MetricValue
 
 PLAIN_WIDTH = 120
+TABLE_WIDTH = 60
+"""A narrower console shows samples as lines; in a table, a column would have room for a letter or two."""
 SHOWN_ROWS = 4
 SHOWN_CHARACTERS = 320
 
@@ -63,8 +65,13 @@ class ConsoleSink:
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Show the best row, the worst one, and others drawn by the step."""
-        if rows:
-            self._console.print(_sample_table(step, pick_rows(step, rows, SHOWN_ROWS)))
+        if not rows:
+            return
+        shown = pick_rows(step, rows, SHOWN_ROWS)
+        if self._console.width >= TABLE_WIDTH:
+            self._console.print(_sample_table(step, shown))
+        else:
+            self._console.print(Text("\n".join(_sample_lines(step, shown))), soft_wrap=True)
 
     def note(self, text: str) -> None:
         """Show a line of text."""
@@ -146,6 +153,15 @@ def _sample_table(step: int, rows: Sequence[SampleRow]) -> Table:
         prompt, completion = (Text(visible(text, SHOWN_CHARACTERS)) for text in (row.prompt, row.completion))
         table.add_row(prompt, completion, *rewards, Text(f"{row.advantage:+.2f}"))
     return table
+
+
+def _sample_lines(step: int, rows: Sequence[SampleRow]) -> list[str]:
+    lines = [f"samples of step {step}"]
+    for row in rows:
+        prompt, completion = (visible(text, SHOWN_CHARACTERS) for text in (row.prompt, row.completion))
+        rewards = ", ".join(f"{name} {_number(value)}" for name, value in row.rewards.items() if value is not None)
+        lines.append(f"{prompt} -> {completion} ({rewards}; advantage {row.advantage:+.2f})")
+    return lines
 
 
 def _number(value: float | None) -> str:

@@ -1,0 +1,141 @@
+"""Kills a run at random moments and continues it until it is done: nothing may be lost, and nothing differ.
+
+    uv run python -m tests.several.kills --kills 50 --hosts 1
+    uv run python -m tests.several.kills --kills 50 --hosts 2
+
+A run of 12 steps with a checkpoint after every second one is done once undisturbed, and once killed so many times by
+SIGKILL, at moments drawn by ``--seed`` from a start-up to a whole run. Both must end with the same parameters, tokens,
+metrics and history.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.hosts.processes import free_port
+from tests.several.runs import settings, write_files
+
+REPOSITORY = Path(__file__).parents[2]
+STEPS = 12
+END_SECONDS = 300.0
+TIMED = ("seconds", "per_second", "compile/", "share", "bytes", "occupied", "/use", "memory")
+"""Parts of the names of metrics that depend on the machine or on where a run was killed."""
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a run left that must not depend on kills."""
+
+    params_digest: str
+    metrics: list[dict[str, Any]]
+    history: list[str]
+
+
+def run_once(directory: Path, run_dir: Path, hosts: int, kill_after: float | None) -> bool:
+    """Start the run, or continue it, and kill all of its hosts after so many seconds; says whether it was done."""
+    config = settings(run_dir, run={"dir": str(run_dir), "max_steps": STEPS, "seed": 5}, checkpoint={"every": 2})
+    path = directory / "run.yaml"
+    path.write_text(yaml.safe_dump(config))
+    devices = 4 // hosts
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(REPOSITORY),
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+    }
+    command = [sys.executable, str(REPOSITORY / "scripts" / "run.py"), str(path)]
+    port = free_port()
+    started = [
+        subprocess.Popen(
+            [*command, f"hosts.coordinator=127.0.0.1:{port}", f"hosts.count={hosts}", f"hosts.index={index}"]
+            if hosts > 1
+            else command,
+            cwd=directory,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=(directory / f"host_{index}.err").open("ab"),
+        )
+        for index in range(hosts)
+    ]
+    try:
+        end = time.monotonic() + (END_SECONDS if kill_after is None else kill_after)
+        while any(process.poll() is None for process in started) and time.monotonic() < end:
+            time.sleep(0.05)
+    finally:
+        for process in started:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    codes = [process.returncode for process in started]
+    if bad := [code for code in codes if code not in (0, -signal.SIGKILL)]:
+        errors = (directory / "host_0.err").read_text()[-3000:]
+        raise AssertionError(f"a killed run must continue, got exit codes {bad}:\n{errors}")
+    return codes == [0] * hosts
+
+
+def what_is_left(run_dir: Path) -> Left:
+    """Read what a run left."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    kept = [{name: value for name, value in line.items() if not any(t in name for t in TIMED)} for line in lines]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return Left(summary["params_digest"], kept, (run_dir / "history.jsonl").read_text().splitlines())
+
+
+def disturbed(directory: Path, hosts: int, kills: int, seed: int) -> int:
+    """Compare a run that is killed so many times with one that is not; returns how often it was started."""
+    files = write_files(directory / "files")
+    began = time.monotonic()
+    if not run_once(files, directory / "whole", hosts, None):
+        raise AssertionError(f"the undisturbed run must end within {END_SECONDS:g} s")
+    whole = time.monotonic() - began
+    moments, starts, run_dir = random.Random(seed), 0, directory / "killed"
+    for number in range(kills):
+        starts += 1
+        if run_once(files, run_dir, hosts, moments.uniform(0.3, 1.0) * whole):  # it was done: another begins
+            _compare(directory, run_dir)
+            shutil.rmtree(run_dir)
+        print(f"kill {number + 1} of {kills}: checkpoints {_steps(run_dir)}", flush=True)
+    while not run_once(files, run_dir, hosts, None):
+        starts += 1
+    _compare(directory, run_dir)
+    return starts + 1
+
+
+def _compare(directory: Path, run_dir: Path) -> None:
+    found, expected = what_is_left(run_dir), what_is_left(directory / "whole")
+    if found != expected:
+        raise AssertionError(
+            f"what a killed run leaves must be that of an undisturbed one, got\n{found}\nnot\n{expected}"
+        )
+
+
+def _steps(run_dir: Path) -> list[int]:
+    return sorted(int(path.name) for path in (run_dir / "checkpoints").glob("*") if path.name.isdigit())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="tpu_grpo_kills_") as scratch:
+        starts = disturbed(Path(scratch), options.hosts, options.kills, options.seed)
+    print(f"{options.kills} kills on {options.hosts} hosts, {starts} starts: the same parameters, tokens and metrics")
+
+
+if __name__ == "__main__":
+    main()
