@@ -4,8 +4,8 @@
     uv run python -m tests.several.kills --kills 50 --hosts 2
 
 A run of 12 steps with a checkpoint after every second one is done once undisturbed, and once killed so many times by
-SIGKILL, at moments drawn by ``--seed`` from a start-up to a whole run. Both must end with the same parameters, tokens,
-metrics and history.
+SIGKILL: a third of the times in its start, else within a second after a step, all drawn by ``--seed``. Both must end
+with the same parameters, tokens, metrics and history.
 """
 
 import argparse
@@ -36,6 +36,27 @@ TIMED = ("seconds", "per_second", "compile/", "share", "bytes", "occupied", "/us
 
 
 @dataclass(frozen=True)
+class Moment:
+    """When a run is killed: so many seconds after a step was logged, or after its start where the step is 0."""
+
+    step: int
+    seconds: float
+
+    def await_in(self, run_dir: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Wait for it, or for the end of the run."""
+        end = time.monotonic() + END_SECONDS
+        while self.step and _last_step(run_dir) < self.step and _running(started) and time.monotonic() < end:
+            time.sleep(0.02)
+        end = time.monotonic() + self.seconds
+        while _running(started) and time.monotonic() < end:
+            time.sleep(0.02)
+
+
+WHOLE = Moment(STEPS + 1, 0.0)
+"""Never: the run ends first."""
+
+
+@dataclass(frozen=True)
 class Left:
     """What a run left that must not depend on kills."""
 
@@ -44,8 +65,8 @@ class Left:
     history: list[str]
 
 
-def run_once(directory: Path, run_dir: Path, hosts: int, kill_after: float | None) -> bool:
-    """Start the run, or continue it, and kill all of its hosts after so many seconds; says whether it was done."""
+def run_once(directory: Path, run_dir: Path, hosts: int, moment: Moment) -> bool:
+    """Start the run, or continue it, and kill all of its hosts at a moment; says whether it was done before."""
     config = settings(run_dir, run={"dir": str(run_dir), "max_steps": STEPS, "seed": 5}, checkpoint={"every": 2})
     path = directory / "run.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -71,9 +92,7 @@ def run_once(directory: Path, run_dir: Path, hosts: int, kill_after: float | Non
         for index in range(hosts)
     ]
     try:
-        end = time.monotonic() + (END_SECONDS if kill_after is None else kill_after)
-        while any(process.poll() is None for process in started) and time.monotonic() < end:
-            time.sleep(0.05)
+        moment.await_in(run_dir, started)
     finally:
         for process in started:
             process.send_signal(signal.SIGKILL)
@@ -97,17 +116,21 @@ def disturbed(directory: Path, hosts: int, kills: int, seed: int) -> int:
     """Compare a run that is killed so many times with one that is not; returns how often it was started."""
     files = write_files(directory / "files")
     began = time.monotonic()
-    if not run_once(files, directory / "whole", hosts, None):
+    if not run_once(files, directory / "whole", hosts, WHOLE):
         raise AssertionError(f"the undisturbed run must end within {END_SECONDS:g} s")
     whole = time.monotonic() - began
-    moments, starts, run_dir = random.Random(seed), 0, directory / "killed"
+    drawn, starts, run_dir = random.Random(seed), 0, directory / "killed"
     for number in range(kills):
         starts += 1
-        if run_once(files, run_dir, hosts, moments.uniform(0.3, 1.0) * whole):  # it was done: another begins
+        if drawn.random() < 1 / 3:
+            moment = Moment(0, drawn.uniform(0.0, whole))
+        else:
+            moment = Moment(drawn.randint(min(_last_step(run_dir) + 1, STEPS), STEPS), drawn.uniform(0.0, 1.0))
+        if run_once(files, run_dir, hosts, moment):  # it was done: another begins
             _compare(directory, run_dir)
             shutil.rmtree(run_dir)
-        print(f"kill {number + 1} of {kills}: checkpoints {_steps(run_dir)}", flush=True)
-    while not run_once(files, run_dir, hosts, None):
+        print(f"kill {number + 1} of {kills}, {moment}: checkpoints {_saved(run_dir)}", flush=True)
+    while not run_once(files, run_dir, hosts, WHOLE):
         starts += 1
     _compare(directory, run_dir)
     return starts + 1
@@ -121,7 +144,16 @@ def _compare(directory: Path, run_dir: Path) -> None:
         )
 
 
-def _steps(run_dir: Path) -> list[int]:
+def _running(started: Sequence[subprocess.Popen[bytes]]) -> bool:
+    return any(process.poll() is None for process in started)
+
+
+def _last_step(run_dir: Path) -> int:
+    path = run_dir / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def _saved(run_dir: Path) -> list[int]:
     return sorted(int(path.name) for path in (run_dir / "checkpoints").glob("*") if path.name.isdigit())
 
 
