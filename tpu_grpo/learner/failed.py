@@ -72,13 +72,14 @@ def passed_over(failed: FailedUpdate, section: UpdateSection, in_a_row: int, kep
     if section.on_non_finite == "stop":
         raise NonFiniteError(
             f"{what}; nothing of it reached the policy{kept}. Continue from the last checkpoint with a lower "
-            "optimizer.learning_rate or model.dtype=float32, or set update.on_non_finite=skip"
+            "optimizer.learning_rate or model.dtype=float32, which checkpoint.allow_changes must name, or set "
+            "update.on_non_finite=skip"
         )
     if in_a_row > section.most_skipped:
         raise NonFiniteError(
             f"{what}; that makes {in_a_row} updates in a row, and update.max_skipped={section.most_skipped} may be "
             f"skipped{kept}. Continue from the last checkpoint with a lower optimizer.learning_rate or "
-            "model.dtype=float32"
+            "model.dtype=float32, which checkpoint.allow_changes must name"
         )
     return f"{what}; the update was skipped, and nothing of it reached the policy{kept}"
 
