@@ -181,6 +181,7 @@ def test_two_iterations_compile_no_more(files: Path, tmp_path: Path) -> None:
     assert all(line["agreement/logprob_abs_diff_max"] <= 1e-4 for line in steps)
 
 
+@pytest.mark.slow  # several/test_kills.py kills a run, too
 def test_killed_after_a_checkpoint_the_run_continues_exactly(files: Path, whole: Path, tmp_path: Path) -> None:
     """SIGKILL in the middle; then the same command: step 3 is sampled from the restored weights, batch and keys.
 
@@ -225,6 +226,7 @@ def _saved(run_dir: Path, step: int) -> bool:
     return any(path.name == str(step) for path in run_dir.glob("checkpoints/**/*"))
 
 
+@pytest.mark.slow  # run/test_engines.py shows what is released
 def test_releasing_memory_during_the_update_changes_nothing(
     files: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

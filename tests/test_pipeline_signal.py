@@ -74,6 +74,7 @@ def test_steps_hold_the_first_informative_groups_and_begin_where_the_one_before_
     assert counts == [counts[0]] * STEPS  # fixed shapes
 
 
+@pytest.mark.slow  # test_pipeline.py continues a run, and prompts/ the state of its prompts
 def test_stopped_and_continued_a_run_takes_the_same_prompts(files: Path, whole: Path, tmp_path: Path) -> None:  # noqa: F811
     stops = iter([False, False, True])
     with pytest.raises(Interrupted, match="stopped after step 3 as asked"):

@@ -93,6 +93,7 @@ def test_a_checkpoint_gives_the_numbers_that_the_run_found(whole: Path, which: s
     assert samples[0] == samples[1]
 
 
+@pytest.mark.slow  # another run
 def test_an_evaluation_that_was_interrupted_and_repeated_gives_the_same_numbers(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,9 +39,10 @@ def plan(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]"
     ("arguments", "said"),
     [
         (["--slice", "v5e-5"], "ConfigError: --slice v5e-N must count chips, N one of [1, 4, 8"),
-        (
+        pytest.param(
             ["--slice", "v5e-4", "model.path=nowhere"],
             "ConfigError: model.path must be a directory with a config.json, or",
+            marks=pytest.mark.slow,  # libtpu is opened first
         ),
         (["--slice", "v5e-4", "model.attention=none"], "ConfigError: model.attention"),
     ],

@@ -49,6 +49,7 @@ with Watch(Hosts(1, 2, Service(frozen_at=1)), timeout_seconds=2, every=0.3):
     assert (done.returncode, done.stderr) == (3, "")
 
 
+@pytest.mark.slow  # its waiting is long
 def test_an_error_that_nobody_reads_is_told_to_the_other_hosts() -> None:
     """The pipe is full, so that whoever prints to it waits."""
     done = watched(

@@ -154,7 +154,7 @@ def test_a_host_that_went_away_may_come_again(address: str) -> None:
     first = Host(address, caller(0))
     with connected(address) as connection:
         connection.sendall(caller(1).to_line())
-        assert json.loads(connection.recv(1000)) == {"missing": [2]}
+        assert json.loads(connection.recv(1000).splitlines()[0]) == {"missing": [2]}
     hosts = [Host(address, caller(index)) for index in (1, 2)]
     assert [host.join() for host in (first, *hosts)] == [None] * 3
 
@@ -169,7 +169,7 @@ def test_what_is_no_host_disturbs_nobody(address: str, sent: bytes) -> None:
             connection.sendall(sent)
             connection.shutdown(socket.SHUT_WR)
             assert connection.recv(100) == b""
-        except ConnectionError:
+        except OSError:  # host 0 may have left already: a connection that is reset, or not connected any more
             pass
     hosts = [Host(address, caller(index)) for index in (1, 2)]
     assert [host.join() for host in (first, *hosts)] == [None] * 3

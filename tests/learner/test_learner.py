@@ -208,6 +208,7 @@ def test_the_second_iteration_still_compares_with_the_engine(tmp_path: Path) -> 
     again.close()
 
 
+@pytest.mark.slow  # test_mini_batches.py checks the same weights by hand
 def test_trainer_as_old_policy_is_corrected_towards_the_engine(tmp_path: Path) -> None:
     config = make_config(tmp_path, {"algorithm": {"old_policy": "trainer", "importance_cap": 1.2}})
     learner = make_learner(config)
@@ -251,7 +252,7 @@ def test_penalty_is_taken_against_the_initial_policy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "algorithm",
-    [PENALTY, MINI, *(pytest.param(other, marks=pytest.mark.slow) for other in ({}, MICRO, {"old_policy": "trainer"}))],
+    [MINI, *(pytest.param(o, marks=pytest.mark.slow) for o in ({}, MICRO, PENALTY, {"old_policy": "trainer"}))],
     ids=str,
 )
 def test_nothing_is_compiled_after_the_first_update(tmp_path: Path, algorithm: dict[str, Any]) -> None:
@@ -270,7 +271,9 @@ def test_nothing_is_compiled_after_the_first_update(tmp_path: Path, algorithm: d
         learner.close()
 
 
-@pytest.mark.parametrize("algorithm", [pytest.param(MICRO, marks=pytest.mark.slow), PENALTY, MINI], ids=str)
+@pytest.mark.parametrize(
+    "algorithm", [*(pytest.param(other, marks=pytest.mark.slow) for other in (MICRO, PENALTY)), MINI], ids=str
+)
 def test_training_goes_on_from_a_checkpoint_bit_for_bit(tmp_path: Path, algorithm: dict[str, Any]) -> None:
     schedule = {"schedule": "cosine", "warmup_steps": 2}
     configs = [make_config(tmp_path / name, {"algorithm": algorithm, "optimizer": schedule}) for name in ("one", "two")]

@@ -59,6 +59,7 @@ def with_tokens(scored: ScoredRollout, value: float, prompts: range) -> ScoredRo
     return replace(scored, scores=replace(scored.scores, per_token=per_token))
 
 
+@pytest.mark.slow  # a run; the update itself is tested by default
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_so_many_in_a_row_are_skipped_and_the_first_of_them_is_kept(tmp_path: Path) -> None:
     """Four prompts, in two updates of two: some steps have one that is not finite, some two."""

@@ -101,7 +101,13 @@ def padded_gradient(model: Any, kind: Any, sequences: Any, settings: LossSetting
     return gradient(trained)
 
 
-@pytest.mark.parametrize("case", [*FAMILIES, "lora", "penalty"])
+SLOW = ("qwen2", "penalty")
+"""These differ least from the others: a family by its biases, the penalty by one more forward pass."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in (*FAMILIES, "lora", "penalty")]
+)
 def test_packed_rows_give_the_gradient_of_padded_ones(tmp_path: Path, sequences: Any, case: str) -> None:
     family = case if case in FAMILIES else "qwen3"
     options: dict[str, Any] = {"num_experts_per_tok": 2} if family == "qwen3_moe" else {}

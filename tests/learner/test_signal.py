@@ -150,6 +150,7 @@ def test_groups_of_equal_rewards_change_nothing_in_the_step(tmp_path: Path) -> N
     four.close()
 
 
+@pytest.mark.slow  # a learner; token weights are tested by hand
 def test_cut_completions_have_a_reward_for_the_baseline_and_no_token_in_the_loss(tmp_path: Path) -> None:
     algorithm = {"truncated": "mask", "drop_uninformative": True, "loss_aggregation": "token-mean"}
     settings = make_config(tmp_path, {"algorithm": algorithm})

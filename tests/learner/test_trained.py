@@ -63,6 +63,7 @@ def test_only_what_is_trained_changes(tmp_path: Path, kind: str) -> None:
     learner.close()
 
 
+@pytest.mark.slow  # two learners are compiled
 @pytest.mark.parametrize("kind", ["lora", pytest.param("layers", marks=pytest.mark.slow)])
 def test_layers_that_are_computed_again_take_the_same_step(tmp_path: Path, kind: str) -> None:
     """Of a model whose other parameters are frozen; the planner lowers it the same way."""

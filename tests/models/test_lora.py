@@ -123,6 +123,7 @@ def test_a_model_with_flash_attention_keeps_it(tmp_path: Path) -> None:
     assert (model.config.use_flash_attention, model.config.flash_attention_block_size) == (True, 128)
 
 
+@pytest.mark.slow  # three models
 def test_adapters_depend_on_the_seed_and_not_on_the_mesh(tmp_path: Path) -> None:
     directory, section = write_random("qwen3", tmp_path / "model"), LoraSection(rank=4)
     _, model = with_lora(directory, section, fsdp=2, tp=2)

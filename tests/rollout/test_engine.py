@@ -78,6 +78,7 @@ def test_untied_and_wide_heads(tmp_path: Path) -> None:
     assert disagreement(model, asked, build_engine(directory, model).generate(asked)) <= AGREE
 
 
+@pytest.mark.slow  # an engine of its own for one repair
 def test_bfloat16_rotates_in_float32(tmp_path: Path) -> None:
     """Far positions agree as well as near ones; with rounded frequencies they are off by more than 0.5."""
     directory = write_random_qwen3(tmp_path / "m")
@@ -100,7 +101,7 @@ def test_bfloat16_rotates_in_float32(tmp_path: Path) -> None:
         pytest.param({"page_size": 16, "max_running_requests": 4}, marks=pytest.mark.slow),
         pytest.param({"attention": "native", "page_size": 4}, marks=pytest.mark.slow),
         pytest.param({"tensor": 2}, marks=pytest.mark.slow),
-        {"tensor": 4},
+        pytest.param({"tensor": 4}, marks=pytest.mark.slow),  # test_families.py compares such engines with a reference
     ],
     ids=str,
 )

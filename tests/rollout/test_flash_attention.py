@@ -73,6 +73,7 @@ def test_flash_honours_windows_and_soft_caps(
     assert disagreement(model, asked, completions) <= 1e-4
 
 
+@pytest.mark.slow  # an engine of its own for a refusal
 def test_native_attention_refuses_soft_caps(tmp_path: Path) -> None:
     checkpoint = write_random("gemma2", tmp_path / "model")
     with pytest.raises(ConfigError, match="native needs a model without attn_logit_softcapping, got 3; use gather"):
@@ -114,6 +115,7 @@ def test_an_engine_checks_its_pages(tmp_path: Path) -> None:
         build_engine(checkpoint, policy(checkpoint), attention="flash", page_size=1024)
 
 
+@pytest.mark.slow  # tells when a repair can go
 def test_queries_in_float32_are_still_needed() -> None:
     """With bfloat16 queries the kernel rounds its running maximum, sum and output at every block of keys."""
     length, page, heads = 96, 16, 2

@@ -118,7 +118,8 @@ def test_four_devices_sample_the_same_tokens_and_the_same_bits_in_the_same_place
     assert len({engine.use.steps for engine in engines}) == 1
 
 
-@pytest.mark.parametrize("page", [1, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow  # stop tokens and lengths end rows of a launch by default
+@pytest.mark.parametrize("page", [1, 4])
 def test_scheduling_under_pressure_is_that_of_single_steps(checkpoint: Path, model: nnx.Module, page: int) -> None:
     """The cache is so small that rows are put back and prefixes evicted, the same ones, and prompts are cut."""
     asked, found = uneven(ignore_stop=False), []
@@ -193,6 +194,7 @@ def _unstopped(request: Request) -> Request:
     return replace(request, sampling=replace(request.sampling, ignore_stop=True))
 
 
+@pytest.mark.slow  # stop tokens at every place are tested without flash
 def test_flash_rows_that_have_ended_disturb_nobody(tmp_path: Path) -> None:
     """Its kernel writes the key and value of every row that it counts, in the middle of others, too."""
     checkpoint = write_random_qwen3(tmp_path / "model", layers=1, head_dim=64)

@@ -170,6 +170,7 @@ def test_tokens_do_not_depend_on_the_assignment(
                 assert shard.data.unsafe_buffer_pointer() == there[shard.device], name
 
 
+@pytest.mark.slow  # test_engine.py changes the schedule of one replica
 def test_tokens_do_not_depend_on_what_is_expected_nor_on_what_waits(checkpoint: Path, model: nnx.Module) -> None:
     """Eight groups of two; two replicas with four places each, so that groups wait and are dealt again."""
     prompts = [tuple(range(10 * p, 10 * p + 9)) for p in range(1, 9)]

@@ -57,7 +57,7 @@ def check_experts(checkpoint: Path, asked: Sequence[Request], completions: Seque
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.slow),
         {"prefill_tokens": 16, "page_size": 4},  # prompts of 37 and 31 tokens are cut
         pytest.param({"prefix_cache": False}, marks=pytest.mark.slow),
         pytest.param({"page_size": 16, "max_running_requests": 4}, marks=pytest.mark.slow),
@@ -76,6 +76,7 @@ def test_experts_are_those_of_a_float64_router(checkpoint: Path, model: nnx.Modu
         np.testing.assert_array_equal(before.experts, after.experts)
 
 
+@pytest.mark.slow  # test_engine.py retracts
 def test_retraction_changes_no_experts(checkpoint: Path, model: nnx.Module) -> None:
     with mock.patch.object(global_config, "default_init_new_token_ratio", 0.01):  # so that memory runs out
         engine = build_engine(checkpoint, model, **SMALL, kv_tokens=120, stop_token_ids=frozenset())
