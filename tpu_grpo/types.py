@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
-from jaxtyping import Float, Integer
+from jaxtyping import Bool, Float, Integer
 
 FinishReason = Literal["stop", "length"]
 
@@ -193,7 +193,8 @@ class Scores:
     """Rewards of a Rollout's B rows."""
 
     total: Float[np.ndarray, " B"]
-    """float64: the weighted sum over the rewards that apply to the row; those of single tokens are no part of it."""
+    """float64: the weighted sum over the rewards that apply to the row; those of single tokens are no part of it. Rows
+    to which none applies have the mean of their group's others, or 0."""
     by_name: Mapping[str, Float[np.ndarray, " B"]]
     """float64 per reward before weighting; NaN where a reward does not apply. Of one of single tokens it is their
     sum."""
@@ -206,13 +207,22 @@ class Scores:
     single tokens; empty for nothing."""
     token_rewards: tuple[str, ...] = ()
     """The names of the rewards of single tokens."""
+    unscored: Bool[np.ndarray, " B"] | None = None
+    """The rows that no reward of whole completions with a weight applies to, whose total is their group's mean; None
+    for none."""
+
+    @property
+    def scored(self) -> Bool[np.ndarray, " B"]:
+        """The rows whose total is their own."""
+        return np.ones(len(self.total), np.bool_) if self.unscored is None else ~self.unscored
 
     def select(self, rows: Sequence[int]) -> "Scores":
         """Take some of the rows; what scoring cost stays that of all."""
         kept = list(rows)
         per_token = tuple(self.per_token[row] for row in kept) if self.per_token else ()
         by_name = {name: values[kept] for name, values in self.by_name.items()}
-        return replace(self, total=self.total[kept], by_name=by_name, per_token=per_token)
+        unscored = None if self.unscored is None else self.unscored[kept]
+        return replace(self, total=self.total[kept], by_name=by_name, per_token=per_token, unscored=unscored)
 
 
 @dataclass(frozen=True)
@@ -224,7 +234,8 @@ class ScoredRollout:
 
     def mean_rewards(self, name: str | None = None) -> tuple[float, ...]:
         """The mean over every prompt's completions of the total reward, or of one; NaN where it applies to none."""
-        values_B = self.scores.total if name is None else self.scores.by_name[name]
+        scores = self.scores
+        values_B = np.where(scores.scored, scores.total, np.nan) if name is None else scores.by_name[name]
         groups_PG = values_B.reshape(-1, self.rollout.group_size).tolist()
         known = [[value for value in group if not math.isnan(value)] for group in groups_PG]
         return tuple(sum(values) / len(values) if values else math.nan for values in known)

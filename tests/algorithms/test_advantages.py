@@ -194,3 +194,35 @@ def test_the_learner_gives_what_advantages_ask_for(tmp_path: Path, advantage: st
     if advantage == "gdpo":
         with pytest.raises(RewardError, match=r"take rewards one by one, and \['second'\] are not scored"):
             learner._advantages(ScoredRollout(rollout, Scores(parts[0], {"first": parts[0]}, 0.0)), np.ones(4, bool))
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "gdpo", "reinforce_pp", "lite_ppo"])
+def test_a_row_without_a_reward_has_no_advantage_and_a_group_without_any_is_not_there(
+    tmp_path: Path, advantage: str
+) -> None:
+    """Of three groups the second has no reward: the others have the advantages that they have without it."""
+    config = make_config(tmp_path, {"algorithm": {"advantage": advantage, "group_size": 3}})
+    config = RunConfig.model_validate(config.model_dump() | {"rewards": [{"name": "exact_answer", "label": "one"}]})
+    learner: Any = object.__new__(Learner)
+    learner._config, learner._algorithm = config, open_algorithm(config.algorithm)
+    nan = float("nan")
+    values = np.array([1.0, 3.0, nan, nan, nan, nan, 0.0, 1.0, 4.0])
+    total = np.array([1.0, 3.0, 2.0, 0.0, 0.0, 0.0, 0.0, 1.0, 4.0])
+    counts = np.array([3, 1, 2, 2, 4, 1, 1, 5, 2])
+    completions = tuple(Completion(np.zeros(n, np.int32), np.zeros(n, np.float32), "stop", 0) for n in counts)
+    rollout = Rollout(PromptBatch(2, (Prompt("", (5,)),) * 3), 3, completions, ("",) * 9, 0.0)
+    scored = ScoredRollout(rollout, Scores(total, {"one": values}, 0.0, unscored=np.isnan(values)))
+    assert learner.informative(scored).tolist() == [True, False, True]
+    found = learner._advantages(scored, np.ones(3, bool))
+    kept = [0, 1, 2, 6, 7, 8]
+    groups, of_one = total[kept].reshape(2, 3), values[kept].reshape(1, 2, 3)
+    if advantage == "gdpo":  # by hand: each reward alone, 0 where it does not apply, standardized over the step
+        deviations = np.array([[-1.0, 1.0, 0.0], (of_one[0, 1] - 5 / 3)])
+        sums = deviations / (np.array([[np.sqrt(2.0)], [groups[1].std(ddof=1)]]) + 1e-6)
+        expected = (sums - sums.mean()) / (sums.std(ddof=1) + 1e-6)
+    else:
+        expected = REFERENCES[advantage](groups, counts[kept].reshape(2, 3), of_one, [1.0])
+    expected = expected.ravel()
+    expected[2] = 0.0
+    np.testing.assert_allclose(found[kept], expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_array_equal(found[2:6], np.zeros(4))

@@ -158,14 +158,22 @@ class Learner:
             raise RewardError(f"every completion needs a reward, got {len(totals)} for {rows}; score them all")
 
     def _advantages(self, scored: ScoredRollout, informative_P: Bool[np.ndarray, " P"]) -> Float[np.ndarray, " B"]:
-        """Compute the advantages; deviations of a whole step, too, are those of the groups that are not left out."""
-        return group_advantages(
+        """Compute the advantages; deviations of a whole step, too, are those of the groups that are not left out.
+
+        Left out are groups of which no row is scored; a row that is not scored has the advantage 0.
+        """
+        size, scored_B = self._config.algorithm.group_size, scored.scores.scored
+        taken_P: Bool[np.ndarray, " P"] = np.any(scored_B.reshape(-1, size), axis=1)
+        if self._config.drops_uninformative:
+            taken_P &= informative_P
+        advantages = group_advantages(
             scored.scores.total,
-            group_size=self._config.algorithm.group_size,
+            group_size=size,
             algorithm=self._algorithm,
             known=self._asked(scored),
-            taken_P=informative_P if self._config.drops_uninformative else None,
+            taken_P=taken_P,
         )
+        return np.where(scored_B, advantages, 0.0)
 
     def _asked(self, scored: ScoredRollout) -> dict[str, np.ndarray]:
         """Put together what the advantages ask for beside the total rewards, see `ON_REQUEST`."""

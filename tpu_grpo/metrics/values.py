@@ -17,7 +17,8 @@ MetricValue = float | int | str
 def rollout_metrics(scored: ScoredRollout) -> dict[str, float | str]:
     """Compute ``rewards/*``, ``groups/*``, ``completions/*`` and ``rollout/*`` for one step.
 
-    Standard deviations are population ones; times are in seconds. A reward that applies to no row has no mean.
+    Standard deviations are population ones; times are in seconds. A reward that applies to no row has no mean, and rows
+    that no reward applies to count in none.
     """
     rollout, scores = scored.rollout, scored.scores
     return {
@@ -63,7 +64,8 @@ def tokens_digest(completions: Sequence[Completion]) -> str:
 
 
 def _reward_values(scores: Scores) -> dict[str, float]:
-    values = {"rewards/mean": float(np.mean(scores.total)), "rewards/std": float(np.std(scores.total))}
+    totals = scores.total[scores.scored] if scores.scored.any() else scores.total
+    values = {"rewards/mean": float(np.mean(totals)), "rewards/std": float(np.std(totals))}
     for name, rewards_B in scores.by_name.items():
         applies_B = ~np.isnan(rewards_B)
         if applies_B.any():

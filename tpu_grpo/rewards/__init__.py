@@ -2,6 +2,7 @@
 
 distributed.py   each host scores some of the groups, and all get the scores of all
 scoring.py       a rollout -> Scores: every reward asked, weighted and summed
+totals.py        what the rewards gave for a row -> its total; rows that none scores
 early.py         groups that are complete while others are still sampled
 asking.py        one reward is asked about rows, and on_error decides about its problems
 batches.py       what goes to a reward and comes back: the rows in batches, the answers with their problems

@@ -15,6 +15,7 @@ from tpu_grpo.errors import LockstepError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.rewards.scoring import RewardSet, Scoring
 from tpu_grpo.rewards.tokens import TokenValues, packed, unpacked
+from tpu_grpo.rewards.totals import check_some_scored
 from tpu_grpo.types import Completion, Figure, PromptBatch, Rollout, Scores
 
 
@@ -37,10 +38,12 @@ class DistributedRewards:
 
     def score(self, rollout: Rollout) -> Scores:
         """Return the rewards of all B rows of a rollout that is there; see ``DistributedScoring.finish``."""
-        if self._hosts.count == 1:
-            return self._rewards.score(rollout)
-        with self.begin(rollout.batch) as scoring:
-            return scoring.finish([rollout])[0]
+        if self._hosts.count > 1:
+            with self.begin(rollout.batch) as scoring:
+                return scoring.finish([rollout])[0]
+        scores = self._rewards.score(rollout)
+        check_some_scored(rollout, scores)
+        return scores
 
     def begin(self, batch: PromptBatch, rollouts: int = 1) -> "DistributedScoring":
         """Begin to score rollouts of a batch's prompts, before they are sampled; use it in a ``with`` block."""
@@ -86,17 +89,17 @@ class DistributedScoring:
         """Return the rewards of all B rows of every rollout, the same on every host. Their prompts are the same.
 
         Raises:
-            RewardError: if a reward fails on this host.
+            RewardError: if a reward fails on this host; or on all hosts, if no reward applies to any row.
             LockstepError: if a compared reward differs between hosts, or another host does not answer.
         """
         if self._own is None:
             self.score_own(rollouts)
         assert self._own is not None
-        if self._hosts.count == 1:
-            return [scores for scores in self._own if scores is not None]
         scorers, start, found = scorers_of(rollouts[0], self._hosts.count), self._started, []
         for rollout, scores in zip(rollouts, self._own, strict=True):
-            found.append(self._gathered(rollout, scores, scorers, start))
+            alone = scores if self._hosts.count == 1 else None
+            found.append(alone or self._gathered(rollout, scores, scorers, start))
+            check_some_scored(rollout, found[-1])
             start = time.perf_counter()
         return found
 
@@ -111,7 +114,7 @@ class DistributedScoring:
         answers = map(json.loads, self._hosts.gather("rewards", message))
         columns, witnesses, host_figures, texts = zip(*answers, strict=True)
         _compare_witness(witness, witnesses)
-        total, *by_name = _interleave(columns, rollout, scorers)
+        total, unscored, *by_name = _interleave(columns, rollout, scorers)
         seconds = time.perf_counter() - start
         return Scores(
             total,
@@ -120,6 +123,7 @@ class DistributedScoring:
             merge_figures(host_figures),
             _of_tokens(texts, rollout, scorers) if self._rewards.token_rewards else (),
             self._rewards.token_rewards,
+            unscored.astype(bool),
         )
 
     def close(self) -> None:
@@ -154,10 +158,13 @@ def _compare_witness(witness: Rollout, by_host: Sequence[Mapping[str, Sequence[A
 
 
 def _columns(scores: Scores | None, names: Sequence[str]) -> list[list[Any]]:
-    """List the total, then each reward; as JSON, floats survive exactly, NaN (not applicable) included."""
+    """List the total, whether it is not the row's own, then each reward.
+
+    As JSON, floats survive exactly, NaN (not applicable) included.
+    """
     if scores is None:
-        return [[] for _ in range(1 + len(names))]
-    return [scores.total.tolist(), *(scores.by_name[name].tolist() for name in names)]
+        return [[] for _ in range(2 + len(names))]
+    return [scores.total.tolist(), (~scores.scored).tolist(), *(scores.by_name[name].tolist() for name in names)]
 
 
 def _interleave(

@@ -1,7 +1,7 @@
 """Scores a rollout: runs all rewards concurrently, validates their answers, and returns the weighted sum.
 
 B rows; row ``p * G + g`` is completion ``g`` of prompt ``p``. With weights 1 and 0.5, a row scored ``(1.0, None)``
-totals 1.0, ``(1.0, 0.4)`` totals 1.2, and ``(None, None)`` is an error: nothing can be learned from it. Rewards of
+totals 1.0, ``(1.0, 0.4)`` totals 1.2, and ``(None, None)`` takes the mean of its group; see totals.py. Rewards of
 single tokens have no part in the total; see tokens.py.
 
     scores = rewards.score(rollout)               # a rollout that is there
@@ -18,17 +18,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
 
-import numpy as np
-from jaxtyping import Bool, Float
-
 from tpu_grpo.config import RewardSpec, check_rewards
 from tpu_grpo.errors import RewardError
 from tpu_grpo.rewards.asking import OpenReward, RewardResult, ask_reward
-from tpu_grpo.rewards.batches import Table, build_table, describe_row
+from tpu_grpo.rewards.batches import Table, build_table
 from tpu_grpo.rewards.early import EarlyGroups
 from tpu_grpo.rewards.executors import Executor, ThreadExecutor, WorkerPool
 from tpu_grpo.rewards.loading import LoadedReward, load_reward, workers_of
 from tpu_grpo.rewards.tokens import TokenValues, weighted_tokens
+from tpu_grpo.rewards.totals import UNSCORED, add_up
 from tpu_grpo.rewards.worker import WorkerJob
 from tpu_grpo.types import Completion, Figure, PromptBatch, Rollout, Scores
 
@@ -109,9 +107,8 @@ class RewardSet:
         """Ask each reward about all B rows; total = sum of weight * value over the rewards that apply.
 
         Raises:
-            RewardError: for a row that no reward applies to; and, where its ``on_error`` is stop, for a reward that
-                raises, is late, dies, or returns anything but one finite number or None per row. The message names the
-                reward and the row.
+            RewardError: where its ``on_error`` is stop, for a reward that raises, is late, dies, or returns anything
+                but one finite number or None per row. The message names the reward and the row.
         """
         return self._scores(self._table(rollout), time.perf_counter(), {})
 
@@ -140,14 +137,17 @@ class RewardSet:
         """Ask the rewards whose results are not early ones, and put everything together."""
         results = self._ask_all(table, early)
         weights = [reward.spec.weight_at(table.step) for reward in self.rewards]
+        totals = add_up(results, weights, table, self.token_rewards)
         return Scores(
-            total=_weighted_sum(results, weights, table, self.token_rewards),
+            total=totals.total,
             by_name={name: result.values for name, result in results.items()},
             seconds=time.perf_counter() - started,
             figures={k: f for (name, r) in results.items() for k, f in r.figures(name).items()}
-            | self._scheduled_weights(table.step),
+            | self._scheduled_weights(table.step)
+            | {UNSCORED: Figure(int(totals.without.sum()), "sum")},
             per_token=self._per_token(results, weights, table),
             token_rewards=self.token_rewards,
+            unscored=totals.unscored,
         )
 
     def _per_token(
@@ -237,40 +237,3 @@ class Scoring:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-# --- all rewards -----------------------------------------------------------------------------------------------------
-
-
-def _weighted_sum(
-    results: Mapping[str, RewardResult], weights: Sequence[float], table: Table, of_tokens: Collection[str]
-) -> Float[np.ndarray, " B"]:
-    """Add up the rewards that are not ``of_tokens``; these say something of a row, and nothing of its total."""
-    total_B = np.zeros(table.size)
-    applies_B = np.zeros(table.size, dtype=bool)
-    explained_B = np.zeros(table.size, dtype=bool)
-    for (name, result), weight in zip(results.items(), weights, strict=True):  # in order: the same bits on every host
-        explained_B |= ~np.isnan(result.values) | result.skipped
-        if name not in of_tokens:
-            total_B += np.where(np.isnan(result.values), 0.0, weight * result.values)
-            applies_B |= ~np.isnan(result.values)
-    if not explained_B.all():
-        row = int(np.argmin(explained_B))
-        raise RewardError(
-            f"every row needs at least one reward that applies, got None from all of {', '.join(results)} for "
-            f"{describe_row(row, table)}; drop the record or add a reward that scores it"
-        )
-    return total_B if applies_B.all() else _fill_with_group_mean(~applies_B, total_B, table.group_size)
-
-
-def _fill_with_group_mean(
-    lacking_B: Bool[np.ndarray, " B"], total_B: Float[np.ndarray, " B"], group_size: int
-) -> Float[np.ndarray, " B"]:
-    """Give rows without a reward the mean of their group's others, so that they teach nothing.
-
-    If no row of the group has a reward, they get 0.
-    """
-    lacking_PG, total_PG = lacking_B.reshape(-1, group_size), total_B.reshape(-1, group_size)
-    known_P = np.maximum(1, (~lacking_PG).sum(axis=1))
-    mean_P = np.where(lacking_PG, 0.0, total_PG).sum(axis=1) / known_P
-    return np.where(lacking_PG, mean_P[:, None], total_PG).reshape(-1)

@@ -121,7 +121,8 @@ def join(rounds: Sequence[ScoredRollout]) -> ScoredRollout:
     per_token = tuple(values for each in scores for values in each.per_token)
     seconds = sum(each.seconds for each in scores)
     names = scores[0].token_rewards
-    return ScoredRollout(rollout, Scores(total, by_name, seconds, _joined_figures(scores), per_token, names))
+    unscored = np.concatenate([~each.scored for each in scores])
+    return ScoredRollout(rollout, Scores(total, by_name, seconds, _joined_figures(scores), per_token, names, unscored))
 
 
 def _joined_rollout_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -1,0 +1,109 @@
+"""Rows that no reward scores: what they get, how they are counted, and when there are too many of them."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.hosts.processes import run
+from tests.rewards.conftest import make_rollout
+from tests.rewards.test_scoring import constant, open_function
+from tpu_grpo.errors import RewardError
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.metrics.run_log import sample_rows
+from tpu_grpo.metrics.sinks import sample_fields
+from tpu_grpo.metrics.values import rollout_metrics
+from tpu_grpo.rewards import DistributedRewards, RewardSet
+from tpu_grpo.types import ScoredRollout
+
+ROLLOUT = make_rollout(["p0", "p1"], list("abcdef"), step=3)
+"""Two groups of three."""
+
+
+def rewards_of(*given: tuple[list[Any], dict[str, Any]]) -> RewardSet:
+    """Rewards r0, r1 ... that give these values, with these settings."""
+    return RewardSet(tuple(open_function(constant(values, f"r{n}"), **spec) for n, (values, spec) in enumerate(given)))
+
+
+def test_a_row_that_no_reward_applies_to_takes_the_mean_of_its_group(caplog: pytest.LogCaptureFixture):
+    first = ([1.0, None, None, None, 0.0, 0.0], {"weight": 2.0})
+    second = ([None, 4.0, None, 1.0, None, 0.0], {"weight": 0.5})
+    with caplog.at_level(logging.WARNING, "tpu_grpo.rewards"):
+        scores = rewards_of(first, second).score(ROLLOUT)
+    np.testing.assert_array_equal(scores.total, [2.0, 2.0, 2.0, 0.5, 0.0, 0.0])
+    np.testing.assert_array_equal(scores.scored, [True, True, False, True, True, True])
+    assert scores.figures["rewards/unscored"].value == 1
+    assert (
+        "step 3: no reward of r0, r1 applies to row 2 (prompt 'p0', completion 'c'); it takes the mean of its group"
+        in caplog.text
+    )
+
+
+def test_a_reward_of_weight_0_scores_no_row_unless_all_have_it():
+    """The watched reward applies to row 1; nothing rewards that row, so it must not count as worth 0."""
+    scored, watched = [3.0, None, 5.0, 1.0, 1.0, 1.0], [1.0] * 6
+    scores = rewards_of((scored, {}), (watched, {"weight": 0.0})).score(ROLLOUT)
+    np.testing.assert_array_equal(scores.total, [3.0, 4.0, 5.0, 1.0, 1.0, 1.0])
+    assert scores.figures["rewards/unscored"].value == 1
+    scores = rewards_of((scored, {"weight": 0.0}), (watched, {"weight": 0.0})).score(ROLLOUT)
+    np.testing.assert_array_equal(scores.total, np.zeros(6))
+    assert scores.figures["rewards/unscored"].value == 0
+
+
+def test_a_group_without_any_reward_has_no_part_in_the_means():
+    scores = rewards_of(([None, None, None, 1.0, 3.0, None], {})).score(ROLLOUT)
+    np.testing.assert_array_equal(scores.total, [0.0, 0.0, 0.0, 1.0, 3.0, 2.0])
+    scored = ScoredRollout(ROLLOUT, scores)
+    metrics = rollout_metrics(scored)
+    assert (metrics["rewards/mean"], metrics["rewards/std"], metrics["rewards/unscored"]) == (2.0, 1.0, 4)
+    assert metrics["groups/zero_variance_fraction"] == 0.5
+    assert json.dumps(scored.mean_rewards()) == "[NaN, 2.0]"
+    assert scored.select([1]).scores.scored.tolist() == [True, True, False]
+    row = json.loads(json.dumps(sample_fields(sample_rows(scored, np.zeros(6))[0])))
+    assert row["rewards"] == {"r0": None}
+
+
+def test_no_reward_for_any_row_is_an_error():
+    rewards = rewards_of(([None] * 6, {}), ([None] * 6, {"weight": 0.0}))
+    message = (
+        r"got None from all of r0, r1 for all 6 rows of step 3, the first for the prompt 'p0' with the completion 'a'; "
+        "drop such records from the data, or add a reward"
+    )
+    alone = DistributedRewards(rewards, Hosts())
+    with pytest.raises(RewardError, match=message):
+        alone.score(ROLLOUT)
+    with alone.begin(ROLLOUT.batch) as scoring, pytest.raises(RewardError, match=message):
+        scoring.finish([ROLLOUT])
+
+
+def test_rows_that_all_go_without_because_of_a_problem_are_not():
+    rewards = rewards_of(([1.0] * 5, {"on_error": "skip"}))  # five values for six rows
+    scores = DistributedRewards(rewards, Hosts()).score(ROLLOUT)
+    np.testing.assert_array_equal(scores.total, np.zeros(6))
+    assert (scores.figures["rewards/r0/errors"].value, scores.figures["rewards/unscored"].value) == (6, 6)
+
+
+BODY = """
+from tests.rewards.conftest import make_rollout
+from tests.rewards.test_scoring import open_function
+from tpu_grpo.rewards import DistributedRewards, RewardSet
+
+def known(completions):
+    return [float(len(text)) if len(text) > 2 else None for text in completions]
+
+rewards = DistributedRewards(RewardSet((open_function(known),)), hosts, compared=["known"])
+scores = rewards.score(make_rollout(["p0", "p1", "p2"], ["a", "b", "ccc", "d", "eeeee", "ff"]))
+print(scores.total.tolist(), (~scores.scored).tolist(), scores.figures["rewards/unscored"].value, flush=True)
+rewards.score(make_rollout(["p0", "p1", "p2"], ["a", "b", "c", "d", "e", "f"], step=1))
+"""
+
+
+def test_hosts_agree_on_rows_without_a_reward(tmp_path: Path) -> None:
+    """Host 0 has the groups 0 and 2, host 1 the other one; then no row of any host has a reward."""
+    for end in run(BODY, 2).values():
+        assert end.code == 2, end
+        assert end.out == "[0.0, 0.0, 3.0, 3.0, 5.0, 5.0] [True, True, False, True, False, True] 4\n"
+        assert "got None from all of known for all 6 rows of step 1" in end.errors
