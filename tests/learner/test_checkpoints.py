@@ -16,9 +16,9 @@ from tests.learner.linear import Run, linear_config, linear_run
 from tests.learner.toy import counted_compilations, make_mesh
 from tpu_grpo.errors import CheckpointError
 from tpu_grpo.learner import checkpoints as checkpoints_module
-from tpu_grpo.learner.checkpoints import Checkpoints, _leaves
-from tpu_grpo.learner.digest import params_digest
-from tpu_grpo.learner.restoring import model_leaves, read_policy, sums_of
+from tpu_grpo.learner.checkpoints import Checkpoints, Held
+from tpu_grpo.learner.digest import checksums, params_digest
+from tpu_grpo.learner.restoring import model_leaves, read_policy
 
 # When one of its reads fails, Orbax closes an event loop that others still report to.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -51,7 +51,7 @@ def restored(directory: Path, run: Run, resume: Any = "auto") -> int:
 
 
 def sums(run: Run) -> dict[str, Any]:
-    return sums_of(_leaves(run.updater, None))
+    return checksums(Held.of(run.updater).leaves())
 
 
 def assert_same(left: Run, right: Run) -> None:
@@ -424,6 +424,15 @@ def test_digest_sees_values_names_and_shapes() -> None:
         digest(a=np.array([0, 0, 0, -0.0], np.float32), b=np.ones(2, np.float32)),
     ]
     assert len({one, *others}) == 5
+
+
+def test_sums_are_those_of_each_array_alone() -> None:
+    random = np.random.default_rng(0)
+    leaves: dict[str, np.ndarray] = {f"a{index}": random.normal(size=(3, 5)).astype(np.float32) for index in range(40)}
+    leaves |= {"b": random.integers(0, 99, 7).astype(np.int32), "c": random.integers(-9, 9, (3, 5)).astype(np.int8)}
+    words = {name: value.view(f"uint{8 * value.itemsize}").astype(np.uint64) for name, value in leaves.items()}
+    found = checksums({name: jnp.asarray(value) for name, value in leaves.items()})
+    assert found == {name: int(value.sum()) % 2**32 for name, value in words.items()}
     assert len(one) == 64
 
 
@@ -456,7 +465,7 @@ def test_what_a_process_killed_before_it_removed_older_steps_has_left(
 
 
 def model_sums(run: Run) -> dict[str, Any]:
-    return sums_of([model_leaves(run.updater.model)])
+    return checksums(model_leaves(nnx.state(run.updater.model)))
 
 
 def test_a_policy_is_read_without_its_optimizer_and_nothing_is_touched(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ from tests.learner.toy import make_config, make_learner, make_mesh, make_model, 
 from tpu_grpo.config import parse_config
 from tpu_grpo.errors import ConfigError, DataError, NonFiniteError
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.learner.checkpoints import _leaves
+from tpu_grpo.learner.checkpoints import Held
+from tpu_grpo.learner.digest import checksums
 from tpu_grpo.learner.entropy import EntropyControl
 from tpu_grpo.learner.failed import FailedUpdate, pass_arrays, placed_pass
-from tpu_grpo.learner.restoring import sums_of
 from tpu_grpo.run.failures import FailureFiles, read_update
 from tpu_grpo.types import ScoredRollout
 
@@ -34,18 +34,18 @@ def test_nothing_of_such_an_update_arrives(tmp_path: Path, name: str, sections: 
     run, straight = linear_run(config, control=control), linear_run(config, control=control)
     for each in (run, straight):
         assert bool(each.step().finite)
-    held = sums_of(_leaves(run.updater, None))
+    held = checksums(Held.of(run.updater).leaves())
     for bad in BAD:
         gradients = {name: jnp.ones_like(value) for name, value in run.updater.stepped().items()}
         if "value" in bad:
             gradients["bias"] = gradients["bias"].at[-1].set(bad["value"])
         record = run.step(gradients, loss=bad.get("loss", 0.5))
         assert not bool(record.finite), bad
-        assert sums_of(_leaves(run.updater, None)) == held, bad
+        assert checksums(Held.of(run.updater).leaves()) == held, bad
     for each in (run, straight):
         assert bool(each.step().finite)
-    after = sums_of(_leaves(run.updater, None))
-    assert after == sums_of(_leaves(straight.updater, None))
+    after = checksums(Held.of(run.updater).leaves())
+    assert after == checksums(Held.of(straight.updater).leaves())
     assert after != held
 
 

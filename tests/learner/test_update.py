@@ -11,9 +11,9 @@ from flax import nnx
 
 from tests.learner.linear import Run, linear_config, linear_run
 from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored
-from tpu_grpo.learner.checkpoints import Checkpoints, _leaves
+from tpu_grpo.learner.checkpoints import Checkpoints, Held
 from tpu_grpo.learner.compact import parameter_name
-from tpu_grpo.learner.restoring import sums_of
+from tpu_grpo.learner.digest import checksums
 
 PLAIN: dict[str, Any] = {}
 MASTERS: dict[str, Any] = {"model": {"dtype": "bfloat16"}}
@@ -237,7 +237,7 @@ def test_a_run_goes_on_to_the_bit(tmp_path: Path, name: str, sections: dict[str,
     assert checkpoints.restore(again.updater, resume="require") == 2
     checkpoints.close()
     again.step()
-    assert sums_of(_leaves(again.updater, None)) == sums_of(_leaves(straight.updater, None))
+    assert checksums(Held.of(again.updater).leaves()) == checksums(Held.of(straight.updater).leaves())
     assert int(again.updater.state.count) == 3
 
 

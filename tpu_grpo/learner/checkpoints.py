@@ -17,11 +17,11 @@ A run continues after the newest checkpoint that is sound; damaged ones that are
 """
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import jax
 import orbax.checkpoint as ocp
@@ -31,10 +31,11 @@ from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 from tpu_grpo.errors import CheckpointError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import restoring
+from tpu_grpo.learner.digest import checksums
 from tpu_grpo.learner.restoring import ENTROPY, FORMAT, MODEL, REFERENCE, STATE, Unsound
 from tpu_grpo.learner.saving import SavingManager
 from tpu_grpo.learner.update import Updater, UpdateState, by_name
-from tpu_grpo.metrics.run_files import DAMAGED_DIR
+from tpu_grpo.metrics.run_files import DAMAGED_DIR, saved_steps
 
 Resume = Literal["auto", "never", "require"]
 
@@ -45,6 +46,37 @@ class _SavedState(NamedTuple):
     count: Any
     optimizer: Any
     kept: Any
+
+
+class Held(NamedTuple):
+    """What a run holds that checkpoints are of, with its models taken apart."""
+
+    model: nnx.State
+    updates: UpdateState
+    reference: nnx.State | None
+
+    @classmethod
+    def of(cls, updater: Updater, reference: nnx.Module | None = None) -> Self:
+        """Take the models apart, which takes as long as all the rest of a small model's save."""
+        return cls(nnx.state(updater.model), updater.state, None if reference is None else nnx.state(reference))
+
+    def items(self) -> dict[str, Any]:
+        """Return the trees that are saved, by item."""
+        updates, saved_part = self.updates, restoring.saved_part
+        items = {MODEL: saved_part(self.model), STATE: _SavedState(updates.count, updates.optimizer, updates.kept)}
+        if updates.entropy:
+            items[ENTROPY] = updates.entropy
+        return items if self.reference is None else items | {REFERENCE: saved_part(self.reference)}
+
+    def leaves(self) -> dict[str, Any]:
+        """Return the arrays whose sums are saved, by name."""
+        reference = {} if self.reference is None else by_name(restoring.saved_part(self.reference))
+        paths = jax.tree_util.tree_leaves_with_path(self.updates)
+        return (
+            restoring.model_leaves(self.model)
+            | {f"reference.{name}": leaf for name, leaf in reference.items()}
+            | {f"optimizer{jax.tree_util.keystr(path)}": leaf for path, leaf in paths}
+        )
 
 
 @dataclass
@@ -71,7 +103,6 @@ class Checkpoints:
     Args:
         directory: where they are.
         keep: so many of the newest stay.
-        aside: where damaged ones are moved; beside ``directory`` if None.
         reference: a model that is saved, too.
         hosts: the processes of the run; all of them call every method, at the same steps.
     """
@@ -81,12 +112,11 @@ class Checkpoints:
         directory: Path,
         *,
         keep: int,
-        aside: Path | None = None,
         reference: nnx.Module | None = None,
         hosts: Hosts | None = None,
     ):
         self._directory, self._reference, self._hosts = directory.absolute(), reference, hosts or Hosts()
-        self._aside = self._directory.with_name(DAMAGED_DIR) if aside is None else aside.absolute()
+        self._aside = self._directory.with_name(DAMAGED_DIR)
         self._kept = NewestAndBest(keep)
         self._starts_over = False
         self._restored = 0
@@ -96,9 +126,9 @@ class Checkpoints:
     @cached_property
     def _manager(self) -> ocp.CheckpointManager:
         """Open the directory; a run that starts over does so at its first save, when an earlier run has made room."""
-        if self._starts_over and (steps := restoring.saved_steps(self._directory)):
+        if self._starts_over and (steps := saved_steps(self._directory)):
             raise CheckpointError(
-                f"checkpoint.resume=never needs an empty {self._directory}, found step {steps[0]}; move it away, or "
+                f"checkpoint.resume=never needs an empty {self._directory}, found step {steps[-1]}; move it away, or "
                 "use another run.dir"
             )
         options = ocp.CheckpointManagerOptions(preservation_policy=self._kept)
@@ -119,7 +149,7 @@ class Checkpoints:
                 "use checkpoint.resume=auto"
             )
         if not steps:
-            self._sums(updater)  # compiles them now, not at the first save
+            checksums(self._held(updater).leaves())  # compiles them now, not at the first save
             return 0
         self._restored = self._read_newest_sound(steps, updater)
         return self._restored
@@ -129,7 +159,7 @@ class Checkpoints:
         if self._hosts.is_first:
             self._remove_unfinished()
         self._hosts.barrier("unfinished checkpoints")
-        steps = restoring.saved_steps(self._directory)
+        steps = list(reversed(saved_steps(self._directory)))
         self._hosts.agree(f"the steps in {self._directory.name}", repr(steps))
         return steps
 
@@ -141,11 +171,11 @@ class Checkpoints:
         self._kept.best = best
         if step == self._manager.latest_step():
             return
-        saved = self._items(updater)
+        held = self._held(updater)
         self._manager.save(
             step,
-            args=ocp.args.Composite(**{item: ocp.args.PyTreeSave(tree) for item, tree in saved.items()}),
-            custom_metadata={"global_step": step, "format": FORMAT, "checksums": self._sums(updater)},
+            args=ocp.args.Composite(**{item: ocp.args.PyTreeSave(tree) for item, tree in held.items().items()}),
+            custom_metadata={"global_step": step, "format": FORMAT, "checksums": checksums(held.leaves())},
             force=True,
         )
 
@@ -180,11 +210,10 @@ class Checkpoints:
 
     def _read(self, step: int, updater: Updater) -> str:
         """Load a step; returns why it is not sound on some host, the same on all of them, or nothing."""
-        path, wanted, reason = self._directory / str(step), self._items(updater), ""
-        names = [name for part in _leaves(updater, self._reference) for name in part]
+        path, held, reason = self._directory / str(step), self._held(updater), ""
         items, saved = {}, {}
         try:
-            items, saved = restoring.read_items(path, wanted, self._hosts.index, names)
+            items, saved = restoring.read_items(path, held.items(), self._hosts.index, held.leaves())
         except Unsound as error:
             reason = str(error)
         told = self._hosts.gather(f"what was read of step {step}", reason.encode())
@@ -193,10 +222,13 @@ class Checkpoints:
             return f"on host {index}: {reason}" if self._hosts.count > 1 else reason
         self._install(items, updater)
         try:
-            restoring.check_sums(saved, self._sums(updater))
+            restoring.check_sums(saved, checksums(self._held(updater).leaves()))
         except Unsound as error:
             return str(error)
         return ""
+
+    def _held(self, updater: Updater) -> Held:
+        return Held.of(updater, self._reference)
 
     def _install(self, items: Mapping[str, Any], updater: Updater) -> None:
         nnx.update(updater.model, items[MODEL])
@@ -218,16 +250,6 @@ class Checkpoints:
             )
         self._hosts.barrier("damaged checkpoints")
 
-    def _items(self, updater: Updater) -> dict[str, Any]:
-        state, saved_part = updater.state, restoring.saved_part
-        items = {MODEL: saved_part(updater.model), STATE: _SavedState(state.count, state.optimizer, state.kept)}
-        if state.entropy:
-            items[ENTROPY] = state.entropy
-        return items if self._reference is None else items | {REFERENCE: saved_part(self._reference)}
-
-    def _sums(self, updater: Updater) -> dict[str, int]:
-        return restoring.sums_of(_leaves(updater, self._reference))
-
     def _all_unsound(self, reasons: Mapping[int, str]) -> CheckpointError:
         (newest, reason), *older = reasons.items()
         others = f"; nor could {' and '.join(str(step) for step, _ in older)}" if older else ""
@@ -236,15 +258,6 @@ class Checkpoints:
             f"restored ({reason}){others}; undo a change of model, optimizer or algorithm, put back a sound copy, or "
             "start over with checkpoint.resume=never"
         )
-
-
-def _leaves(updater: Updater, reference: nnx.Module | None) -> Iterable[dict[str, Any]]:
-    """Return the arrays whose sums are saved, by name."""
-    yield restoring.model_leaves(updater.model)
-    if reference is not None:
-        yield {f"reference.{name}": leaf for name, leaf in by_name(restoring.saved_part(reference)).items()}
-    paths = jax.tree_util.tree_leaves_with_path(updater.state)
-    yield {f"optimizer{jax.tree_util.keystr(path)}": leaf for path, leaf in paths}
 
 
 def _free_name(path: Path) -> Path:

@@ -4,7 +4,7 @@ Orbax stores no checksum of its own: a file with bytes changed in place may be r
 by the sums that are saved beside the arrays, see `tpu_grpo.learner.checkpoints`.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from flax import nnx
 
 from tpu_grpo.errors import CheckpointError
 from tpu_grpo.learner.digest import checksums
-from tpu_grpo.learner.trained import has_adapters
 from tpu_grpo.learner.update import by_name
+from tpu_grpo.metrics.run_files import saved_steps
 
 FORMAT = 2
 """What a checkpoint's optimizer_state holds. 1, which was not written down: bfloat16 moments and accumulated gradients
@@ -28,12 +28,6 @@ SHOWN = 300
 
 class Unsound(Exception):
     """A checkpoint is not what was saved, or is of another model or optimizer; says why."""
-
-
-def saved_steps(directory: Path) -> list[int]:
-    """Return the steps that are saved in a directory, the newest first; unfinished ones have names of another kind."""
-    names = [path.name for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
-    return sorted((int(name) for name in names if name.isdecimal() and name == str(int(name))), reverse=True)
 
 
 def read_items(
@@ -89,12 +83,12 @@ def read_policy(directory: Path, step: int, model: nnx.Module, host: int = 0) ->
     """
     path = directory.absolute() / str(step)
     if not (path / MODEL).is_dir():
-        found = saved_steps(directory)[::-1]
+        found = list(saved_steps(directory))
         raise CheckpointError(f"a checkpoint must be in {path}, found none; there are steps {found or 'none'}")
     try:
-        items, saved = read_items(path, {MODEL: saved_part(model)}, host)
+        items, saved = read_items(path, {MODEL: saved_part(nnx.state(model))}, host)
         nnx.update(model, items[MODEL])
-        check_sums(saved, sums_of([model_leaves(model)]))
+        check_sums(saved, checksums(model_leaves(nnx.state(model))))
     except Unsound as error:
         raise CheckpointError(
             f"checkpoint {path} must hold this model, whole, but could not be read ({error}); take another step, or "
@@ -111,19 +105,15 @@ def handlers(**settings: Any) -> dict[str, ocp.PyTreeCheckpointHandler]:
     return {item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry, **settings) for item in ITEMS}
 
 
-def saved_part(model: nnx.Module) -> nnx.State:
-    """Return what a checkpoint holds of a model: its adapters if it has any, else all of it."""
-    return nnx.state(model, nnx.LoRAParam) if has_adapters(model) else nnx.state(model)
+def saved_part(state: nnx.State) -> nnx.State:
+    """Return what a checkpoint holds of a model's state: its adapters if it has any, else all of it."""
+    adapters = nnx.filter_state(state, nnx.LoRAParam)
+    return adapters if nnx.to_flat_state(adapters) else state
 
 
-def model_leaves(model: nnx.Module) -> dict[str, Any]:
-    """Return all arrays of a model by the names of their sums; adapters are not continued on another base."""
-    return {f"model.{name}": leaf for name, leaf in by_name(nnx.state(model)).items()}
-
-
-def sums_of(leaves: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Compute the sums of arrays; on several hosts all must call it."""
-    return checksums({name: leaf for part in leaves for name, leaf in part.items()})
+def model_leaves(state: nnx.State) -> dict[str, Any]:
+    """Return all arrays of a model's state by the names of their sums; adapters are not continued on another base."""
+    return {f"model.{name}": leaf for name, leaf in by_name(state).items()}
 
 
 def restore_args(trees: Mapping[str, Any]) -> ocp.args.Composite:

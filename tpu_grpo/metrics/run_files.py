@@ -3,6 +3,8 @@
 Whoever writes or reads one of them takes its name from here. docs/running.md describes them for users.
 """
 
+from pathlib import Path
+
 CONFIG_FILE = "config.yaml"
 """The resolved config, with every setting; its presence marks a directory as a run's."""
 CHANGES_FILE = "changes.jsonl"
@@ -45,3 +47,9 @@ SUMMARY_FILE = "summary.json"
 """Holds the last value of every metric and what only the whole run can tell; written when the run is done."""
 REPORT_FILE = "report.html"
 """Shows the run on one page; written when the run is done."""
+
+
+def saved_steps(directory: Path) -> tuple[int, ...]:
+    """List the steps saved in a directory of checkpoints, ascending; unfinished ones have names of another kind."""
+    names = [path.name for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
+    return tuple(sorted(int(name) for name in names if name.isdecimal() and name == str(int(name))))

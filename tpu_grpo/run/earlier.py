@@ -19,10 +19,11 @@ from tpu_grpo.metrics.run_files import (
     METRICS_FILE,
     SOURCES_FILE,
     SUMMARY_FILE,
+    saved_steps,
 )
 from tpu_grpo.run.changes import Change, changed_settings, changed_sources, sources
 from tpu_grpo.run.lock import holder, taken
-from tpu_grpo.run.sharing import first_does, saved_steps
+from tpu_grpo.run.sharing import first_does
 
 
 def finished(config: RunConfig, hosts: Hosts) -> dict[str, Any] | None:

@@ -10,6 +10,7 @@ from typing import Any
 from tpu_grpo import errors
 from tpu_grpo.errors import ConfigError, TpuGrpoError
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.metrics.run_files import saved_steps
 from tpu_grpo.run.owner import read_owner
 
 SEEN_SECONDS = 20.0
@@ -63,14 +64,6 @@ def check_shared(directory: Path, lock_file: str, token: str, hosts: Hosts, *, l
             f"{answers[0][1]} is not there for {', '.join(apart)}; name a directory on a file system that every host "
             "mounts, by its path on that host"
         )
-
-
-def saved_steps(directory: Path) -> tuple[int, ...]:
-    """List the steps of a directory of checkpoints, ascending, without those that were not saved to the end."""
-    try:
-        return tuple(sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit()))
-    except FileNotFoundError:
-        return ()
 
 
 def agreed_steps(directory: Path, hosts: Hosts) -> tuple[int, ...]:
