@@ -42,6 +42,7 @@ BROAD_EXCEPTS = {
     "tpu_grpo/learner/saving.py:_wait_for_checkpointers": "Orbax raises many types; told to all hosts, and re-raised",
     "tpu_grpo/learner/restoring.py:read_items": "Orbax raises many types, some of them the bare Exception; re-raised",
     "tpu_grpo/learner/optimizers.py:_own": "runs the user's code; re-raised with its name",
+    "tpu_grpo/metrics/optional_sink.py:_try": "a library that a run can do without; told once, with its type",
     "tpu_grpo/metrics/run_log.py:open_run_log": "gives the terminal back whatever happens; re-raised",
     "tpu_grpo/models/tokenizers.py:_load": "the tokenizers library raises the bare Exception; others are re-raised",
     "tpu_grpo/plugins.py:_load_file": "runs the user's code; re-raised with its name",

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from tpu_grpo.commands.on_end import PeopleTold
 from tpu_grpo.commands.starting import joined_hosts, prepare
 from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import Hosts, StopRequest, Watch
@@ -42,11 +43,12 @@ def train(config: RunConfig, *, stop_requested: Callable[[], bool] = _never) -> 
         Interrupted: if a stop was requested; the checkpoint is saved.
         TpuGrpoError: for anything wrong with the config, the model, the data, a reward or a number.
     """
-    with start(config) as (hosts, watch):
+    with PeopleTold(config) as told, start(config) as (hosts, watch):
         from tpu_grpo.run.earlier import finished
 
         if (summary := finished(config, hosts)) is not None:
             return summary
+        told.begin(hosts)
         from tpu_grpo import pipeline
 
         return pipeline.train(config, hosts, watch, StopRequest(stop_requested))

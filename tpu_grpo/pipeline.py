@@ -14,7 +14,7 @@ from tpu_grpo.algorithms import notices
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import Interrupted
 from tpu_grpo.evaluation import EvaluationLog, describe, write_samples
-from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch
+from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch, here
 from tpu_grpo.metrics.compilations import CompilationCounter
 from tpu_grpo.metrics.jsonl import read_records
 from tpu_grpo.metrics.report import write_report
@@ -59,6 +59,7 @@ def train(
         parts = build_parts(config, hosts)
         start = parts.learner.restored_step
         notes = directory.begin(start, parts.task.prompts.describe())
+        here.step = start
         with (
             open_run_log(config, start) if hosts.is_first else RunLog([]) as log,
             closing(parts.task),
@@ -108,7 +109,7 @@ class Run:
                         self._step(step + 1)
                     except StepAbandoned:
                         raise self._stopped(step) from None
-                    step += 1
+                    step = here.step = step + 1
                     if self._any_host(self.stop.asked) and not self._is_last(step):
                         raise self._stopped(step)
                     if self._is_best(step) or self._due(step, self.config.checkpoint.every):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tpu_grpo.metrics.optional_sink import OptionalSink
 from tpu_grpo.metrics.sinks import SampleRow
 from tpu_grpo.metrics.wandb_sink import WandbSink, has_credentials
 
@@ -20,8 +21,15 @@ def _no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
-def open_sink(run_dir: Path, mode: Any, said: list[str], **options: Any) -> WandbSink:
-    return WandbSink(run_dir, "a-run", "a-project", mode, {"run": {"seed": 1}}, said.append, **options)
+def open_sink(run_dir: Path, mode: Any, said: list[str], **options: Any) -> OptionalSink:
+    """The sink as a run opens it."""
+    config = {"run": {"seed": 1}}
+    return OptionalSink(
+        "wandb",
+        "Do without.",
+        lambda: WandbSink(run_dir, "a-run", "a-project", mode, config, said.append, **options),
+        said.append,
+    )
 
 
 def recorded(run_dir: Path, last: bytes) -> bytes:
@@ -96,7 +104,7 @@ def test_an_online_run_gives_its_address_and_tells_an_error_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = FailingRun()
-    fake = types.SimpleNamespace(Error=ArithmeticError, Settings=dict, init=lambda **_: run, Table=dict)
+    fake = types.SimpleNamespace(Settings=dict, init=lambda **_: run, Table=dict)
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     said: list[str] = []

@@ -1,7 +1,7 @@
 """This room is the command line, a file per command; each parses its arguments, calls, prints and returns an exit code.
 
 main.py      tpu-grpo, which hands on to the others
-train.py     scripts/run.py, with dry_run.py for --dry-run
+train.py     scripts/run.py, with dry_run.py for --dry-run; on_end.py tells people how it ended
 evaluate.py  scripts/eval.py, with checkpoint_evaluation.py for the work
 data.py      scripts/data.py, with preview.py for the work
 rewards.py   scripts/rewards.py

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tpu_grpo.commands.on_end import PeopleTold
 from tpu_grpo.commands.starting import config_from_words, exit_code_of, joined_hosts, prepare
 from tpu_grpo.config import RunConfig, settings
 from tpu_grpo.errors import ConfigError
@@ -129,13 +130,14 @@ def _train(config: RunConfig) -> int:
 
 
 def _train_until(config: RunConfig, stop: SignalledStop) -> int:
-    with joined_hosts(config) as (hosts, watch):
+    with PeopleTold(config) as told, joined_hosts(config) as (hosts, watch):
         from tpu_grpo.run.earlier import finished, how_it_ended
 
         if (summary := finished(config, hosts)) is not None:
             if hosts.is_first:
                 print(f"{how_it_ended(config, summary)}\nlook at {config.run_dir}/{REPORT_FILE}")
             return 0
+        told.begin(hosts)
         stop.tell_others = watch.report_failure
         if hosts.is_first:
             print(f"{config.run.name}: {BUILDING}", file=sys.stderr)

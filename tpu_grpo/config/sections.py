@@ -219,9 +219,21 @@ class LoggingSection(Section):
 
     samples_every: int = Field(default=10, ge=0)
     """Show a table of samples every this many steps; 0 never shows one."""
+    tensorboard: bool = False
+    """Also write event files for TensorBoard, in run.dir/tensorboard."""
     wandb: Literal["off", "offline", "online"] = "off"
     """Also log to Weights & Biases; online without an API key falls to offline, and says so."""
     wandb_project: str = "tpu_grpo"
     """Log to this project of Weights & Biases."""
     profile_steps: tuple[PositiveInt, ...] = ()
     """Record a timeline of these steps, e.g. [3, 4], in run.dir/profile, for Perfetto and TensorBoard."""
+    on_end: str | None = None
+    """Tell people how the run ended, however it ends: a command, which finds a JSON object on stdin, or an address,
+    https://..., to which it is posted. $NAME is an address from the environment, which keeps it out of config.yaml."""
+
+    @field_validator("on_end")
+    @classmethod
+    def _is_something(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError(f"must be a command or an address, got {value!r}; leave it unset to tell nobody")
+        return value

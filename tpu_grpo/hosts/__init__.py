@@ -9,7 +9,7 @@ with Watch(hosts) as watch, watch.stage("rollout"):
 
 from tpu_grpo.hosts.agreement import Hosts
 from tpu_grpo.hosts.devices import by_host, devices_per_host, hosts_of
-from tpu_grpo.hosts.ending import in_time
+from tpu_grpo.hosts.ending import End, here, in_time
 from tpu_grpo.hosts.log import host_log
 from tpu_grpo.hosts.platform import choose_platform
 from tpu_grpo.hosts.progress import progress
@@ -18,6 +18,7 @@ from tpu_grpo.hosts.stopping import SignalledStop, StepAbandoned, StopRequest
 from tpu_grpo.hosts.watch import Watch, end_all_hosts
 
 __all__ = [
+    "End",
     "Hosts",
     "SignalledStop",
     "StepAbandoned",
@@ -27,6 +28,7 @@ __all__ = [
     "choose_platform",
     "devices_per_host",
     "end_all_hosts",
+    "here",
     "host_log",
     "hosts_of",
     "in_time",

@@ -25,6 +25,8 @@ from tpu_grpo.hosts.ending import end_after, here, leave_when_done
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TELLING_SECONDS = 2.0
 """The other hosts are told of an end at once for so long."""
+HASTE_SECONDS = 3.0
+"""An end at once takes so long to write the report and to tell people, at most."""
 STOPPING = "the run stops as soon as nothing is lost, and saves a checkpoint; the same signal again ends it at once"
 AT_START = "the run is ended before its first step"
 AT_ONCE = "the run is ended at once; its newest checkpoint stays where it is"
@@ -139,4 +141,4 @@ class SignalledStop(StopRequest):
             telling.start()
             telling.join(TELLING_SECONDS)
 
-        end_after(line, code, tell)
+        end_after(line, code, tell, outcome="stopped", seconds=HASTE_SECONDS)

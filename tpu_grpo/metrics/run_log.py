@@ -7,7 +7,7 @@ with open_run_log(config, start_step=0) as log:          # on host 0; RunLog([])
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 
 import numpy as np
@@ -15,7 +15,9 @@ from jaxtyping import Float
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.metrics.console import ConsoleSink
+from tpu_grpo.metrics.optional_sink import OptionalSink
 from tpu_grpo.metrics.sinks import JsonlSink, SampleRow, Sink
+from tpu_grpo.metrics.tensorboard_sink import TensorBoardSink, check_library
 from tpu_grpo.metrics.values import MetricValue
 from tpu_grpo.metrics.wandb_sink import WandbSink
 from tpu_grpo.types import ScoredRollout
@@ -64,18 +66,33 @@ def open_run_log(config: RunConfig, start_step: int) -> RunLog:
 
     Raises:
         DataError: for metrics or samples of an earlier part of the run that are broken.
+        ConfigError: for a library that a setting needs and that is not installed.
     """
+    if config.logging.tensorboard:
+        check_library()
     console = ConsoleSink(start_step, config.run.max_steps)
     try:
-        sinks: list[Sink] = [JsonlSink(config.run_dir, start_step), console]
-        if config.logging.wandb != "off":
-            settings = config.model_dump(mode="json")
-            project, mode = config.logging.wandb_project, config.logging.wandb
-            sinks.append(WandbSink(config.run_dir, config.run.name, project, mode, settings, console.note))
+        return RunLog([JsonlSink(config.run_dir, start_step), console, *_optional_sinks(config, start_step, console)])
     except BaseException:
         console.close()  # gives the terminal back
         raise
-    return RunLog(sinks)
+
+
+def _optional_sinks(config: RunConfig, start_step: int, console: ConsoleSink) -> Iterator[OptionalSink]:
+    """Open the sinks that a run can do without; each fails alone."""
+    if config.logging.tensorboard:
+        remedy = "Set logging.tensorboard=false to do without"
+        yield OptionalSink("TensorBoard", remedy, lambda: TensorBoardSink(config.run_dir, start_step), console.note)
+    if (mode := config.logging.wandb) != "off":
+        settings, project = config.model_dump(mode="json"), config.logging.wandb_project
+        remedy = "Set logging.wandb=offline or off to do without the server"
+        name = config.run.name
+        yield OptionalSink(
+            "wandb",
+            remedy,
+            lambda: WandbSink(config.run_dir, name, project, mode, settings, console.note),
+            console.note,
+        )
 
 
 def sample_rows(scored: ScoredRollout, advantages: Float[np.ndarray, " B"]) -> list[SampleRow]:

@@ -1,4 +1,4 @@
-"""Logs to Weights & Biases; a run never waits long for it, and never ends because of it."""
+"""Logs to Weights & Biases; a run never waits long for it."""
 
 import netrc
 import os
@@ -21,8 +21,8 @@ class WandbSink:
     """Logs to a run under ``run_dir/wandb``; a resumed run continues the same one.
 
     ``online`` without credentials falls to ``offline``, which needs no network and can be uploaded later with
-    ``wandb sync``. Steps are the x axis of every plot. An error of wandb's is told once through ``say``, and the
-    sink is silent from then on; an online start waits for the server for at most ``timeout_seconds``.
+    ``wandb sync``; that is told through ``say``. Steps are the x axis of every plot. An online start waits for the
+    server for at most ``timeout_seconds``. Errors are wandb's own.
     """
 
     def __init__(
@@ -39,9 +39,7 @@ class WandbSink:
         import wandb  # takes a second, and most runs do without
 
         self._wandb = wandb
-        self._errors = (wandb.Error, OSError)  # OSError: its own service process died, or the disk is full
         self._say = say
-        self._run: Any = None
         if mode == "online" and not has_credentials():
             mode = "offline"
             say(
@@ -49,18 +47,15 @@ class WandbSink:
                 "or run `wandb login`; what was logged can be uploaded with "
                 f"`wandb sync {run_dir / WANDB_DIR}/offline-run-*`"
             )
-        try:
-            self._run = self._start(run_dir, name, project, mode, config, timeout_seconds)
-        except self._errors as error:
-            self._fall_silent("starting", error)
+        self._run = self._start(run_dir, name, project, mode, config, timeout_seconds)
 
     def write(self, metrics: Mapping[str, MetricValue]) -> None:
         """Log one step."""
-        self._log(dict(metrics))
+        self._run.log(dict(metrics))
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Log a table of the rows."""
-        if self._run is None or not rows:
+        if not rows:
             return
         names = names_in(row.rewards for row in rows)
         columns: list[Any] = ["prompt", "completion", *names, "reward", "advantage", "tokens", "finish_reason"]
@@ -68,16 +63,11 @@ class WandbSink:
             [r.prompt, r.completion, *map(r.rewards.get, names), r.reward, r.advantage, r.tokens, r.finish_reason]
             for r in rows
         ]
-        self._log({"step": step, "samples": self._wandb.Table(columns=columns, data=data)})
+        self._run.log({"step": step, "samples": self._wandb.Table(columns=columns, data=data)})
 
     def close(self) -> None:
         """Finish the run; what could not be uploaded in time stays under ``run_dir/wandb``."""
-        if self._run is None:
-            return
-        try:
-            self._run.finish()
-        except self._errors as error:
-            self._fall_silent("finishing", error)
+        self._run.finish()
 
     def _start(
         self, run_dir: Path, name: str, project: str, mode: Mode, config: Mapping[str, Any], timeout: float
@@ -101,21 +91,6 @@ class WandbSink:
         run.define_metric("step")
         run.define_metric("*", step_metric="step")
         return run
-
-    def _log(self, values: dict[str, Any]) -> None:
-        if self._run is None:
-            return
-        try:
-            self._run.log(values)
-        except self._errors as error:
-            self._fall_silent("logging", error)
-
-    def _fall_silent(self, doing: str, error: Exception) -> None:
-        self._run = None
-        self._say(
-            f"wandb failed while {doing} ({type(error).__name__}: {error}); the run goes on without it, and its own "
-            "files are complete. Set logging.wandb=offline or off to do without the server"
-        )
 
 
 def has_credentials() -> bool:
