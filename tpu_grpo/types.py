@@ -17,6 +17,10 @@ from jaxtyping import Bool, Float, Integer
 FinishReason = Literal["stop", "length"]
 
 
+Conversation = Sequence[Mapping[str, str]]
+"""Messages, each with role and content."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """One prompt as the model sees it, with the columns of its record for the rewards."""
@@ -25,6 +29,22 @@ class Prompt:
     """The rendered prompt: template and chat template applied."""
     token_ids: tuple[int, ...]
     columns: Mapping[str, Any] = field(default_factory=dict)
+    messages: Conversation = ()
+    """The conversation that the text was rendered from, system message and examples included; empty if there is none,
+    so that the text is all there is."""
+    examples: int = 0
+    """How many of the messages, the first ones, the config put before those of the record."""
+
+    @property
+    def conversation(self) -> Conversation:
+        """The messages; or the text as the only one, the user's."""
+        return self.messages or [{"role": "user", "content": self.text}]
+
+    @property
+    def asked(self) -> str:
+        """What the user says in the messages of the record; several are joined by blank lines."""
+        own = self.messages[self.examples :]
+        return "\n\n".join(m["content"] for m in own if m["role"] == "user") if own else self.text
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,24 @@ def test_an_example_that_lacks_a_column(tokenizer: PreTrainedTokenizerFast):
         render(tokenizer, examples=({"question": "1+1="},))
 
 
+def test_a_prompt_knows_its_conversation_and_what_the_user_says(tokenizer: PreTrainedTokenizerFast):
+    """Neither the system message nor examples nor the template's tokens are what the user says."""
+    shown = {"system_prompt": "Add.", "examples": ({"question": "1+1=", "answer": 2},)}
+    system, *example = (
+        {"role": "system", "content": "Add."},
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "2"},
+    )
+    asked = {"role": "user", "content": "2+3="}
+    prompt = render(tokenizer, **shown)
+    assert (list(prompt.conversation), prompt.asked) == ([system, *example, asked], "2+3=")
+    talk = [asked, {"role": "assistant", "content": "5"}, {"role": "user", "content": "Sure?"}]
+    prompt = render(tokenizer, {"question": "x", "chat": talk}, messages="chat", **shown)
+    assert (list(prompt.conversation), prompt.asked) == ([system, *example, *talk], "2+3=\n\nSure?")
+    plain = render(tokenizer, chat_template=False, examples=shown["examples"])
+    assert (plain.text, plain.asked) == ("1+1=2\n\n2+3=", "2+3=")
+
+
 def test_messages_of_a_column_are_the_conversation(tokenizer: PreTrainedTokenizerFast):
     turns = [("user", "Hi"), ("assistant", "Hello"), ("user", "2+3?")]
     record = {"chat": [{"role": role, "content": text, "extra": 1} for role, text in turns]}

@@ -1,6 +1,7 @@
 """Rewards of every form are called: with extras, by rows, async, as classes, with other trainers' signatures."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from tests.rewards.conftest import MakeFile, make_rollout
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.errors import RewardError
 from tpu_grpo.rewards import open_rewards, per_sample
-from tpu_grpo.types import Figure, Scores
+from tpu_grpo.types import Figure, Prompt, PromptBatch, Scores
 
 PROMPTS, TEXTS, COLUMNS = ["p0", "p1"], ["a", "bb", "ccc", "dddd"], [{"answer": "a"}, {"answer": "dddd"}]
 
@@ -29,6 +30,7 @@ def test_extras_come_to_those_who_declare_them(reward_file: MakeFile):
     source = """
 def f(completions, completion_ids, step, options, log_metric, trainer_state):
     assert completion_ids == [[1], [1], [1], [1]] and options == {"any": 5} and trainer_state.global_step == step
+    assert trainer_state.max_steps == 0  # unknown without a run
     for text in completions:
         log_metric("length", len(text))
     return [float(step)] * len(completions)
@@ -38,9 +40,25 @@ def f(completions, completion_ids, step, options, log_metric, trainer_state):
     assert scores.figures["rewards/f/length"] == Figure(2.5, "mean", 4)  # 1, 2, 3, 4
 
 
-def test_extras_do_not_come_by_kwargs(reward_file: MakeFile):
-    source = "def f(completions, **rest):\n    return [float(sorted(rest) == ['answer', 'prompts'])] * 4\n"
-    np.testing.assert_array_equal(score(reward_file, source).total, [1.0] * 4)
+def test_kwargs_bring_what_trl_passes_and_no_other_extra(reward_file: MakeFile):
+    path = reward_file("""
+def f(completions, **rest):
+    assert sorted(rest) == ["answer", "log_metric", "prompts", "trainer_state"], sorted(rest)
+    state = rest["trainer_state"]
+    rest["log_metric"]("share", state.global_step / state.max_steps)
+    return [float(state.global_step)] * len(completions)
+""")
+    for workers in (0, 1):  # in this process, and in another
+        with open_rewards([RewardSpec(name=f"{path}:f", workers=workers)], ["answer"], max_steps=60) as rewards:
+            scores = rewards.score(make_rollout(PROMPTS, TEXTS, COLUMNS, step=15))
+        np.testing.assert_array_equal(scores.total, [15.0] * 4)
+        assert scores.figures["rewards/f/share"].value == 0.25
+
+
+def test_an_extra_that_kwargs_do_not_bring_is_to_be_declared(reward_file: MakeFile):
+    source = "def f(completions, **rest):\n    return [len(ids) for ids in rest['completion_ids']]\n"
+    with pytest.raises(RewardError, match=r"raised KeyError: 'completion_ids' .*; it comes to a function that"):
+        score(reward_file, source)
 
 
 def test_a_column_goes_before_an_extra_of_its_name(reward_file: MakeFile):
@@ -264,3 +282,143 @@ def test_rewards_written_for_other_trainers(reward_file: MakeFile):
     np.testing.assert_array_equal(score(reward_file, OTHERS, "tunix").total, [1.0, 0.0, 0.0, 1.0])
     easydel = score(reward_file, OTHERS, "easydel", messages=True, options={"max_length": 3})
     np.testing.assert_array_equal(easydel.total, [1.0, 1.0, 0.0, 0.0])
+
+
+VERIFIERS = """
+# verifiers: one row, by its parameters, with the columns by name
+def correct_answer(completion, answer, **kwargs) -> float:
+    return 1.0 if completion == answer else 0.0
+
+async def last_message(completion, prompt) -> float:
+    return float(len(completion[-1]["content"]) + len(prompt))
+
+class Parsed:
+    def __call__(self, completion, answer):
+        return {"score": float(completion == answer), "length": len(completion)}
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_function_with_a_completion_gets_one_row(reward_file: MakeFile, workers: int):
+    found = score(reward_file, VERIFIERS, "correct_answer", workers=workers)
+    np.testing.assert_array_equal(found.total, [1.0, 0.0, 0.0, 1.0])
+    of_messages = score(reward_file, VERIFIERS, "last_message", workers=workers, messages=True)
+    np.testing.assert_array_equal(of_messages.total, [2.0, 3.0, 4.0, 5.0])  # a prompt is one message
+    parsed = score(reward_file, VERIFIERS, "Parsed", workers=workers)
+    np.testing.assert_array_equal(parsed.total, [1.0, 0.0, 0.0, 1.0])
+    assert parsed.figures["rewards/Parsed/length"] == Figure(2.5, "mean", 4)
+
+
+VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    assert data_source == "sums" and not kwargs, (data_source, kwargs)
+    right = solution_str == ground_truth
+    return {"score": 1.0 if right else -extra_info.get("penalty", 0.25), "acc": right, "pred": solution_str}
+
+async def plain(data_source, solution_str, ground_truth):
+    return solution_str == ground_truth
+
+def names_a_mean(solution_str):
+    return {"score": 1.0, "mean": 2.0}
+"""
+VERL_COLUMNS = [
+    {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "a"}, "extra_info": {"penalty": 0.5}},
+    {"data_source": "sums", "reward_model": {"style": "rule", "ground_truth": "dddd"}, "extra_info": None},
+]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_reward_written_for_verl(reward_file: MakeFile, workers: int):
+    path = reward_file(VERL)
+    rollout = make_rollout(PROMPTS, TEXTS, VERL_COLUMNS)
+    specs = [RewardSpec(name=f"{path}:{name}", workers=workers) for name in ("compute_score", "plain")]
+    with open_rewards(specs, list(VERL_COLUMNS[0])) as rewards:
+        scores = rewards.score(rollout)
+    np.testing.assert_array_equal(scores.by_name["compute_score"], [1.0, -0.5, -0.25, 1.0])
+    np.testing.assert_array_equal(scores.by_name["plain"], [1.0, 0.0, 0.0, 1.0])
+    assert scores.figures["rewards/compute_score/acc"] == Figure(0.5, "mean", 4)
+    assert "rewards/compute_score/pred" not in scores.figures
+
+
+def test_verls_arguments_from_other_data(reward_file: MakeFile):
+    """A column ground_truth is taken as it is, what is missing may be an option, and extra_info is then empty."""
+    path = reward_file(VERL)
+    spec = RewardSpec(name=f"{path}:compute_score", workers=0, options={"data_source": "sums"})
+    columns = [{"ground_truth": "a"}, {"ground_truth": "dddd"}]
+    with open_rewards([spec], ["ground_truth"]) as rewards:
+        scores = rewards.score(make_rollout(PROMPTS, TEXTS, columns))
+    np.testing.assert_array_equal(scores.total, [1.0, -0.25, -0.25, 1.0])
+    with pytest.raises(RewardError, match=r"requires the parameter 'ground_truth'.*\(data.columns gives one"):
+        open_rewards([spec], ["answer"])
+    message = "the column reward_model must hold a ground_truth, as verl's data does, got 5"
+    with open_rewards([spec], ["reward_model"]) as rewards, pytest.raises(RewardError, match=message):
+        rewards.score(make_rollout(PROMPTS, TEXTS, [{"reward_model": 5}] * 2))
+    with pytest.raises(RewardError, match="returned a score with a metric that cannot be logged: .* got 'mean', 2.0"):
+        score(reward_file, VERL, "names_a_mean")
+
+
+def test_a_text_goes_before_a_column_of_its_name(reward_file: MakeFile):
+    source = "def f(prompt, completion):\n    return float(prompt in ('p0', 'p1') and completion in 'abbcccdddd')\n"
+    path = reward_file(source)
+    columns = [{"prompt": "x", "completion": "y"}] * 2
+    with open_rewards([RewardSpec(name=f"{path}:f", workers=0)], ["prompt", "completion"]) as rewards:
+        np.testing.assert_array_equal(rewards.score(make_rollout(PROMPTS, TEXTS, columns)).total, [1.0] * 4)
+
+
+# --- what a prompt is ------------------------------------------------------------------------------------------------
+
+SYSTEM, SHOWN = {"role": "system", "content": "Add."}, [{"role": "user", "content": "1+1"}]
+TALK = [
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi"},
+    {"role": "user", "content": "2+3"},
+]
+AS_MESSAGES = """
+def f(prompts, completions, rendered_prompts):
+    for prompt, completion, rendered in zip(prompts, completions, rendered_prompts):
+        assert prompt[0] == {"role": "system", "content": "Add."} and prompt[-1] == {"role": "user", "content": "2+3"}
+        assert rendered == "<|system|>Add...", rendered
+        prompt[-1]["content"] = completion[0]["content"] = "changed"
+    return [float(len(prompt)) for prompt in prompts]
+
+def g(prompts, completions, rendered_prompts):
+    assert rendered_prompts == ["<|system|>Add..."] * 2 and completions == ["5", "6"]
+    return [float(prompt == "Hello\\n\\n2+3") for prompt in prompts]
+
+def h(prompt, completion, rendered_prompt):
+    assert (prompt, rendered_prompt) == ("Hello\\n\\n2+3", "<|system|>Add...")
+    return float(completion)
+"""
+
+
+def test_prompts_are_what_the_user_says_or_the_conversation(reward_file: MakeFile):
+    path = reward_file(AS_MESSAGES)
+    examples = [SYSTEM, *SHOWN, {"role": "assistant", "content": "2"}]
+    prompt = Prompt("<|system|>Add...", (1,), messages=[*examples, *TALK], examples=3)
+    rollout = replace(make_rollout(["p"], ["5", "6"]), batch=PromptBatch(1, (prompt,)))
+    specs = [RewardSpec(name=f"{path}:{name}", workers=0, messages=name == "f") for name in "fgh"]
+    with open_rewards(specs, []) as rewards:
+        for _ in range(2):  # what a reward changes is its own
+            scores = rewards.score(rollout)
+            assert {name: values.tolist() for name, values in scores.by_name.items()} == {
+                "f": [6.0, 6.0],
+                "g": [1.0, 1.0],
+                "h": [5.0, 6.0],
+            }
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "text"),
+    [
+        ("[c[0]['content'] for c in completions]", False, "prompts and completions are texts here: .* messages: true"),
+        ("[c.get('content') for c in completions]", False, "set messages: true for this reward"),
+        ("[re.search('x', c) for c in completions]", True, "with messages: true prompts and completions are lists of"),
+        ("[c.strip() for c in completions]", True, "if it expects texts, leave messages out"),
+        ("[p + 1 for p in prompts]", False, r"raised TypeError: [^;]*; row 0"),
+        ("[p[5] for p in prompts]", True, r"raised IndexError: [^;]*lists? [^;]*; row 0|if it expects texts"),
+    ],
+)
+def test_a_reward_of_the_other_form_is_told_the_setting(reward_file: MakeFile, source: str, messages: bool, text: str):
+    source = f"import re\ndef f(prompts, completions):\n    return {source}\n"
+    with pytest.raises(RewardError, match=text):
+        score(reward_file, source, messages=messages)

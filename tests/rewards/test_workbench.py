@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tpu_grpo.commands.rewards import main
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.errors import DataError
 from tpu_grpo.rewards.workbench import Disagreement, read_completions, try_rewards
@@ -53,6 +54,22 @@ def test_groups_and_problems(tmp_path: Path):
     assert trial.rollout.group_size == 2
     assert trial.scores.total.tolist() == [1.0, 2.0, 0.0, 0.0]  # the second group went without
     assert trial.scores.figures["rewards/f/errors"].value == 2
+    (failure,) = trial.failures
+    assert (failure.reward, failure.rows) == ("f", (2, 3))
+    assert "reward f raised ValueError: could not convert string to float: 'x'" in failure.text
+
+
+def test_prompts_may_be_messages(tmp_path: Path):
+    chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "2+2?"}]
+    path = write(tmp_path / "c.jsonl", [{"prompt": chat, "completion": "4"}, {"prompt": "2+3?", "completion": "5"}])
+    (tmp_path / "mine.py").write_text("def f(prompts, completions):\n    return [float(len(p)) for p in prompts]\n")
+    as_messages, as_text = (
+        try_rewards(
+            [RewardSpec(name=f"{tmp_path}/mine.py:f", messages=messages)], path, slowest=0
+        ).scores.total.tolist()
+        for messages in (True, False)
+    )
+    assert (as_messages, as_text) == ([2.0, 1.0], [4.0, 4.0])  # messages; letters of what the user says
 
 
 @pytest.mark.parametrize(
@@ -63,6 +80,10 @@ def test_groups_and_problems(tmp_path: Path):
         ('{"prompt": "x"}', r"c\.jsonl:1 must hold completion, a text, or completions, a list of texts"),
         ('{"completion": 5}', r"c\.jsonl:1 must hold completion"),
         ("[]", r"c\.jsonl:1 must hold completion"),
+        (
+            '{"completion": "x", "prompt": ["y"]}',
+            r"c\.jsonl:1: prompt must be a text or a list of messages .*got \['y'\]",
+        ),
         (
             '{"completions": ["a"]}\n{"completions": ["a", "b"]}',
             r"every line must hold as many completions, got \[1, 2\]",
@@ -89,3 +110,37 @@ def test_the_command(tmp_path: Path):
     wrong = run(str(config), "--completions", str(path), "rewards=[{name: gsm8}]")
     assert wrong.returncode == 2
     assert "did you mean gsm8k?" in wrong.stderr
+
+
+def test_the_command_exits_with_1_and_names_the_rows_when_a_reward_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    source = """
+from tpu_grpo.rewards import per_sample
+
+@per_sample
+def number(completion):
+    return None if completion == "none" else float(completion)
+
+def first_letter(completions):
+    return [float(completion[0]["content"]) for completion in completions]
+"""
+    (tmp_path / "mine.py").write_text(source)
+    config = tmp_path / "config.yaml"
+    config.write_text(f"rewards: [{{name: '{tmp_path}/mine.py:number', workers: 0}}]\n")
+    path = write(tmp_path / "c.jsonl", [{"completion": text} for text in ("1", "one", "none", "two")])
+    assert main([str(config), "--completions", str(path)]) == 1
+    shown, errors = capsys.readouterr()
+    assert "number failed on 2 of 4 rows: 1, 3\n" in errors
+    assert "ValueError: could not convert string to float: 'two' (" in errors
+    assert "for row 3 (prompt '', completion 'two'). Return None for rows" in errors
+    assert "│ 2   │ -      │ -     │ none" in shown
+    of_batch = f"rewards=[{{name: '{tmp_path}/mine.py:first_letter', workers: 0}}]"
+    assert main([str(config), "--completions", str(path), of_batch, "--show", "0"]) == 1
+    errors = capsys.readouterr().err
+    assert "first_letter failed on 4 of 4 rows: 0, 1, 2, 3\n" in errors
+    assert "set messages: true for this reward" in errors
+    fine = write(tmp_path / "fine.jsonl", [{"completion": "1"}, {"completion": "none"}])
+    assert main([str(config), "--completions", str(fine)]) == 0
+    assert capsys.readouterr().err == ""

@@ -1,7 +1,10 @@
 """This is the command line of ``scripts/rewards.py``: it parses, calls, prints and returns an exit code."""
 
 import argparse
-from collections.abc import Sequence
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,23 +20,59 @@ from tpu_grpo.rewards.workbench import Trial, try_rewards
 ABOUT = """Tries the rewards of a config on completions that are there already, without a model.
 
 A line of the file is {"completion": "...", "prompt": "...", and the columns that the rewards need}, or holds a group as
-"completions": [...]. Shows each reward's values, the slowest samples, and where rewards disagree."""
+"completions": [...]. Shows each reward's values, the slowest samples, and where rewards disagree. If a reward fails, it
+says on which rows, and exits with 1."""
 _TOKENS = 24
 """Tokens of a completion that are shown."""
+_FAILURES = 20
+"""Failures whose texts are shown."""
 USAGE = "python scripts/rewards.py CONFIG.yaml --completions file.jsonl [section.key=value ...]"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command; returns its exit code: 0, 1 if a reward failed on a row, 2 for what cannot be tried."""
     options = _parser().parse_intermixed_args(arguments)
     choose_platform()  # a reward of the user's own may import jax
     return exit_code_of(lambda: _try_and_show(options))
 
 
-def _try_and_show(options: argparse.Namespace) -> None:
+def _try_and_show(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
-    trial = try_rewards(config.rewards, options.completions, step=options.step, slowest=options.show)
+    with _no_warnings():
+        trial = try_rewards(
+            config.rewards, options.completions, step=options.step, max_steps=config.run.max_steps, slowest=options.show
+        )
     show(trial, Console(), options.show)
+    for line in failure_lines(trial):
+        print(line, file=sys.stderr)
+    return 1 if trial.failures else 0
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """Keep rewards from warning of a step's first problem: all problems are shown at the end."""
+    logger = logging.getLogger("tpu_grpo.rewards")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
+def failure_lines(trial: Trial) -> list[str]:
+    """Say on which rows each reward failed, and of the first ones how, a line each."""
+    by_text: dict[tuple[str, str], list[int]] = {}
+    for failure in trial.failures:
+        by_text.setdefault((failure.reward, failure.text), []).extend(failure.rows)
+    failed = {name: sorted(row for (n, _), rows in by_text.items() if n == name for row in rows) for name, _ in by_text}
+    counts = [
+        f"{name} failed on {len(rows)} of {len(trial.rollout.texts)} rows: {', '.join(map(str, rows))}"
+        for name, rows in failed.items()
+    ]
+    texts = [f"  {text}" for _, text in by_text]
+    more = [f"  and {len(texts) - _FAILURES} more"] if len(texts) > _FAILURES else []
+    return [*counts, *texts[:_FAILURES], *more]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,8 +115,9 @@ def _by_reward(trial: Trial) -> Table:
         counts = [f"{trial.scores.figures[f'rewards/{name}/{n}'].value:g}" for n in ("errors", "timeouts")]
         seconds = f"{trial.scores.figures[f'rewards/{name}/seconds'].value:.3f}"
         table.add_row(name, *spread, str(len(known)), *counts, seconds)
-    total = trial.scores.total
-    table.add_row("total", f"{total.mean():.3f}", f"{total.std():.3f}", str(len(total)), "", "", "")
+    total = trial.scores.total[trial.scores.scored]
+    spread = [f"{total.mean():.3f}", f"{total.std():.3f}"] if len(total) else ["-", "-"]
+    table.add_row("total", *spread, str(len(total)), "", "", "")
     return table
 
 
@@ -86,7 +126,8 @@ def _samples(trial: Trial, most: int) -> Table:
     for row, text in enumerate(trial.rollout.texts[:most]):
         values = [values[row] for values in trial.scores.by_name.values()]
         shown = ["-" if np.isnan(value) else f"{value:g}" for value in values]
-        table.add_row(str(row), *shown, f"{trial.scores.total[row]:g}", _short(text))
+        total = f"{trial.scores.total[row]:g}" if trial.scores.scored[row] else "-"
+        table.add_row(str(row), *shown, total, _short(text))
     return table
 
 

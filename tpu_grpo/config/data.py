@@ -140,7 +140,8 @@ class RewardSpec(Section):
     error_value: float = 0.0
     """Give this value to the rows concerned when on_error is value."""
     messages: bool = False
-    """Pass each prompt and completion as a list of one message, {role, content}, instead of as a text."""
+    """Pass each completion as a list of one message, {role, content}, and each prompt as the whole conversation,
+    instead of as texts: the completion, and what the user says."""
     recycle: PositiveInt = 1000
     """Replace a worker process by a fresh one after this many calls."""
     memory_gb: float = Field(default=8.0, gt=0.0)

@@ -40,6 +40,11 @@ class Conversation:
             self._before.append({"role": "user", "content": self._question.fill(example, where)})
             self._before.append({"role": "assistant", "content": answer.fill(example, where)})
 
+    @property
+    def before(self) -> int:
+        """Count the messages that stand before those of every record."""
+        return len(self._before)
+
     def messages(self, record: Record, where: str) -> list[Message]:
         """Return the messages of a record; the last one is the user's. ``where`` names the record in errors."""
         if (column := self._data.messages) is not None:

@@ -74,7 +74,8 @@ class PromptRenderer:
                 f"{where}; padding is told from text by that id. Remove it from the record or the template, or give "
                 "the tokenizer a pad token of its own"
             )
-        return Prompt(text=text, token_ids=tuple(token_ids), columns=record)
+        before = self._conversation.before
+        return Prompt(text, tuple(token_ids), columns=record, messages=messages, examples=before)
 
     def _chat(self, messages: list[Message]) -> str:
         from jinja2 import TemplateError  # what chat templates are written in; transformers imports it lazily too

@@ -10,9 +10,12 @@ feed.py          batches on their way to where a reward runs, and their deadline
 executors.py     where a reward runs: in a pool of workers, or on a thread
 worker.py        a worker process, from both ends
 calling.py       one call of a reward: exceptions and bad return values become Problems
+hints.py         what may help with an exception of a reward that was written for another trainer
+logged.py        what a reward logs beside its value
 tokens.py        what rewards of single tokens give, checked, weighted and passed between hosts
 
 protocol.py      what a reward is: read this to write one
+signatures.py    how a function wants to be called: with a batch or a row, under which names
 loading.py       an entry of the config -> a reward that fits the data
 shipped/         the rewards that ship
 workbench.py     rewards tried on a file of completions, without a model

@@ -50,6 +50,8 @@ class RewardResult:
     logged: dict[str, list[float]] = field(default_factory=dict)
     of_tokens: list[TokenValues] = field(default_factory=list)
     """A reward of single tokens gave these; it is empty of any other."""
+    failures: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
+    """The problems: rows by their numbers, and what is said of them."""
 
     @classmethod
     def joined(cls, parts: Sequence[Self], seconds: float) -> Self:
@@ -61,6 +63,7 @@ class RewardResult:
             sum(part.timeouts for part in parts),
             sum(part.errors for part in parts),
             of_tokens=[values for part in parts for values in part.of_tokens],
+            failures=[failure for part in parts for failure in part.failures],
         )
         for part in parts:
             found.log(part.logged)
@@ -102,7 +105,8 @@ def ask_reward(reward: OpenReward, table: Table, gate_B: Float[np.ndarray, " B"]
     spec, loaded = reward.spec, reward.loaded
     rows, result = rows_to_ask(table, gate_B, loaded.call)
     row_lists = split_rows(rows, table.group_size, workers_of(spec), loaded.call)
-    answers = run(reward.executor, [table.batch(loaded.batch_columns, batch) for batch in row_lists], spec.timeout)
+    batches = [table.batch(loaded.batch_columns, batch, messages=spec.messages) for batch in row_lists]
+    answers = run(reward.executor, batches, spec.timeout)
     for batch, answer in zip(row_lists, answers, strict=True):
         first = result.timeouts + result.errors == 0
         take_in(answer, batch, spec, table, result, warn=first)
@@ -147,6 +151,7 @@ def _apply_on_error(
         raise RewardError(message) from (RemoteError(problem.trace) if problem.trace else None)
     if warn:  # the metrics count the rest
         LOG.warning("step %d: %s", table.step, message)
+    result.failures.append((tuple(table.numbers[row] for row in rows), message))
     if problem.kind == "late":
         result.timeouts += len(rows)
     else:

@@ -1,6 +1,6 @@
 """A reward gets a rollout's rows in batches, and answers with values and problems; these are the records of both.
 
-table = build_table(rollout, ["answer"], token_ids=False)           # all columns that the rewards need, each [B]
+table = build_table(rollout, ["completions", "answer"])             # all columns that the rewards need, each [B]
 batches = split_rows(range(table.size), group_size, workers, call)  # the rows of each batch: [[0, 1], [2, 3]]
 batch = table.batch(["completions", "answer"], batches[0])          # goes to the reward's process or thread
 answer = Answer([1.0, nan], [Problem("raised", "...", row=1)])      # comes back
@@ -17,8 +17,8 @@ import numpy as np
 from jaxtyping import Float
 
 from tpu_grpo.errors import RewardError
-from tpu_grpo.rewards.protocol import TEXT_ARGUMENTS
-from tpu_grpo.types import Rollout
+from tpu_grpo.rewards.protocol import OF_ROWS, TEXT_ARGUMENTS
+from tpu_grpo.types import Conversation, Rollout
 
 SHORT_REPR = reprlib.Repr(maxstring=120, maxother=120)
 """It shortens the texts and values that error messages show."""
@@ -44,9 +44,13 @@ class Call:
     """An async function of one row runs for this many rows at a time; it is None for a function of a batch."""
     is_async: bool = False
     messages: bool = False
-    """If set, texts are passed as lists of one message."""
+    """If set, prompts and completions are passed as lists of messages."""
     per_token: bool = False
     """If set, the function gives a number per token, see `per_token`."""
+    verl: bool = False
+    """If set, a row's arguments have verl's names, see signatures.py."""
+    max_steps: int = 0
+    """The steps of the run, for ``trainer_state``."""
     find_failing_row: bool = True
     """If set, the row that makes a reward of a batch raise is looked for."""
 
@@ -56,7 +60,7 @@ class RewardBatch:
     """A RewardBatch holds the rows that a reward is asked about at once."""
 
     columns: Mapping[str, Sequence[Any]]
-    """It holds the reward's arguments by name, each [size], and completion_ids where it declares them."""
+    """It holds the reward's arguments by name, each [size], and those of protocol.OF_ROWS that it declares."""
     step: int
     size: int
     """It counts the rows."""
@@ -151,22 +155,23 @@ class Table:
     step: int
     group_size: int
     numbers: Sequence[int]
-    """Each row's number in the whole rollout, for messages."""
+    """Each row's number in the whole rollout, for error messages."""
+    conversations: Sequence[Conversation]
+    """The prompts as messages, which a reward may ask for in place of the texts."""
 
     @property
     def size(self) -> int:
         """Return the number of rows, B."""
         return len(self.columns["completions"])
 
-    def batch(self, names: Sequence[str], rows: Sequence[int]) -> RewardBatch:
-        """Make a batch of some columns of some rows."""
-        return RewardBatch({name: [self.columns[name][row] for row in rows] for name in names}, self.step, len(rows))
+    def batch(self, names: Sequence[str], rows: Sequence[int], *, messages: bool = False) -> RewardBatch:
+        """Make a batch of some columns of some rows; with ``messages`` the prompts are conversations."""
+        columns = self.columns | {"prompts": self.conversations} if messages else self.columns
+        return RewardBatch({name: [columns[name][row] for row in rows] for name in names}, self.step, len(rows))
 
 
-def build_table(
-    rollout: Rollout, names: Collection[str], *, token_ids: bool, numbers: Sequence[int] | None = None
-) -> Table:
-    """Collect the texts, the data columns called ``names``, and with ``token_ids`` those of the completions.
+def build_table(rollout: Rollout, names: Collection[str], *, numbers: Sequence[int] | None = None) -> Table:
+    """Collect the texts and the columns called ``names``, of the data or of OF_ROWS.
 
     ``numbers`` are those that messages give the rows, where the rollout is part of a larger one.
 
@@ -174,11 +179,15 @@ def build_table(
         RewardError: for a row that lacks one of the columns.
     """
     rows = rollout.row_prompts
-    columns: dict[str, Sequence[Any]] = {"prompts": [p.text for p in rows], "completions": list(rollout.texts)}
-    if token_ids:
+    columns: dict[str, Sequence[Any]] = {"prompts": [p.asked for p in rows], "completions": list(rollout.texts)}
+    wanted = [name for name in OF_ROWS if name in names and not (rows and name in rows[0].columns)]
+    if "completion_ids" in wanted:
         columns["completion_ids"] = [c.token_ids.tolist() for c in rollout.completions]
-    table = Table(columns, rollout.batch.step, rollout.group_size, range(len(rows)) if numbers is None else numbers)
-    for name in sorted(set(names) - set(TEXT_ARGUMENTS)):
+    if "rendered_prompts" in wanted:
+        columns["rendered_prompts"] = [p.text for p in rows]
+    numbers = range(len(rows)) if numbers is None else numbers
+    table = Table(columns, rollout.batch.step, rollout.group_size, numbers, [p.conversation for p in rows])
+    for name in sorted(set(names) - {*TEXT_ARGUMENTS, *wanted}):
         lacking = next((i for i, p in enumerate(rows) if name not in p.columns), None)
         if lacking is not None:
             raise RewardError(

@@ -6,15 +6,17 @@ Problems, which pass between processes and which ``on_error`` of the config deci
 
 import asyncio
 import inspect
-import math
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+from collections.abc import Awaitable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tpu_grpo.rewards.batches import Answer, Call, Problem, RewardBatch, check_values, failed_answer, number_or_none
-from tpu_grpo.rewards.protocol import RESERVED_METRICS, SAMPLE_ARGUMENTS, TEXT_ARGUMENTS, TrainerState
+from tpu_grpo.rewards.batches import Answer, Call, Problem, RewardBatch, check_values, failed_answer
+from tpu_grpo.rewards.hints import hint
+from tpu_grpo.rewards.logged import logger, score_of
+from tpu_grpo.rewards.protocol import SAMPLE_ARGUMENTS, TEXT_ARGUMENTS, TrainerState
+from tpu_grpo.rewards.signatures import VERL_INFO, verl_arguments
 from tpu_grpo.rewards.tokens import check_token_values
 
 _LATE = object()
@@ -77,11 +79,12 @@ class Caller:
         self, batch: RewardBatch, seconds: float, concurrency: int, logged: dict[str, list[float]]
     ) -> Answer:
         end, lengths = time.monotonic() + seconds, self._lengths(batch)
-        results = [self._call_for_row(self._arguments(batch, logged, row), end) for row in range(batch.size)]
+        results = [self._call_for_row(batch, logged, row, end) for row in range(batch.size)]
         if any(inspect.isawaitable(r) for r in results):
             results = self._loop.run(self._await_rows(results, seconds, concurrency))
         numbers, of_tokens, problems = [], [], []
         for row, result in enumerate(results):
+            result = result if isinstance(result, Problem) else score_of(result, logged)
             value, given, found = self._checked(
                 [None if isinstance(result, Problem) else result], lengths[row : row + 1]
             )
@@ -101,12 +104,12 @@ class Caller:
         numbers, problems = check_values(values, len(lengths))
         return numbers, [], problems
 
-    def _call_for_row(self, arguments: dict[str, Any], end: float) -> Any:
+    def _call_for_row(self, batch: RewardBatch, logged: dict[str, list[float]], row: int, end: float) -> Any:
         """Return what a call for one row returns, or the problem with it."""
         if time.monotonic() >= end:
             return Problem("late", "did not get to it")
         try:
-            return self._reward(**arguments)
+            return self._reward(**self._arguments(batch, logged, row))
         except (Exception, SystemExit) as error:  # user code: anything can come
             return self._raised(error)
 
@@ -148,23 +151,27 @@ class Caller:
         extras = {
             "step": batch.step,
             "options": dict(self._call.options),
-            "log_metric": _logger(logged),
-            "trainer_state": TrainerState(batch.step),
+            "log_metric": logger(logged),
+            "trainer_state": TrainerState(batch.step, self._call.max_steps),
+            VERL_INFO: {},
         }
-        return {**columns, **{n: extras[n] for n in self._call.extras if n in extras}, **self._passed_options}
+        arguments = {**columns, **{n: extras[n] for n in self._call.extras if n in extras}, **self._passed_options}
+        return verl_arguments(arguments) if self._call.verl else arguments
 
     def _as_argument(self, name: str, value: Any) -> Any:
-        """Wrap a text in a message where the reward expects messages; the token ids are those of other rewards, too."""
+        """Make messages where the reward expects them; what it may change is a copy, as other rewards get it, too."""
         if name == "completion_ids" and name in self._call.extras:
             return list(value)
         if not self._call.messages or name not in TEXT_ARGUMENTS:
             return value
-        return [{"role": "user" if name == "prompts" else "assistant", "content": value}]
+        if name == "completions":
+            return [{"role": "assistant", "content": value}]
+        return [dict(message) for message in value]
 
     def _raised(self, error: BaseException, failing_row: int | None = None) -> Problem:
         message = str(error)
         message = message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}..."
-        text = f"raised {type(error).__name__}: {message} ({self._source_line(error)})"
+        text = f"raised {type(error).__name__}: {message} ({self._source_line(error)}){hint(self._call, error)}"
         return Problem("raised", text, failing_row=failing_row, trace="".join(traceback.format_exception(error)))
 
     def _source_line(self, error: BaseException) -> str:
@@ -189,19 +196,6 @@ class Caller:
             except (Exception, SystemExit):  # user code: anything can come
                 return row
         return None
-
-
-def _logger(logged: dict[str, list[float]]) -> Callable[[str, float], None]:
-    def log_metric(name: str, value: float) -> None:
-        number = number_or_none(value)
-        if name in RESERVED_METRICS or number is None or math.isnan(number):
-            raise ValueError(
-                f"log_metric takes a name other than {', '.join(RESERVED_METRICS)} and a finite number, got "
-                f"{name!r}, {value!r}"
-            )
-        logged.setdefault(name, []).append(number)
-
-    return log_metric
 
 
 def _call_if_defined(reward: Any, method: str) -> Any:

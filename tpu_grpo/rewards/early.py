@@ -86,8 +86,7 @@ class EarlyGroups:
         batch, size = PromptBatch(self._batch.step, (self._batch.prompts[prompt],)), len(texts)
         table = build_table(
             Rollout(batch, size, tuple(completions), tuple(texts), seconds=0.0),
-            {name for asked in self._asked.values() for name in asked.reward.loaded.arguments},
-            token_ids=any(asked.reward.loaded.needs_token_ids for asked in self._asked.values()),
+            {name for asked in self._asked.values() for name in asked.reward.loaded.batch_columns},
             numbers=range(prompt * size, (prompt + 1) * size),
         )
         for asked in self._asked.values():
@@ -159,7 +158,8 @@ class _Asked:
         batches = split_group(rows, workers_of(self.reward.spec), self.reward.loaded.call)
         self._open[group] = _Open(table, result, batches)
         for number, batch in enumerate(batches):
-            self.feed.add((group, number), table.batch(self.reward.loaded.batch_columns, batch))
+            names, messages = self.reward.loaded.batch_columns, self.reward.spec.messages
+            self.feed.add((group, number), table.batch(names, batch, messages=messages))
         if not batches:
             self._complete(group)
 

@@ -14,7 +14,7 @@ against the columns of the data and the options, and for shipped rewards the opt
 import difflib
 import importlib
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -24,8 +24,9 @@ from tpu_grpo.errors import RewardError
 from tpu_grpo.plugins import find_function
 from tpu_grpo.rewards.batches import Call, RewardBatch
 from tpu_grpo.rewards.calling import Caller
-from tpu_grpo.rewards.protocol import EXTRAS, SAMPLE_ARGUMENTS, TEXT_ARGUMENTS, gives_tokens, rows_at_a_time
+from tpu_grpo.rewards.protocol import OF_ROWS, SAMPLE_ARGUMENTS, TEXT_ARGUMENTS, gives_tokens
 from tpu_grpo.rewards.shipped import SHIPPED
+from tpu_grpo.rewards.signatures import Signature, form_of, signature_of
 
 ENTRY_POINTS = "tpu_grpo.rewards"
 """An installed package offers rewards as entry points of this group."""
@@ -42,67 +43,58 @@ class LoadedReward:
     """These of prompts, completions and the data columns are passed."""
 
     @property
-    def needs_token_ids(self) -> bool:
-        """Return whether the reward declares completion_ids, the token ids of the completions."""
-        return "completion_ids" in self.call.extras
-
-    @property
     def batch_columns(self) -> list[str]:
-        """Name the columns of a batch for this reward: its arguments, and completion_ids where it declares them."""
-        return [*self.arguments, "completion_ids"] if self.needs_token_ids else list(self.arguments)
+        """Name the columns of a batch for this reward: its arguments, and those of OF_ROWS that it declares."""
+        return [*self.arguments, *(name for name in OF_ROWS if name in self.call.extras)]
 
 
-@dataclass(frozen=True)
-class _Signature:
-    """A signature says what a function takes by name."""
-
-    named: Mapping[str, inspect.Parameter]
-    has_kwargs: bool
-
-    def takes(self, name: str) -> bool:
-        return self.has_kwargs or name in self.named
-
-
-def load_reward(spec: RewardSpec, columns: Collection[str]) -> LoadedReward:
+def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) -> LoadedReward:
     """Find the reward that ``spec`` names and check that it can be called on data with these ``columns``.
+
+    ``max_steps`` are those of the run, which a reward may ask for.
 
     Raises:
         RewardError: for a name that leads nowhere (see ``find_reward``), a parameter that nothing fills, or an option
             it does not take.
     """
     target = find_reward(spec.name)
-    is_class = inspect.isclass(target)
-    if is_class and "__call__" not in dir(target):
-        raise RewardError(f"reward {spec.name} must have a method __call__ that scores, got a class without; add one")
-    function = target.__call__ if is_class else target
-    signature = _signature(spec.name, function, skip_self=is_class)
-    constructor = _signature(spec.name, target) if is_class else None
-    call_options = {} if constructor else spec.options
-    extras = tuple(name for name in EXTRAS if name in signature.named and name not in (*columns, *call_options))
+    function, signature, constructor = _taken_apart(spec, target)
+    form, call_options = form_of(function, signature), {} if constructor else spec.options
+    extras = form.extras((*columns, *call_options))
     _check_options(spec, constructor or signature, takes_all="options" in extras)
     _check_per_token(spec, function, extras)
-    concurrency = rows_at_a_time(function)
-    offered = _offered(columns, by_row=concurrency is not None)
-    _check_filled(spec, signature, [*offered.values(), *call_options], extras)
+    offered = form.offered(columns)
+    _check_filled(spec, signature, [*offered.values(), *call_options], [form.shown(name) for name in extras])
     if constructor:
         _check_filled(spec, constructor, list(spec.options), ())
-    arguments = [n for n, shown in offered.items() if shown not in call_options and signature.takes(shown)]
+    arguments = [n for n, shown in offered.items() if shown not in call_options and form.takes(shown)]
     call = Call(
         name=spec.shown,
         source=spec.name,
         passed_options={n: v for n, v in spec.options.items() if (constructor or signature).takes(n)},
         options=spec.options,
         extras=extras,
-        concurrency=concurrency,
+        concurrency=form.concurrency,
         is_async=inspect.iscoroutinefunction(function),
         messages=spec.messages,
         per_token=gives_tokens(function),
+        verl=form.verl,
+        max_steps=max_steps,
         find_failing_row=spec.on_error == "stop",
     )
     loaded = LoadedReward(target, call, tuple(arguments))
     if spec.name in SHIPPED:
         _try_options(spec, loaded)
     return loaded
+
+
+def _taken_apart(spec: RewardSpec, target: Any) -> tuple[Any, Signature, Signature | None]:
+    """Return the function that scores, its signature, and that of the constructor if the target is a class."""
+    if not inspect.isclass(target):
+        return target, signature_of(spec.name, target), None
+    if "__call__" not in dir(target):
+        raise RewardError(f"reward {spec.name} must have a method __call__ that scores, got a class without; add one")
+    return target.__call__, signature_of(spec.name, target.__call__, skip_self=True), signature_of(spec.name, target)
 
 
 def workers_of(spec: RewardSpec) -> int:
@@ -163,34 +155,17 @@ def _load_entry_point(point: EntryPoint) -> Any:
 # --- does it fit the data and the options? ---------------------------------------------------------------------------
 
 
-def _signature(name: str, function: Any, *, skip_self: bool = False) -> _Signature:
-    try:
-        parameters = list(inspect.signature(function).parameters.values())[1 if skip_self else 0 :]
-    except (TypeError, ValueError) as error:
-        raise RewardError(f"reward {name} must have a signature to check; wrap it in a Python function") from error
-    if by_position := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
-        raise RewardError(f"reward {name} must take its arguments by name, got positional-only {by_position}; drop '/'")
-    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    return _Signature(named, any(p.kind is p.VAR_KEYWORD for p in parameters))
-
-
-def _offered(columns: Collection[str], *, by_row: bool) -> dict[str, str]:
-    """Map each column of a batch to the argument that gets it: ``completions`` to ``completion`` for one row."""
-    offered = {name: name for name in [*TEXT_ARGUMENTS, *columns]}
-    return offered | {batch: row for row, batch in SAMPLE_ARGUMENTS.items()} if by_row else offered
-
-
-def _check_filled(spec: RewardSpec, signature: _Signature, offered: list[str], extras: Collection[str]) -> None:
+def _check_filled(spec: RewardSpec, signature: Signature, offered: list[str], extras: Collection[str]) -> None:
     for parameter in signature.named.values():
         if parameter.default is parameter.empty and parameter.name not in (*offered, *extras):
             raise RewardError(
                 f"reward {spec.name} requires the parameter {parameter.name!r}, which is neither a column of the data "
-                f"nor an option; available: {', '.join(offered)}. Add the column, set it in the reward's options, or "
-                "give the parameter a default"
+                f"nor an option; available: {', '.join(offered)}. Add the column (data.columns gives one another "
+                "name), set it in the reward's options, or give the parameter a default"
             )
 
 
-def _check_options(spec: RewardSpec, signature: _Signature, *, takes_all: bool) -> None:
+def _check_options(spec: RewardSpec, signature: Signature, *, takes_all: bool) -> None:
     if texts := sorted(set(spec.options) & {*TEXT_ARGUMENTS, *SAMPLE_ARGUMENTS}):
         raise RewardError(f"reward {spec.name}: options must not be called {texts}; these are the texts of the rollout")
     unknown = [name for name in spec.options if not signature.takes(name)]
@@ -230,4 +205,5 @@ def _empty_batch(loaded: LoadedReward) -> RewardBatch:
     names = loaded.batch_columns
     if loaded.call.concurrency is None:
         return RewardBatch(dict.fromkeys(names, ()), 0, 0)
-    return RewardBatch({name: [""] if name in TEXT_ARGUMENTS else [None] for name in names}, 0, 1)
+    texts = (*TEXT_ARGUMENTS, "rendered_prompts")
+    return RewardBatch({name: [""] if name in texts else [None] for name in names}, 0, 1)

@@ -7,12 +7,13 @@
 
 It is called with keyword arguments only, every list in the row order of the rollout, and may be ``async``:
 
-- ``prompts`` and ``completions`` are the texts; every column of the data follows under its own name.
+- ``prompts`` and ``completions`` are the texts: what the user says, and what the model does. With ``messages: true``
+  both are lists of messages, the prompt the whole conversation. Every column of the data follows under its own name.
 - ``options`` of the config follow under theirs, unchanged; an option replaces a data column of the same name.
 - A function without ``**kwargs`` gets only the names it declares, so it may leave out what it does not need.
-- What EXTRAS names comes to a function that declares it (``**kwargs`` does not), unless a column has that name.
+- What EXTRAS names comes to a function that declares it, unless a column has that name; ``**kwargs`` gets BY_KWARGS.
 
-A function of one row says so, and gets the row's values:
+A function of one row says so, or is told by its parameters (signatures.py), and gets the row's values:
 
     @per_sample
     def short(completion, limit=20):
@@ -41,16 +42,23 @@ from typing import Any, Protocol, overload
 
 TEXT_ARGUMENTS = ("prompts", "completions")
 """These names always mean the texts, whatever columns the data has."""
-SAMPLE_ARGUMENTS = {"prompt": "prompts", "completion": "completions"}
+SAMPLE_ARGUMENTS = {"prompt": "prompts", "completion": "completions", "rendered_prompt": "rendered_prompts"}
 """A reward of one row gets the texts under these names: name for one row -> name for a batch."""
 EXTRAS = {
+    "rendered_prompts": "the prompts as the model sees them, chat template and system message included",
     "completion_ids": "the token ids of each completion, the stop token included",
     "step": "the number of the training step",
     "options": "the options of the config, as a dict",
     "log_metric": "log_metric(name, value): a metric rewards/<reward>/<name>, the mean of the step's values",
-    "trainer_state": "an object with global_step, as TRL passes it",
+    "trainer_state": "an object with global_step, the number of the step, and max_steps, as TRL passes it",
 }
 """A reward may declare these beside texts and columns."""
+OF_ROWS = ("rendered_prompts", "completion_ids")
+"""Those of them that have a value for every row."""
+BY_KWARGS = ("log_metric", "trainer_state")
+"""Those of them that ``**kwargs`` brings, too, as in TRL."""
+ROWS_AT_A_TIME = 64
+"""An async function of one row runs for this many at a time, if it does not say."""
 RESERVED_METRICS = ("mean", "std", "seconds", "timeouts", "errors", "weight")
 """Every reward has metrics of these names, so log_metric refuses them."""
 _MARK = "__tpu_grpo_per_sample__"
@@ -73,13 +81,16 @@ class TrainerState:
     """A TrainerState is what rewards written for TRL read of its trainer."""
 
     global_step: int
+    """The number of the step whose completions are scored, from 1."""
+    max_steps: int
+    """``run.max_steps``."""
 
 
 @overload
 def per_sample[F: Callable[..., Any]](function: F) -> F: ...
 @overload
-def per_sample[F: Callable[..., Any]](*, concurrency: int = 64) -> Callable[[F], F]: ...
-def per_sample(function: Any = None, *, concurrency: int = 64) -> Any:
+def per_sample[F: Callable[..., Any]](*, concurrency: int = ROWS_AT_A_TIME) -> Callable[[F], F]: ...
+def per_sample(function: Any = None, *, concurrency: int = ROWS_AT_A_TIME) -> Any:
     """Mark a function (or a class's ``__call__``) that takes one row: ``completion``, ``prompt``, a value per column.
 
     The function stays as it is, so that it can be called and tested alone. A row that raises costs only that row. An

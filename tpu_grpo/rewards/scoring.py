@@ -34,8 +34,10 @@ EarlyResults = Mapping[str, Callable[[], RewardResult]]
 """Waits for the result of a reward that was asked early, by its name."""
 
 
-def open_rewards(specs: Sequence[RewardSpec], columns: Collection[str]) -> "RewardSet":
-    """Load every reward of the config for data with these columns. Processes start when they are first needed.
+def open_rewards(specs: Sequence[RewardSpec], columns: Collection[str], max_steps: int = 0) -> "RewardSet":
+    """Load every reward of the config for data with these columns, and for a run of so many steps.
+
+    Processes start when they are first needed.
 
     Raises:
         RewardError: for a reward that cannot be loaded, two that have the same name in the metrics, or a gate that is
@@ -45,7 +47,7 @@ def open_rewards(specs: Sequence[RewardSpec], columns: Collection[str]) -> "Rewa
         check_rewards(specs)
     except ValueError as error:
         raise RewardError(str(error)) from None
-    loaded = [load_reward(spec, columns) for spec in specs]
+    loaded = [load_reward(spec, columns, max_steps) for spec in specs]
     return RewardSet(
         tuple(OpenReward(s, reward, executor_of(s, reward)) for s, reward in zip(specs, loaded, strict=True))
     )
@@ -76,7 +78,7 @@ class RewardSet:
 
     def for_columns(self, columns: Collection[str]) -> "RewardSet":
         """Fit the same rewards in the same processes to data with other columns; raises like open_rewards."""
-        fitted = [load_reward(reward.spec, columns) for reward in self.rewards]
+        fitted = [load_reward(r.spec, columns, r.loaded.call.max_steps) for r in self.rewards]
         return RewardSet(
             tuple(OpenReward(r.spec, loaded, r.executor) for r, loaded in zip(self.rewards, fitted, strict=True))
         )
@@ -110,7 +112,13 @@ class RewardSet:
             RewardError: where its ``on_error`` is stop, for a reward that raises, is late, dies, or returns anything
                 but one finite number or None per row. The message names the reward and the row.
         """
-        return self._scores(self._table(rollout), time.perf_counter(), {})
+        return self.score_and_explain(rollout)[0]
+
+    def score_and_explain(self, rollout: Rollout) -> tuple[Scores, dict[str, RewardResult]]:
+        """Return the scores, and what each reward gave, with its failures; raises as ``score``."""
+        started, table = time.perf_counter(), self._table(rollout)
+        results = self._ask_all(table, {})
+        return self._scores(table, results, started), results
 
     def begin(self, batch: PromptBatch, rollouts: int = 1) -> "Scoring":
         """Begin to score rollouts of a batch's prompts, before they are sampled; use it in a ``with`` block."""
@@ -128,14 +136,11 @@ class RewardSet:
         self.close()
 
     def _table(self, rollout: Rollout, numbers: Sequence[int] | None = None) -> Table:
-        loaded = [reward.loaded for reward in self.rewards]
-        names = {name for reward in loaded for name in reward.arguments}
-        token_ids = any(reward.needs_token_ids for reward in loaded)
-        return build_table(rollout, names, token_ids=token_ids, numbers=numbers)
+        names = {name for reward in self.rewards for name in reward.loaded.batch_columns}
+        return build_table(rollout, names, numbers=numbers)
 
-    def _scores(self, table: Table, started: float, early: EarlyResults) -> Scores:
-        """Ask the rewards whose results are not early ones, and put everything together."""
-        results = self._ask_all(table, early)
+    def _scores(self, table: Table, results: Mapping[str, RewardResult], started: float) -> Scores:
+        """Put together what the rewards gave."""
         weights = [reward.spec.weight_at(table.step) for reward in self.rewards]
         totals = add_up(results, weights, table, self.token_rewards)
         return Scores(
@@ -164,7 +169,10 @@ class RewardSet:
         return weighted_tokens(given, [len(ids) for ids in table.columns["completion_ids"]])
 
     def _ask_all(self, table: Table, early: EarlyResults) -> dict[str, RewardResult]:
-        """Ask each on a thread of its own, which waits for the reward's gate first; gates cannot form a cycle."""
+        """Return the early results, and ask the other rewards, each on a thread of its own.
+
+        It waits for the reward's gate first; gates cannot form a cycle.
+        """
         futures: dict[str, Future[RewardResult]] = {name: Future() for name in self.names}
 
         def ask_one(reward: OpenReward) -> None:
@@ -224,7 +232,7 @@ class Scoring:
         for number, rollout in enumerate(rollouts):
             table = self._rewards._table(rollout.select(own), rollout.rows_of(own))
             early = {name: partial(self._early.result, name, number, own) for name in self._early.names}
-            found.append(self._rewards._scores(table, started, early))
+            found.append(self._rewards._scores(table, self._rewards._ask_all(table, early), started))
             started = time.perf_counter()
         return found
 

@@ -1,6 +1,7 @@
 """Rewards are tried on completions that are there already, without a model.
 
 A line of the file is ``{"completion": ..., "prompt": ..., <columns>}``, or holds ``completions``, a list, for a group.
+The prompt is a text, or a list of messages.
 """
 
 import json
@@ -42,30 +43,44 @@ class Disagreement:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """A Failure is a problem of a reward."""
+
+    reward: str
+    rows: tuple[int, ...]
+    text: str
+    """What happened, where, and what to do about it."""
+
+
+@dataclass(frozen=True)
 class Trial:
     """A Trial holds what rewards made of the completions of a file."""
 
     rollout: Rollout
     scores: Scores
+    failures: tuple[Failure, ...]
     slowest: tuple[RowTiming, ...]
     disagreements: tuple[Disagreement, ...]
 
 
-def try_rewards(specs: Sequence[RewardSpec], path: Path, *, step: int = 0, slowest: int = 5) -> Trial:
-    """Score the completions of a file; problems are counted and reported, and do not end it.
+def try_rewards(
+    specs: Sequence[RewardSpec], path: Path, *, step: int = 0, max_steps: int = 0, slowest: int = 5
+) -> Trial:
+    """Score the completions of a file; problems are collected, and do not end it.
 
     Raises:
         DataError: for a file that cannot be read, or whose lines do not hold completions.
-        RewardError: for a reward that cannot be loaded or set up, or a row that no reward applies to.
+        RewardError: for a reward that cannot be loaded or set up.
     """
     rollout = read_completions(path, step)
     columns = set.intersection(*(set(p.columns) for p in rollout.batch.prompts))
     lenient = [spec.model_copy(update={"on_error": "skip"}) for spec in specs]
-    with open_rewards(lenient, sorted(columns)) as rewards:
-        scores = rewards.score(rollout)
+    with open_rewards(lenient, sorted(columns), max_steps) as rewards:
+        scores, results = rewards.score_and_explain(rollout)
         timed = time_rows(rewards, rollout) if slowest else []
     ranked = sorted(timed, key=lambda t: -t.seconds)[:slowest]
-    return Trial(rollout, scores, tuple(ranked), tuple(disagreements(scores)))
+    failures = [Failure(name, rows, text) for name, result in results.items() for rows, text in result.failures]
+    return Trial(rollout, scores, tuple(failures), tuple(ranked), tuple(disagreements(scores)))
 
 
 def read_completions(path: Path, step: int = 0) -> Rollout:
@@ -82,9 +97,7 @@ def read_completions(path: Path, step: int = 0) -> Rollout:
     groups = [r["completions"] if "completions" in r else [r["completion"]] for r in records]
     if len({len(group) for group in groups}) != 1:
         raise DataError(f"{path}: every line must hold as many completions, got {sorted({len(g) for g in groups})}")
-    prompts = [
-        Prompt(r.get("prompt", ""), (), {k: v for k, v in r.items() if k not in _RESERVED_KEYS}) for r in records
-    ]
+    prompts = [_prompt(r) for r in records]
     ids = [r.get("completion_ids") for r in records]
     completions = [_completion(i, text) for i, group in zip(ids, groups, strict=True) for text in group]
     texts = tuple(text for group in groups for text in group)
@@ -126,7 +139,25 @@ def _record(path: Path, number: int, line: str) -> dict[str, Any]:
     given = record.get("completions", [record.get("completion")]) if isinstance(record, dict) else None
     if not isinstance(given, list) or not given or not all(isinstance(text, str) for text in given):
         raise DataError(f"{path}:{number} must hold completion, a text, or completions, a list of texts; add it")
+    prompt = record.get("prompt", "")
+    if not isinstance(prompt, str) and not (prompt and isinstance(prompt, list) and all(map(_is_message, prompt))):
+        raise DataError(
+            f"{path}:{number}: prompt must be a text or a list of messages {{role, content}}, got {prompt!r}"
+        )
     return record
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in ("role", "content"))
+
+
+def _prompt(record: dict[str, Any]) -> Prompt:
+    """Make a prompt of a text, or of messages, which are rendered by no template here: each on lines of its own."""
+    columns = {k: v for k, v in record.items() if k not in _RESERVED_KEYS}
+    given = record.get("prompt", "")
+    if isinstance(given, str):
+        return Prompt(given, (), columns)
+    return Prompt("\n".join(f"{m['role']}: {m['content']}" for m in given), (), columns, messages=given)
 
 
 def _completion(ids: Any, text: str) -> Completion:

@@ -170,7 +170,7 @@ def open_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Host
     """
     prompts = open_prompts(config.data, config.run.seed, tokenizer)
     _agree_on_prompts({part.name: part.rendered.prompts for part in prompts.parts}, hosts)
-    rewards = open_rewards(config.rewards, prompts.columns)
+    rewards = open_rewards(config.rewards, prompts.columns, config.run.max_steps)
     _check_token_rewards(config, rewards)
     held_out = open_held_out(config, tokenizer, hosts, rewards)
     return Task(prompts, DistributedRewards(rewards, hosts, _compared(config.rewards)), held_out)
@@ -206,7 +206,7 @@ def open_held_out(
     if section.rewards is None and rewards is not None:
         judges = rewards.for_columns(columns)
     else:
-        judges = open_rewards(specs, columns)
+        judges = open_rewards(specs, columns, config.run.max_steps)
     best = section.best or f"{GREEDY}/{specs[0].shown}"
     return HeldOut(prompts, DistributedRewards(judges, hosts, _compared(specs)), settings, best)
 

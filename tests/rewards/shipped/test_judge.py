@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from tests.rewards.conftest import make_rollout
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.errors import RewardError
 from tpu_grpo.rewards import open_rewards
-from tpu_grpo.types import Scores
+from tpu_grpo.types import Prompt, PromptBatch, Scores
 
 
 class Endpoint(http.server.ThreadingHTTPServer):
@@ -87,6 +88,20 @@ def test_scores_and_questions(endpoint: Endpoint):
     first = min(endpoint.questions, key=lambda q: len(q["messages"][-1]["content"]))
     assert first["messages"] == [{"role": "system", "content": "Be strict."}, {"role": "user", "content": "Q:p x A:a"}]
     assert (first["model"], first["temperature"], first["max_tokens"]) == ("m", 0.0, 8)
+
+
+def test_the_judge_reads_what_the_user_says_and_on_request_what_the_model_saw(endpoint: Endpoint):
+    prompt = Prompt("<user>2+3<model>", (1,), {}, messages=[{"role": "user", "content": "2+3"}])
+    rollout = replace(make_rollout(["p"], ["5"]), batch=PromptBatch(1, (prompt,)))
+    endpoint.reply = "5"
+    for template, asked in (
+        ("{prompt} {completion}", "2+3 5"),
+        ("{rendered_prompt} {completion}", "<user>2+3<model> 5"),
+    ):
+        spec = RewardSpec(name="judge", workers=0, options={"url": endpoint.url, "model": "m", "template": template})
+        with open_rewards([spec], []) as rewards:
+            rewards.score(rollout)
+        assert endpoint.questions[-1]["messages"] == [{"role": "user", "content": asked}]
 
 
 def test_failures_of_the_server_are_tried_again(endpoint: Endpoint):

@@ -29,7 +29,8 @@ _NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 class Judge:
     """A judge asks a model for a number from 0 to ``out_of`` and divides by it: scores lie between 0 and 1.
 
-    ``template`` may name {prompt}, {completion} and any column. The number is the last one of the reply. The same
+    ``template`` may name {prompt}, what the user says, {rendered_prompt}, what the model saw, {completion} and any
+    column. The number is the last one of the reply. The same
     question is asked once per process, and once at all with ``cache``, a file of JSON lines that grows. At most
     ``concurrency`` questions are out at a time and ``per_minute`` in a minute, per worker. A question that fails for
     the network's or the server's sake is asked again up to ``retries`` times, with growing pauses.
@@ -84,9 +85,10 @@ class Judge:
         await self._client.close()
 
     @per_sample(concurrency=1024)  # its own limit holds
-    async def __call__(self, prompt: str, completion: str, **columns: Any) -> float:
+    async def __call__(self, prompt: str, completion: str, rendered_prompt: str, **columns: Any) -> float:
         """Return the score of one completion."""
-        question = self._template.format(prompt=prompt, completion=completion, **columns)
+        texts = {"prompt": prompt, "completion": completion, "rendered_prompt": rendered_prompt}
+        question = self._template.format(**columns, **texts)
         messages = [{"role": "system", "content": self._system}] if self._system else []
         messages.append({"role": "user", "content": question})
         asked = json.dumps([self._model, messages, self._parameters, self._out_of], sort_keys=True)
