@@ -7,6 +7,8 @@ exit with ``exit_code``.
 import errno
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 class TpuGrpoError(Exception):
@@ -107,6 +109,22 @@ def disk_error(error: OSError) -> DiskError | None:
         f"the disk must take{where}, got: {os.strerror(error.errno)}; {_DISKS[error.errno]}, or name a directory "
         "elsewhere; what was saved stays as it is"
     )
+
+
+@contextmanager
+def disk_errors_explained(explain: Callable[[OSError | ValueError], DiskError | None] | None = None) -> Iterator[None]:
+    """Raise a DiskError in place of an error that a disk has caused.
+
+    Args:
+        explain: makes one of the error, or says that no disk is its cause; `disk_error` unless it is given.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        explained = explain(error) if explain else disk_error(error) if isinstance(error, OSError) else None
+        if explained is None or explained is error:
+            raise
+        raise explained from error
 
 
 def say(error: TpuGrpoError) -> None:

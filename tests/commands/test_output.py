@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tpu_grpo.commands.output import LastingStream
-from tpu_grpo.errors import disk_error
+from tpu_grpo.errors import DiskError, disk_error, disk_errors_explained
 
 PROLOGUE = """
 import sys
@@ -81,7 +81,19 @@ def test_an_error_of_the_disk_is_a_line_with_its_remedy(tmp_path: Path, number: 
 
 
 def test_other_errors_of_the_system_are_left_as_they_are() -> None:
-    assert disk_error(OSError(errno.ECONNREFUSED, "refused")) is None
+    refused = OSError(errno.ECONNREFUSED, "refused")
+    assert disk_error(refused) is None
+    explained = DiskError("explained before")
+    for error in (refused, explained, ValueError("no error of the system")):
+        with pytest.raises(type(error)) as caught, disk_errors_explained():
+            raise error
+        assert caught.value is error
+    with (
+        pytest.raises(DiskError, match="of a library") as caught,
+        disk_errors_explained(lambda error: DiskError("of a library")),
+    ):
+        raise ValueError("os_error_code='28'")
+    assert isinstance(caught.value.__cause__, ValueError)
 
 
 def test_a_stream_that_fails_is_dropped() -> None:

@@ -47,6 +47,15 @@ def started(body: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+def after_sigterm(body: str) -> str:
+    """What a process prints that gets a SIGTERM once it is ready, and then ends well."""
+    with started(body) as process:
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=10)
+        assert process.returncode == 0
+    return out
+
+
 def test_a_caller_asks_after_a_step_and_abandons_none() -> None:
     answers = iter([False, True])
     stop = StopRequest(lambda: next(answers))
@@ -99,11 +108,7 @@ with SignalledStop() as stop:
     except StepAbandoned:
         print("not entered", flush=True)
 """
-    with started(body) as process:
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=10)
-    assert out == "abandoned True\nnot entered\n"
-    assert process.returncode == 0
+    assert after_sigterm(body) == "abandoned True\nnot entered\n"
 
 
 def test_a_signal_whose_exception_was_lost_still_ends_the_block() -> None:
@@ -124,10 +129,7 @@ with SignalledStop() as stop:
     except StepAbandoned:
         print("abandoned", flush=True)
 """
-    with started(body) as process:
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=10)
-    assert out == "went on\nabandoned\n"
+    assert after_sigterm(body) == "went on\nabandoned\n"
 
 
 def test_a_stopped_run_does_not_wait_for_threads_that_go_on() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tpu_grpo.commands.output import lasting_output
 from tpu_grpo.config import HUB, RunConfig, load_config
-from tpu_grpo.errors import ConfigError, TpuGrpoError, disk_error, say
+from tpu_grpo.errors import ConfigError, TpuGrpoError, disk_errors_explained, say
 from tpu_grpo.hosts import Hosts, Watch, choose_platform, in_time, start
 
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu.yaml"
@@ -42,7 +42,7 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
     """Run a command: its exit code, or that of its error, which the user is told in a line."""
     with lasting_output():
         try:
-            with _disk_errors_explained():
+            with disk_errors_explained():
                 return command() or 0
         except TpuGrpoError as error:
             say(error)
@@ -82,7 +82,7 @@ def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
         ours.coordinator, ours.count, ours.index, run=config.run.name, timeout_seconds=ours.start_timeout_seconds
     )
     silence = ours.lost_timeout_seconds
-    with Watch(hosts, silence, every=min(5.0, silence / 4)) as watch, _errors_printed_first(), _disk_errors_explained():
+    with Watch(hosts, silence, every=min(5.0, silence / 4)) as watch, _errors_printed_first(), disk_errors_explained():
         if hosts.count > 1:
             from tpu_grpo.run.fingerprints import fingerprints
 
@@ -98,14 +98,3 @@ def _errors_printed_first() -> Iterator[None]:
     except TpuGrpoError as error:
         in_time([partial(say, error)])
         raise
-
-
-@contextmanager
-def _disk_errors_explained() -> Iterator[None]:
-    """Raise a DiskError in place of an error of the system that a disk has caused."""
-    try:
-        yield
-    except OSError as error:
-        if (explained := disk_error(error)) is None:
-            raise
-        raise explained from error

@@ -8,14 +8,13 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import orbax.checkpoint as ocp
 
-from tpu_grpo.errors import DiskError, disk_error
+from tpu_grpo.errors import DiskError, disk_error, disk_errors_explained
 from tpu_grpo.hosts import end_all_hosts
 
 _NUMBER = re.compile(r"os_error_code='(\d+)'")
@@ -40,12 +39,12 @@ class SavingManager(ocp.CheckpointManager):
         """
         self.wait_until_finished()
         self._step = step
-        with self._disk_errors_explained():
+        with disk_errors_explained(self._explained):
             return super().save(step, *args, **settings)
 
     def wait_until_finished(self) -> None:
         """Wait for the step that is being saved; raises as ``save`` does."""
-        with self._disk_errors_explained():
+        with disk_errors_explained(self._explained):
             super().wait_until_finished()
 
     def _wait_for_checkpointers(self) -> None:
@@ -55,15 +54,6 @@ class SavingManager(ocp.CheckpointManager):
         except Exception as error:
             end_all_hosts(self._explained(error) or error, f"step {self._step} could not be saved")
             raise
-
-    @contextmanager
-    def _disk_errors_explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (OSError, ValueError) as error:
-            if (explained := self._explained(error)) is None:
-                raise
-            raise explained from error
 
     def _explained(self, error: BaseException) -> DiskError | None:
         """Make an error that the disk has caused one that users are told in a line."""
