@@ -1,14 +1,21 @@
 """The rollout stage: groups are passed on when they are whole, and a text is decoded once."""
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from tpu_grpo.config.loading import parse_config
+from tpu_grpo.errors import NonFiniteError
+from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.rollout.generation import Finished
 from tpu_grpo.rollout.sampler import Sampler
+from tpu_grpo.run.failures import FailureFiles
 from tpu_grpo.types import AnswerMode, Completion, Prompt, PromptBatch, Request
 
 
@@ -83,3 +90,54 @@ def test_answers_are_passed_on_by_mode() -> None:
     assert greedy.told == sampled.told == (0, 1, 0)
     assert sorted(tokenizer.decoded) == list("ABCDEFGHI")
     assert sampler.answer(PROMPTS, modes)[0].texts == greedy.texts  # whoever wants to hear nothing passes nothing
+
+
+class BrokenEngine(ScriptedEngine):
+    """Answers with two tokens, and gives the last of rows 3 and 5 a log-probability that cannot be."""
+
+    def __init__(self, value: float):
+        super().__init__([])
+        self._value = value
+
+    def generate(
+        self, requests: Sequence[Request], finished: Finished | None = None, known: Sequence[float | None] | None = None
+    ) -> list[Completion]:
+        self.told = [0] * len(requests)
+        return [
+            replace(letter(row), token_ids=np.array([65 + row, 33]), logprobs=np.array([-0.5, value], np.float32))
+            for row in range(len(requests))
+            for value in [self._value if row in (3, 5) else -0.25]
+        ]
+
+
+@pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf, 0.5])
+def test_an_engine_whose_log_probabilities_cannot_be_ends_the_run_and_its_rollout_is_kept(
+    tmp_path: Path, value: float
+) -> None:
+    config = parse_config({"algorithm": {"group_size": 2}, "run": {"dir": str(tmp_path)}})
+    saved: list[tuple[Path, int]] = []
+    files = FailureFiles(config, Hosts(), lambda directory, step: saved.append((directory, step)))
+    sampler = Sampler(BrokenEngine(value), CountingTokenizer(), config)  # type: ignore[arg-type]
+    sampler.keep_broken(files.of_rollout)
+    path = tmp_path / "non_finite" / "7.jsonl"
+    with pytest.raises(NonFiniteError) as caught:
+        sampler.rollout(PromptBatch(7, PROMPTS))
+    assert str(caught.value).startswith(
+        f"the engine's log-probabilities must be finite and at most 0, got {value} for token 1 of row 3 of step 7 "
+        "(prompt 'y', completion 'D!'), and 1 more rows have such ones; nothing was learnt from them. All rows are "
+        f"kept, with their tokens and log-probabilities: {path}. Continue from the last checkpoint with"
+    )
+    assert caught.value.exit_code == 1
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(row["prompt"], row["completion"]) for row in rows] == [
+        (prompt, f"{text}!") for prompt, text in zip("xxyyzz", "ABCDEF", strict=True)
+    ]
+    assert rows[3]["token_ids"] == [68, 33]
+    assert rows[3]["logprobs"] == [-0.5, 0.5 if value == 0.5 else None]
+    assert rows[4]["logprobs"] == [-0.5, -0.25]
+    with pytest.raises(
+        NonFiniteError, match=r"row 3 of an evaluation \(prompt 'x', completion 'D!'\).*evaluation.jsonl"
+    ):
+        sampler.answer(PROMPTS, [AnswerMode(0.0), AnswerMode(1.0)])
+    assert saved == [(tmp_path / "non_finite" / "checkpoints", step) for step in (7, 0)]
+    assert [file.name for file in path.parent.iterdir()] == ["evaluation.jsonl"]  # the newest only

@@ -1,6 +1,7 @@
 """Rollouts by in-process sglang-jax engines; this is the only room that imports sgl_jax.
 
 sampler.py           turns a batch of prompts into a Rollout: requests with keys, completions, texts
+broken.py            completions whose log-probabilities are not finite
 replicas.py          holds all engines of the run: it has requests served by them and installs weights in them
 serving.py           a batch of requests on all replicas: dealt, advanced from one agreed point to the next, dealt again
 dealing.py           which replica serves which group, and in which order

@@ -9,7 +9,7 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import NonFiniteError
+from tpu_grpo.rollout.broken import BrokenRollout, KeepBroken, impossible
 from tpu_grpo.rollout.generation import Finished
 from tpu_grpo.types import AnswerMode, Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, SamplingParams
 
@@ -67,6 +67,11 @@ class Sampler:
         self._group_size = config.algorithm.group_size
         self._sampling = sampling_params(config)
         self._return_experts = config.algorithm.routing_replay
+        self._keep: KeepBroken | None = None
+
+    def keep_broken(self, keep: KeepBroken) -> None:
+        """Have rollouts kept in which a log-probability is not finite."""
+        self._keep = keep
 
     def rollout(
         self, batch: PromptBatch, ended: GroupEnded = nobody, known: Sequence[float | None] | None = None
@@ -84,7 +89,8 @@ class Sampler:
         are prefilled and thereby the last bits, so that a run's numbers would depend on when it was evaluated.
 
         Raises:
-            NonFiniteError: if a log-probability is not finite, which means that weights or computation are broken.
+            NonFiniteError: if a log-probability is not finite, which means that weights or computation are broken. The
+                rollout is kept first, see ``keep_broken``.
         """
         start = time.perf_counter()
         self._engine.forget_prefixes()
@@ -95,7 +101,8 @@ class Sampler:
         ]
         groups = _Groups([self._group_size] * len(batch.prompts), self._text, ended)
         rows = None if known is None else [value for value in known for _ in range(self._group_size)]
-        completions = self._generate(requests, f"step {batch.step}", groups.finished, rows)
+        completions = tuple(self._engine.generate(requests, groups.finished, rows))
+        self._check(batch.step, [p for p in batch.prompts for _ in range(self._group_size)], completions)
         seconds, texts, told = time.perf_counter() - start, groups.all_texts(completions), self._engine.told
         told = tuple(told[:: self._group_size])
         return Rollout(batch, self._group_size, completions, texts, seconds, self._engine.figures, told)
@@ -121,9 +128,11 @@ class Sampler:
                 ended[group // count](group % count, completions, texts)
 
         groups = _Groups([len(group) for group in requests], self._text, pass_on)
-        completions = self._generate(
-            [request for group in requests for request in group], "an evaluation", groups.finished
+        completions = tuple(
+            self._engine.generate([request for group in requests for request in group], groups.finished)
         )
+        asked = [prompt for mode in modes for prompt in prompts for _ in range(mode.samples)]
+        self._check(0, asked, completions)
         seconds, batch, answered = time.perf_counter() - start, PromptBatch(0, tuple(prompts)), []
         texts, told, first = groups.all_texts(completions), self._engine.told, 0
         for mode in modes:
@@ -137,21 +146,12 @@ class Sampler:
         keys = (SampleKey(self._seed, 0, index, EVALUATION_SAMPLE + sample) for sample in range(mode.samples))
         return [Request(prompt.token_ids, sampling, key) for key in keys]
 
-    def _generate(
-        self,
-        requests: Sequence[Request],
-        what: str,
-        finished: Finished | None = None,
-        known: Sequence[float | None] | None = None,
-    ) -> tuple[Completion, ...]:
-        completions = tuple(self._engine.generate(requests, finished, known))
-        for row, completion in enumerate(completions):
-            if not all(-float("inf") < value <= 0 for value in completion.logprobs):
-                raise NonFiniteError(
-                    f"the engine's log-probabilities must be finite and at most 0, row {row} of {what} has "
-                    f"{completion.logprobs.tolist()}; look at the weights last synced and at model.dtype"
-                )
-        return completions
+    def _check(self, step: int, prompts: Sequence[Prompt], completions: tuple[Completion, ...]) -> None:
+        """See that all log-probabilities can be, or keep what was sampled and raise what says so."""
+        if any(impossible(completion).any() for completion in completions):
+            texts = tuple(self._text(completion) for completion in completions)
+            broken = BrokenRollout(step, tuple(prompts), completions, texts)
+            raise broken.error(self._keep(broken) if self._keep else None)
 
     def _text(self, completion: Completion) -> str:
         return self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)

@@ -1,10 +1,15 @@
-"""The files of an update whose loss or gradient is not finite, written by the run and read to do the update again.
+"""The files of numbers that are not finite, written by the run. An update whose loss or gradient is not finite leaves
 
     <run.dir>/non_finite/7.npz            the passes of the update, as arrays, with the config and what it came to
     <run.dir>/non_finite/7.jsonl          the samples of step 7, as samples.jsonl has them
     <run.dir>/non_finite/checkpoints/7/   policy and optimizer as they were before the update
 
-One such update is there at a time, the newest: a checkpoint is large.
+and is read from them to be done again. A rollout in which a log-probability of the engine is not finite leaves
+
+    <run.dir>/non_finite/7.jsonl          what was sampled for step 7, with its tokens and log-probabilities
+    <run.dir>/non_finite/checkpoints/7/   policy and optimizer as they were in the rollout
+
+One of them is there at a time, the newest: a checkpoint is large.
 """
 
 import io
@@ -12,7 +17,7 @@ import json
 import math
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +33,7 @@ from tpu_grpo.metrics.run_files import CHECKPOINTS_DIR, NON_FINITE_DIR
 from tpu_grpo.metrics.run_log import sample_rows
 from tpu_grpo.metrics.sinks import sample_fields
 from tpu_grpo.metrics.summary import versions
+from tpu_grpo.rollout.broken import BrokenRollout
 
 FORMAT = 1
 _ABOUT = "about"
@@ -44,12 +50,7 @@ class FailureFiles:
 
     def __call__(self, failed: FailedUpdate) -> Path:
         """Keep an update in place of the one before, and return its file once it is complete on every host."""
-        directory = self.config.run_dir / NON_FINITE_DIR
-        if self.hosts.is_first:
-            shutil.rmtree(directory, ignore_errors=True)
-            directory.mkdir(parents=True)
-        self.hosts.barrier("the directory of an update that is not finite")
-        self.save(directory / CHECKPOINTS_DIR, failed.step)
+        directory = self._with_checkpoint(failed.step)
         path, passes = directory / f"{failed.step}.npz", failed.arrays()
         if self.hosts.is_first:
             rows = sample_rows(failed.scored, failed.advantages)
@@ -58,6 +59,24 @@ class FailureFiles:
             replace_bytes(path, _packed(_about(failed, self.config), passes))
         self.hosts.barrier("the files of an update that is not finite")
         return path
+
+    def of_rollout(self, broken: BrokenRollout) -> Path:
+        """Keep what was sampled, and return its file once it is complete on every host."""
+        path = self._with_checkpoint(broken.step) / f"{broken.step or 'evaluation'}.jsonl"
+        if self.hosts.is_first:
+            replace_bytes(path, b"".join(encode_line(record) for record in _rows(broken)))
+        self.hosts.barrier("the file of a rollout that is not finite")
+        return path
+
+    def _with_checkpoint(self, step: int) -> Path:
+        """Empty the directory, and save policy and optimizer there."""
+        directory = self.config.run_dir / NON_FINITE_DIR
+        if self.hosts.is_first:
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(parents=True)
+        self.hosts.barrier("the directory of what is not finite")
+        self.save(directory / CHECKPOINTS_DIR, step)
+        return directory
 
 
 @dataclass(frozen=True)
@@ -109,6 +128,20 @@ def read_update(path: Path) -> KeptUpdate:
     return KeptUpdate(
         path, *place, **numbers, settings=about["config"], versions=about["versions"], passes=tuple(passes)
     )
+
+
+def _rows(broken: BrokenRollout) -> Iterator[dict[str, Any]]:
+    """Yield the rows as people read them, with null for a log-probability that is not finite."""
+    for prompt, completion, text in zip(broken.prompts, broken.completions, broken.texts, strict=True):
+        yield {
+            "step": broken.step,
+            "prompt": prompt.text,
+            "completion": text,
+            "finish_reason": completion.finish_reason,
+            "prompt_token_ids": list(prompt.token_ids),
+            "token_ids": completion.token_ids.tolist(),
+            "logprobs": completion.logprobs.tolist(),
+        }
 
 
 def _about(failed: FailedUpdate, config: RunConfig) -> dict[str, Any]:

@@ -88,13 +88,15 @@ def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
     task = open_task(config, tokenizer, hosts)
     engines = open_engines(config, hosts, checkpoint, tokenizer, meshes)
     learner = Learner(config, open_inputs(config, checkpoint, meshes), hosts)
-    learner.keep_failed(FailureFiles(config, hosts, learner.save_apart))
+    failures, sampler = FailureFiles(config, hosts, learner.save_apart), Sampler(engines.replicas, tokenizer, config)
+    learner.keep_failed(failures)
+    sampler.keep_broken(failures.of_rollout)
     engines.install(learner.params())
     learner.share(engines.shared_leaves)
     engines.replicas.compile_all()
     probe = Probe(config, engines, learner, probe_prompts(task.prompts, meshes))
     probe.after_sync(0)
-    return Parts(task, Sampler(engines.replicas, tokenizer, config), engines, learner, probe)
+    return Parts(task, sampler, engines, learner, probe)
 
 
 def open_inputs(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes) -> LearnerInputs:
