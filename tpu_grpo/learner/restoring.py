@@ -99,8 +99,9 @@ def read_policy(directory: Path, step: int, model: nnx.Module, host: int = 0) ->
 def handlers(**settings: Any) -> dict[str, ocp.PyTreeCheckpointHandler]:
     """Make a handler for every item that a checkpoint may hold, with further settings of Orbax."""
     # By default an array that several devices hold is cut into pieces, by a program compiled for each shape at the
-    # first save. Only small arrays are held so, and they are saved whole.
-    whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+    # first save. Only small arrays are held so, and they are saved whole. A file of shardings would take a quarter of
+    # a small model's save, and nobody reads it: a run says which shardings it wants.
+    whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, enable_write_sharding_file=False)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
     return {item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry, **settings) for item in ITEMS}
 
