@@ -25,6 +25,7 @@ from tpu_grpo.metrics.values import rollout_metrics, sync_metrics, tokens_digest
 from tpu_grpo.models.adapters import write_adapters
 from tpu_grpo.prompts.drawing import PromptDraw
 from tpu_grpo.run.directory import RunDirectory
+from tpu_grpo.run.exporting import export_at_end
 from tpu_grpo.run.parts import Parts, build_parts, evaluate_policy
 from tpu_grpo.run.rounds import Rounds, StepGroups
 from tpu_grpo.run.timeline import Timeline
@@ -117,6 +118,9 @@ class Run:
         if step < self.config.run.max_steps:
             self.log.note(f"the run ends after step {step}: {self.draw.why_exhausted}")
         self.parts.learner.close(best=self._best_step)
+        if self.config.export.every is not None:
+            with self.watch.stage("export"):
+                self.log.note(export_at_end(self.config, self.parts, step, self.evaluations.best_step, self.hosts))
 
     def _step(self, step: int) -> None:
         parts, stage = self.parts, self.watch.stage

@@ -1,6 +1,7 @@
 """Evaluations in whole runs: the same numbers whenever and wherever they are made, and the best step kept."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,14 @@ import pytest
 
 from tests.several.runs import settings, write_files
 from tpu_grpo import pipeline
-from tpu_grpo.commands.checkpoint_evaluation import Chosen, choose, evaluate_checkpoint
+from tpu_grpo.commands.checkpoint_evaluation import evaluate_checkpoint
+from tpu_grpo.commands.checkpoint_export import export_checkpoint
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.errors import CheckpointError, ConfigError, DataError
 from tpu_grpo.evaluation import Estimate, Evaluation
 from tpu_grpo.hosts import Hosts, Watch
 from tpu_grpo.pipeline import train
+from tpu_grpo.run.saved import Chosen, choose
 
 EVALUATION = {"path": "held.jsonl", "prompts": 6, "samples": 4, "k": [1, 4], "every": 1}
 REWARDS = [{"name": "rewards.py:ascii_share", "workers": 0}, {"name": "exact_answer"}]
@@ -45,11 +48,11 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two steps, evaluated at each."""
+    """A run of two steps, evaluated at each, whose best policy is exported."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(files)
-        train(config(run_dir))
+        train(config(run_dir, export={"every": "best"}))
     return run_dir
 
 
@@ -93,6 +96,45 @@ def test_a_checkpoint_gives_the_numbers_that_the_run_found(whole: Path, which: s
     assert samples[0] == samples[1]
 
 
+def assert_same_export(one: Path, other: Path) -> None:
+    names = {path.name for path in one.iterdir()}
+    assert names == {path.name for path in other.iterdir()} >= {"README.md", "tpu_grpo.yaml"}
+    same = {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    for name in same:
+        assert (one / name).read_bytes() == (other / name).read_bytes(), name
+
+
+def test_the_policy_leaves_at_the_end_as_the_command_exports_it(whole: Path, tmp_path: Path) -> None:
+    """From the trainer's four devices then, from the checkpoint on one now."""
+    assert json.loads((whole / "best.json").read_text())["step"] == 2
+    assert [path.name for path in (whole / "exports").iterdir()] == ["2"]
+    told = export_checkpoint(config(whole), "best", tmp_path / "out")
+    assert told.startswith(f"the model of step 2 is in {tmp_path}/out: ")
+    assert_same_export(whole / "exports/2", tmp_path / "out")
+    assert "| held out, pass@4, ascii_share | " in (tmp_path / "out/README.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_engine_samples_from_an_export_what_it_sampled_from_the_policy(whole: Path, tmp_path: Path) -> None:
+    tree = config(tmp_path / "run").model_dump(mode="json")
+    tree["model"]["path"] = str(whole / "exports/2")
+    _, found = evaluate_checkpoint(parse_config(tree), "initial", Hosts(), Watch(Hosts()))
+    assert found.digest == lines(whole)[2]["digest"]
+
+
+def test_a_damaged_checkpoint_is_not_exported(whole: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "run"
+    shutil.copytree(whole, damaged)
+    files = [path for path in (damaged / "checkpoints/2/model_params").rglob("*") if path.is_file()]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"checkpoints/2 must hold this model, whole, but could not be read \("):
+        export_checkpoint(config(damaged), "latest", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow  # another run
 def test_an_evaluation_that_was_interrupted_and_repeated_gives_the_same_numbers(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -125,13 +167,17 @@ def test_the_best_step_is_saved_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
         return Evaluation(step, {"greedy": {"ascii_share": Estimate(values[step], 0, 1, 6)}}), ()
 
     monkeypatch.setattr(pipeline, "evaluate_policy", canned)
-    run = {"dir": str(tmp_path), "max_steps": 4, "seed": 5}
-    train(config(tmp_path, run=run, checkpoint={"every": 0, "keep": 1}))
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["3", "4"]
-    assert choose(config(tmp_path), "best") == Chosen(tmp_path / "checkpoints", 3)
-    assert choose(config(tmp_path), "latest") == Chosen(tmp_path / "checkpoints", 4)
-    train(config(tmp_path, run=run | {"max_steps": 6}, checkpoint={"every": 0, "keep": 1}))  # goes on at 4
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["3", "6"]
+    run = {"dir": str(tmp_path / "run"), "max_steps": 4, "seed": 5}
+    sections = {"checkpoint": {"every": 0, "keep": 1}, "export": {"every": "best"}}
+    train(config(tmp_path / "run", run=run, **sections))
+    export_checkpoint(config(tmp_path / "run"), "best", tmp_path / "out")
+    assert_same_export(tmp_path / "run/exports/3", tmp_path / "out")  # read back, with the last step on the devices
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["3", "4"]
+    assert choose(config(tmp_path / "run"), "best") == Chosen(tmp_path / "run/checkpoints", 3)
+    assert choose(config(tmp_path / "run"), "latest") == Chosen(tmp_path / "run/checkpoints", 4)
+    train(config(tmp_path / "run", run=run | {"max_steps": 6}, **sections))  # goes on at 4
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["3", "6"]
+    assert [path.name for path in (tmp_path / "run/exports").iterdir()] == ["3"]
 
 
 @pytest.mark.slow

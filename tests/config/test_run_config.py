@@ -177,6 +177,18 @@ def test_settings_of_adapters_need_a_rank(setting: str) -> None:
     assert f"model.lora.{setting} needs model.lora.rank, got none" in message(f"model.lora.{setting}")
 
 
+def test_an_export_at_the_end_has_what_it_needs() -> None:
+    assert "export.kind=adapter needs a model with adapters, got model.lora.rank unset; use" in message(
+        "export.kind=adapter"
+    )
+    best = "export.every=best"
+    assert "best needs held-out data, got none; set evaluation.path, or use last" in message(best, "data.path=a.jsonl")
+    assert "best needs checkpoint.keep_best=true, got false" in message(best, "checkpoint.keep_best=false")
+    for words in ([best], [best, "data.path=a.jsonl", "evaluation.path=b.jsonl"], ["export.every=last"]):
+        assert load_config(None, words).export.every in ("best", "last")
+    assert load_config(None, ["export.kind=adapter", "model.lora.rank=2"]).export.kind == "adapter"
+
+
 def test_the_resolved_yaml_writes_every_setting_out() -> None:
     assert list(leaves(yaml.safe_load(RunConfig().to_yaml()))) == list(leaves(RunConfig().model_dump()))
 

@@ -29,11 +29,12 @@ LOST_SECONDS = 12
 """How long a silent host is waited for in these runs; the default is longer."""
 
 
-def write_files(directory: Path, kv_heads: int = 4, model_type: str = "qwen3") -> Path:
+def write_files(directory: Path, kv_heads: int = 4, model_type: str = "qwen3", **options: Any) -> Path:
     """A model, data and a reward; every name in the config is relative, so a host can be given other files."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = build_byte_tokenizer()
-    model = write_random(model_type, directory / "model", vocab=len(tokenizer), kv_heads=kv_heads, scale=0.3)
+    sizes = {"vocab": len(tokenizer), "kv_heads": kv_heads, "scale": 0.3}
+    model = write_random(model_type, directory / "model", **(sizes | options))
     tokenizer.save_pretrained(str(model))
     edit_config(model, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     (directory / "rewards.py").write_text(REWARD)

@@ -12,22 +12,33 @@ pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
-def one_process(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], str]:
-    """What one process with four devices samples, a decode step at a time, and the parameters it ends with."""
+def one_run(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process with four devices, a decode step at a time."""
     run_dir = tmp_path_factory.mktemp("one") / "run"
-    ended = run_hosts(1, 4, files, settings(run_dir), "run.max_steps=3", "rollout.steps_per_launch=1")
+    options = ("run.max_steps=3", "rollout.steps_per_launch=1", "export.every=last")
+    ended = run_hosts(1, 4, files, settings(run_dir), *options)
     assert ended.code == 0, ended.errors
-    return outcome(run_dir)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def one_process(one_run: Path) -> tuple[list[str], str]:
+    """What that run samples, and the parameters it ends with."""
+    return outcome(one_run)
 
 
 @pytest.mark.parametrize(("hosts", "devices"), [(2, 2), (4, 1)])
 def test_tokens_and_parameters_are_those_of_one_process(
-    files: Path, tmp_path: Path, one_process: tuple[list[str], str], hosts: int, devices: int
+    files: Path, tmp_path: Path, one_run: Path, one_process: tuple[list[str], str], hosts: int, devices: int
 ) -> None:
     """Bit for bit, also after updates with a rate at which any difference would show in the tokens."""
-    ended = run_hosts(hosts, devices, files, settings(tmp_path), "run.max_steps=3", fault="shapes")
+    options = ("run.max_steps=3", "export.every=last")
+    ended = run_hosts(hosts, devices, files, settings(tmp_path), *options, fault="shapes")
     assert ended.code == 0, ended.errors
     assert outcome(tmp_path) == one_process
+    exports = [directory / "exports/3/model.safetensors" for directory in (tmp_path, one_run)]
+    assert exports[0].read_bytes() == exports[1].read_bytes()
+    assert [path.name for path in exports[0].parents[1].iterdir()] == ["3"]  # nothing unfinished beside it
     progress = [line for line in ended.out.splitlines() if "step 3 of 3" in line]
     assert [line[:4] for line in progress] == ["[0] "]  # the others are quiet
     assert not [line for line in ended.errors.splitlines() if "tpu_grpo" in line], ended.errors

@@ -14,6 +14,7 @@ COMMANDS = {
     "run": ("train", "train by GRPO with the rewards of a config"),
     "plan": ("plan", "say whether a run fits a TPU slice, and how long a step takes; no TPU needed"),
     "eval": ("evaluate", "evaluate a checkpoint of a run on held-out prompts, without training"),
+    "export": ("export", "write the model of a checkpoint as a Hugging Face directory"),
     "data": ("data", "show the first prompts of a config as the model will see them"),
     "rewards": ("rewards", "try the rewards of a config on completions of a file"),
     "launch": ("launch", "run on a Cloud TPU slice: create, setup, run, status, logs, stop, delete, babysit"),

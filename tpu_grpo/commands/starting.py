@@ -4,6 +4,7 @@ Nothing heavy is imported here: jax reads its platform from the environment when
 have chosen it by then.
 """
 
+import json
 import logging
 import os
 import sys
@@ -17,6 +18,7 @@ from tpu_grpo.commands.output import lasting_output
 from tpu_grpo.config import HUB, RunConfig, load_config
 from tpu_grpo.errors import ConfigError, TpuGrpoError, disk_errors_explained, say
 from tpu_grpo.hosts import Hosts, Watch, choose_platform, in_time, start
+from tpu_grpo.metrics.run_files import CONFIG_FILE
 
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu.yaml"
 """The config of a command that names none."""
@@ -36,6 +38,17 @@ def config_from_words(words: Sequence[str]) -> RunConfig:
             "repository; name a config file, or install the package from a checkout with `pip install -e .`"
         )
     return load_config(DEFAULT_CONFIG, list(words))
+
+
+def run_config(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Load the config of a run that lies in a directory, with overrides; the directory may have been moved.
+
+    Raises:
+        ConfigError: for a directory without a run, and for overrides that are wrong.
+    """
+    if not (directory / CONFIG_FILE).is_file():
+        raise ConfigError(f"RUN must be the directory of a run, with its {CONFIG_FILE}, got {directory}; name run.dir")
+    return load_config(directory / CONFIG_FILE, [*overrides, f"run.dir={json.dumps(str(directory))}"])
 
 
 def exit_code_of(command: Callable[[], int | None]) -> int:

@@ -2,7 +2,7 @@
 
     config = load_config("configs/demo_cpu.yaml", ["run.seed=1", "optimizer.learning_rate=3e-4"])
 
-    sections.py     the settings of run, model, rollout, meshes, hosts, checkpoint and logging
+    sections.py     the settings of run, model, rollout, meshes, hosts, checkpoint, export and logging
     learning.py     the settings of algorithm and optimizer
     choosing.py     the settings of which prompts are sampled and learnt from
     data.py         the settings of data, rewards and evaluation
@@ -45,6 +45,7 @@ from tpu_grpo.config.run_config import MICRO_BATCHES, RunConfig
 from tpu_grpo.config.section import Section, parse_layers
 from tpu_grpo.config.sections import (
     CheckpointSection,
+    ExportSection,
     HostsSection,
     LoggingSection,
     LoraSection,
@@ -68,6 +69,7 @@ __all__ = [
     "DataSection",
     "Effect",
     "EvaluationSection",
+    "ExportSection",
     "HostsSection",
     "LoggingSection",
     "LoraSection",

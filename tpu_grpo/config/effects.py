@@ -23,6 +23,7 @@ hosts.coordinator hosts.index hosts.check hosts.start_timeout_seconds hosts.lost
 checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.resume checkpoint.allow_changes
 evaluation.every evaluation.k evaluation.best
 update.on_non_finite update.max_skipped
+export.every export.kind export.dtype export.shard_mib
 logging.samples_every logging.tensorboard logging.wandb logging.wandb_project logging.profile_steps logging.on_end
 """
 _ROUNDING = """

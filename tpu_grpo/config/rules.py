@@ -71,6 +71,24 @@ def _release_makes_room(config: "RunConfig") -> None:
         )
 
 
+def _export_has_what_it_needs(config: "RunConfig") -> None:
+    export = config.export
+    if export.kind == "adapter" and config.model.lora.rank is None:
+        raise ValueError(
+            "export.kind=adapter needs a model with adapters, got model.lora.rank unset; use export.kind=model, which "
+            "writes the whole model"
+        )
+    if export.every != "best":
+        return
+    if config.evaluation.path is None and (config.data.sources or config.data.path != BUILTIN_TASK):
+        raise ValueError("export.every=best needs held-out data, got none; set evaluation.path, or use last")
+    if not config.checkpoint.keep_best:
+        raise ValueError(
+            "export.every=best needs checkpoint.keep_best=true, got false; without, the best step is not kept: set it, "
+            "or use last"
+        )
+
+
 def _ratio_is_of_a_filter(config: "RunConfig") -> None:
     if config.algorithm.filtered_ratio and not config.rollout.filters:
         raise ValueError(
@@ -204,6 +222,7 @@ RULES = (
     _decay_is_used,
     _one_kind_of_source,
     _evaluation_tells_something,
+    _export_has_what_it_needs,
     _groups_are_judged_by_themselves,
     _recorded_steps_come,
 )

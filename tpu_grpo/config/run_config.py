@@ -12,6 +12,7 @@ from tpu_grpo.config.rules import RULES
 from tpu_grpo.config.section import Section
 from tpu_grpo.config.sections import (
     CheckpointSection,
+    ExportSection,
     HostsSection,
     LoggingSection,
     MeshesSection,
@@ -41,6 +42,7 @@ class RunConfig(Section):
     hosts: HostsSection = HostsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
+    export: ExportSection = ExportSection()
     logging: LoggingSection = LoggingSection()
 
     @model_validator(mode="after")

@@ -214,6 +214,21 @@ class CheckpointSection(Section):
         return value
 
 
+class ExportSection(Section):
+    """These settings say how a model is left in Hugging Face's format: at the end of the run, and by
+    scripts/export.py."""
+
+    every: Literal["best", "last"] | None = None
+    """Leave this model of every run in run.dir/exports, at its end: that of the best step (evaluation.best), or the
+    last; none when unset."""
+    kind: Literal["model", "adapter"] = "model"
+    """Write the whole model, into which adapters are merged, or the adapters alone, in the format of PEFT."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Write tensors of this type; of model.dtype when unset."""
+    shard_mib: PositiveInt = 4096
+    """Write files of up to this many MiB of tensors each; one that is larger by itself gets a file of its own."""
+
+
 class LoggingSection(Section):
     """These settings say what is shown, and where."""
 

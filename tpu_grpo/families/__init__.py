@@ -6,6 +6,7 @@ family.py           the record of a family, and the settings of a config.json
 settings.py         rules for config.json that families share
 layouts.py          how a leaf of the trainer becomes a leaf of the sampler
 decoder.py          what the families have in common
+publishing.py       how a leaf of the trainer becomes tensors of a checkpoint
 projections.py      which projections a module of Tunix's models holds
 rope.py             frequencies of rotary positions
 flash_attention.py  whether the trainer uses Tunix's flash attention, and its blocks
@@ -21,6 +22,7 @@ from tpu_grpo.families.gemma2 import GEMMA2
 from tpu_grpo.families.layouts import Transform, WeightRule, same
 from tpu_grpo.families.llama3 import LLAMA3
 from tpu_grpo.families.projections import projections
+from tpu_grpo.families.publishing import TensorRule, published_leaves
 from tpu_grpo.families.qwen2 import QWEN2
 from tpu_grpo.families.qwen3 import QWEN3
 from tpu_grpo.families.qwen3_moe import QWEN3_MOE
@@ -49,8 +51,10 @@ __all__ = [
     "Remat",
     "SettingRule",
     "Shape",
+    "TensorRule",
     "Transform",
     "WeightRule",
     "projections",
+    "published_leaves",
     "same",
 ]

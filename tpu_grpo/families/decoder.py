@@ -5,13 +5,14 @@ A family's file puts these parts together and adds its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.families.family import DecoderConfig, Remat, Shape
 from tpu_grpo.families.layouts import WeightRule, flatten, flatten_kv, same, transpose
+from tpu_grpo.families.publishing import Layout, TensorRule, inputs_first, outputs_last, unchanged
 
 if TYPE_CHECKING:
     import jax
@@ -96,6 +97,37 @@ MLP = (
     layer_rule("mlp.gate_proj.kernel", "mlp.gate_proj.weight"),
     layer_rule("mlp.up_proj.kernel", "mlp.up_proj.weight"),
     layer_rule("mlp.down_proj.kernel", "mlp.down_proj.weight"),
+)
+
+# --- the trainer's leaves and a checkpoint's tensors ------------------------------------------------------------------
+
+
+def published(source: str, tensor: str, layout: Layout = unchanged) -> TensorRule:
+    """Make a rule for one leaf of every layer that is one tensor."""
+    return TensorRule(f"layers.*.{source}", (f"model.layers.*.{tensor}.weight",), layout)
+
+
+def published_decoder(
+    config: DecoderConfig, layer: Iterable[TensorRule], final_norm: str = "final_norm.w"
+) -> tuple[TensorRule, ...]:
+    """Put the rules of a layer between those of embedding, last norm and, where it is not tied, output head."""
+    head = TensorRule("lm_head.w", ("lm_head.weight",), inputs_first)
+    return (
+        TensorRule("embedder.input_embedding", ("model.embed_tokens.weight",), unchanged),
+        *layer,
+        TensorRule(final_norm, ("model.norm.weight",), unchanged),
+        *(() if config.tie_word_embeddings else (head,)),
+    )
+
+
+PUBLISHED_NORMS = tuple(published(f"{name}.w", name) for name in ("input_layernorm", "post_attention_layernorm"))
+PUBLISHED_ATTENTION = (
+    *(published(f"attn.{name}_proj.w", f"self_attn.{name}_proj", inputs_first) for name in "qkv"),
+    published("attn.o_proj.w", "self_attn.o_proj", outputs_last),
+)
+PUBLISHED_QK_NORMS = tuple(published(f"attn.{name}_norm.w", f"self_attn.{name}_norm") for name in "qk")
+PUBLISHED_MLP = tuple(
+    published(f"mlp.{name}_proj.kernel", f"mlp.{name}_proj", inputs_first) for name in ("gate", "up", "down")
 )
 
 # --- meshes ----------------------------------------------------------------------------------------------------------

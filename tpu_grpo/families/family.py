@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tpu_grpo.families.layouts import WeightRule
+from tpu_grpo.families.publishing import TensorRule
 
 if TYPE_CHECKING:
     import jax
@@ -100,3 +101,5 @@ class Family:
     """Whether Tunix's model has flash attention."""
     weight_rules: Callable[[Any], tuple[WeightRule, ...]]
     """Takes a config and returns which leaf of Tunix's model becomes which leaf of sglang-jax's."""
+    tensor_rules: Callable[[Any], tuple[TensorRule, ...]]
+    """Takes a config and returns which leaf of Tunix's model is which tensors of a checkpoint."""

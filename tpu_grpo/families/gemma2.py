@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tpu_grpo.families import decoder
 from tpu_grpo.families.family import DecoderConfig, Family, Remat, SettingRule, Shape
 from tpu_grpo.families.layouts import InputsFirst, WeightRule, flatten, same
+from tpu_grpo.families.publishing import TensorRule, heads_first, outputs_last
 from tpu_grpo.families.settings import NO_ATTENTION_BIAS, NO_ROPE_SCALING, PLAIN, number, off
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ _RULES = (
 # --- tensors ---------------------------------------------------------------------------------------------------------
 
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_NORM_PAIRS = tuple(zip(("pre_attention_norm", "post_attn_norm", "pre_ffw_norm", "post_ffw_norm"), _NORMS, strict=True))
+"""The norms of a layer as Tunix calls them, and as they are published."""
 
 
 def _tensors(config: Gemma2Config) -> dict[str, Shape]:
@@ -100,12 +103,7 @@ def _stacked_rule(module: str, projection: str, part: int | None = None) -> Weig
 _COMMON_WEIGHTS = (
     WeightRule("embedder.input_embedding", "model.embed_tokens.embedding", same),
     WeightRule("final_norm.scale", "model.norm.weight", same),
-    *(
-        decoder.layer_rule(f"{source}.scale", f"{target}.weight")
-        for source, target in zip(
-            ("pre_attention_norm", "post_attn_norm", "pre_ffw_norm", "post_ffw_norm"), _NORMS, strict=True
-        )
-    ),
+    *(decoder.layer_rule(f"{source}.scale", f"{target}.weight") for source, target in _NORM_PAIRS),
     decoder.layer_rule("attn.attn_vec_einsum.w", "self_attn.o_proj.weight", flatten),
     *decoder.MLP,
 )
@@ -119,6 +117,26 @@ def _weights(config: Gemma2Config) -> tuple[WeightRule, ...]:
         attention = [_stacked_rule("q_einsum", "q_proj")]
         attention += [_stacked_rule("kv_einsum", f"{name}_proj", part) for part, name in enumerate("kv")]
     return (*_COMMON_WEIGHTS, *attention)
+
+
+def _published(config: Gemma2Config) -> tuple[TensorRule, ...]:
+    """Return the rules for a checkpoint's tensors; the same projections are stacked as in `_weights`."""
+    stacked = {"qkv_einsum": "qkv"}
+    if config.num_attention_heads != config.num_key_value_heads:
+        stacked = {"q_einsum": "q", "kv_einsum": "kv"}
+    attention = (
+        TensorRule(
+            f"layers.*.attn.{module}.w",
+            tuple(f"model.layers.*.self_attn.{name}_proj.weight" for name in names),
+            heads_first,
+        )
+        for module, names in stacked.items()
+    )
+    norms = (decoder.published(f"{source}.scale", target) for source, target in _NORM_PAIRS)
+    output = decoder.published("attn.attn_vec_einsum.w", "self_attn.o_proj", outputs_last)
+    return decoder.published_decoder(
+        config, (*norms, *attention, output, *decoder.PUBLISHED_MLP), final_norm="final_norm.scale"
+    )
 
 
 # --- Tunix -----------------------------------------------------------------------------------------------------------
@@ -219,4 +237,5 @@ GEMMA2 = Family(
     load=_load,
     flash_attention=False,
     weight_rules=_weights,
+    tensor_rules=_published,
 )

@@ -79,6 +79,7 @@ def _model_config(config: LlamaConfig, dtype: DTypeLike, remat: Remat, flash_blo
     )
 
 
+_PUBLISHED = (*decoder.PUBLISHED_NORMS, *decoder.PUBLISHED_ATTENTION, *decoder.PUBLISHED_MLP)
 _WEIGHTS = (*decoder.EMBEDDINGS_AND_NORMS, *decoder.ATTENTION, *decoder.MLP)
 
 LLAMA3 = Family(
@@ -95,4 +96,5 @@ LLAMA3 = Family(
     load=decoder.tunix_loader("tunix.models.llama3.params"),
     flash_attention=False,
     weight_rules=lambda _: _WEIGHTS,
+    tensor_rules=lambda config: decoder.published_decoder(config, _PUBLISHED),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tpu_grpo.families import decoder
 from tpu_grpo.families.family import DecoderConfig, Family, Shape
 from tpu_grpo.families.layouts import WeightRule, repeat_kv
+from tpu_grpo.families.publishing import TensorRule, unchanged
 from tpu_grpo.families.settings import COMMON, NO_ROPE_SCALING
 
 
@@ -28,6 +29,15 @@ def _weights(config: DecoderConfig) -> tuple[WeightRule, ...]:
     return (*decoder.EMBEDDINGS_AND_NORMS, *decoder.ATTENTION, *biases, *decoder.MLP)
 
 
+def _published(config: DecoderConfig) -> tuple[TensorRule, ...]:
+    biases = (
+        TensorRule(f"layers.*.attn.{name}_bias", (f"model.layers.*.self_attn.{name}_proj.bias",), unchanged)
+        for name in "qkv"
+    )
+    layer = (*decoder.PUBLISHED_NORMS, *decoder.PUBLISHED_ATTENTION, *biases, *decoder.PUBLISHED_MLP)
+    return decoder.published_decoder(config, layer)
+
+
 QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
@@ -42,4 +52,5 @@ QWEN2 = Family(
     load=decoder.tunix_loader("tunix.models.qwen2.params"),
     flash_attention=True,
     weight_rules=_weights,
+    tensor_rules=_published,
 )

@@ -17,6 +17,12 @@ def _tensors(config: DecoderConfig) -> dict[str, Shape]:
     return decoder.decoder_shapes(config, layer | decoder.mlp_shapes(config))
 
 
+_PUBLISHED = (
+    *decoder.PUBLISHED_NORMS,
+    *decoder.PUBLISHED_ATTENTION,
+    *decoder.PUBLISHED_QK_NORMS,
+    *decoder.PUBLISHED_MLP,
+)
 _WEIGHTS = (*decoder.EMBEDDINGS_AND_NORMS, *decoder.ATTENTION, *decoder.QK_NORMS, *decoder.MLP)
 
 QWEN3 = Family(
@@ -36,4 +42,5 @@ QWEN3 = Family(
     load=decoder.tunix_loader("tunix.models.qwen3.params"),
     flash_attention=True,
     weight_rules=lambda _: _WEIGHTS,
+    tensor_rules=lambda config: decoder.published_decoder(config, _PUBLISHED),
 )

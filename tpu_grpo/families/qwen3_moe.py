@@ -13,6 +13,7 @@ from typing import Any
 from tpu_grpo.families import decoder
 from tpu_grpo.families.family import DecoderConfig, Family, SettingRule, Shape
 from tpu_grpo.families.layouts import flatten
+from tpu_grpo.families.publishing import TensorRule, inputs_first
 from tpu_grpo.families.qwen3 import qk_norm_shapes
 from tpu_grpo.families.settings import COMMON, NO_ATTENTION_BIAS, NO_ROPE_SCALING, off
 
@@ -73,6 +74,18 @@ _WEIGHTS = (
     decoder.layer_rule("mlp.down_proj", "mlp.wo"),
 )
 
+
+def _published(config: MoeConfig) -> tuple[TensorRule, ...]:
+    def experts(projection: str) -> TensorRule:
+        names = (f"model.layers.*.mlp.experts.{i}.{projection}.weight" for i in range(config.num_experts))
+        return TensorRule(f"layers.*.mlp.{projection}", tuple(names), inputs_first)
+
+    mlp = (decoder.published("mlp.router.kernel", "mlp.gate", inputs_first),)
+    mlp += tuple(experts(f"{name}_proj") for name in ("gate", "up", "down"))
+    attention = (*decoder.PUBLISHED_ATTENTION, *decoder.PUBLISHED_QK_NORMS)
+    return decoder.published_decoder(config, (*decoder.PUBLISHED_NORMS, *attention, *mlp))
+
+
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
@@ -98,4 +111,5 @@ QWEN3_MOE = Family(
     load=decoder.tunix_loader("tunix.models.qwen3.params"),
     flash_attention=True,
     weight_rules=lambda _: _WEIGHTS,
+    tensor_rules=_published,
 )

@@ -25,6 +25,7 @@ building.py        puts the parts together;  programs.py: the same without array
 """
 
 from tpu_grpo.learner.building import LearnerInputs, cast_to_compute
+from tpu_grpo.learner.digest import whole
 from tpu_grpo.learner.learner import Learner
 from tpu_grpo.learner.programs import LearnerPrograms
 from tpu_grpo.learner.restoring import read_policy
@@ -39,4 +40,5 @@ __all__ = [
     "frozen_leaves",
     "parameters",
     "read_policy",
+    "whole",
 ]

@@ -52,9 +52,14 @@ def _bit_sums(leaves: Sequence[Array]) -> list[UInt32[Array, ""]]:
 
 
 def whole(value: jax.Array) -> np.ndarray:
-    """Bring an array's values to every host; all hosts must call it for one that is split over them."""
+    """Bring an array's values to every host; all hosts must call it for one that is split over them.
+
+    jax would keep the values that it brings to the host for as long as the array lives, so that a model whose arrays
+    were looked at one by one would be held once more. These are let go with what is returned.
+    """
     if value.is_fully_addressable or value.is_fully_replicated:
-        return np.asarray(value)
+        pieces = [shard.data for shard in value.addressable_shards]
+        return np.asarray(jax.make_array_from_single_device_arrays(value.shape, value.sharding, pieces))
     assert isinstance(value.sharding, NamedSharding)  # what the trainer computes is on its mesh
     return np.asarray(_gathering(NamedSharding(value.sharding.mesh, PartitionSpec()))(value))
 

@@ -31,6 +31,7 @@ from tpu_grpo.learner.kl_reward import with_kl_in_advantages
 from tpu_grpo.learner.loss import TrainBatch
 from tpu_grpo.learner.mini_batches import mini_batches
 from tpu_grpo.learner.reference import reset
+from tpu_grpo.learner.restoring import read_policy
 from tpu_grpo.learner.rows import TrainRows, group_advantages, repacked, train_rows, unpacked
 from tpu_grpo.learner.signal import counted_rows, informative_groups, signal_metrics
 from tpu_grpo.learner.token_advantages import token_advantages
@@ -56,7 +57,7 @@ class Learner:
     """
 
     def __init__(self, config: RunConfig, inputs: LearnerInputs, hosts: Hosts | None = None):
-        self._config = config
+        self._config, self._host = config, 0 if hosts is None else hosts.index
         self._mesh = inputs.mesh
         parts = build_parts(config, inputs)
         self._algorithm, self._shape = parts.algorithm, parts.shape
@@ -122,6 +123,18 @@ class Learner:
     def params(self) -> nnx.State:
         """Return the policy's parameters as they lie on the trainer's mesh, those that are not trained among them."""
         return parameters(self._updater.model)
+
+    def policy(self, step: int | None = None) -> nnx.Module:
+        """Return the policy as it is, or as it was when this step was saved; what is not trained they share.
+
+        Raises:
+            CheckpointError: for a step that is not there or is damaged.
+        """
+        if step is None:
+            return self._updater.model
+        policy = nnx.clone(self._updater.model)
+        read_policy(self._config.run_dir / CHECKPOINTS_DIR, step, policy, self._host)
+        return policy
 
     def adapters(self) -> dict[str, np.ndarray]:
         """Gather the adapters, float32, on this host by dotted name; every host must call it. Without any: empty."""

@@ -9,5 +9,6 @@ wandb_sink.py   logs to Weights & Biases;  tensorboard_sink.py: to TensorBoard
 optional_sink.py lets the run go on when one of these fails
 summary.py      writes summary.json
 report.py       writes report.html, with plots.py and what is in templates/
+model_card.py   writes the page of an exported model
 run_files.py    names every file of a run;  jsonl.py, lines.py: how they are written, and what is read back from them
 """

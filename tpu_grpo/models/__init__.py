@@ -1,4 +1,4 @@
-"""Turns a checkpoint directory into a Tunix model and its tokenizer; also makes the built-in model."""
+"""Turns a checkpoint directory into a Tunix model and its tokenizer, and back; also makes the built-in model."""
 
 from tpu_grpo.models.checkpoint import (
     Checkpoint,

@@ -16,7 +16,6 @@ that have A in common.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -24,13 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 from tpu_grpo.config import LoraSection
 from tpu_grpo.errors import CheckpointError
 from tpu_grpo.families import projections
 from tpu_grpo.models.json_files import read_json
 from tpu_grpo.models.messages import listed
+from tpu_grpo.models.publishing import save_tensors, write_json
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -45,12 +45,16 @@ def write_adapters(directory: Path, adapters: Mapping[str, np.ndarray], section:
     unfinished = directory.with_name(directory.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
-    tensors = {part: matrix for name, value in adapters.items() for part, matrix in _published(name, value).items()}
-    save_file(tensors, unfinished / TENSORS_FILE, metadata={"format": "pt"})
-    settings = _settings(section, {name.rpartition(".")[0] for name in adapters}, base)
-    (unfinished / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    write_adapter_files(unfinished, adapters, section, base)
     shutil.rmtree(directory, ignore_errors=True)
     unfinished.rename(directory)
+
+
+def write_adapter_files(directory: Path, adapters: Mapping[str, np.ndarray], section: LoraSection, base: str) -> None:
+    """Write both files into a directory that is there."""
+    tensors = {part: matrix for name, value in adapters.items() for part, matrix in _published(name, value).items()}
+    save_tensors(directory / TENSORS_FILE, tensors)
+    write_json(directory / CONFIG_FILE, _settings(section, {name.rpartition(".")[0] for name in adapters}, base))
 
 
 def load_adapters(model: nnx.Module, section: LoraSection) -> None:

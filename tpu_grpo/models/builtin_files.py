@@ -6,63 +6,31 @@ a file has changed since.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
+from tpu_grpo.models.abstract import abstract_checkpoint
 from tpu_grpo.models.builtin_teaching import Recipe
+from tpu_grpo.models.hf_config import CONFIG_FILE
+from tpu_grpo.models.publishing import write_tensors
 
 RECORD = "teaching.json"
 _MAX_POSITIONS = 4096
-
-Layout = Callable[[np.ndarray], np.ndarray]
-
-
-def _same(w: np.ndarray) -> np.ndarray:
-    return w
-
-
-def _from_first(w: np.ndarray) -> np.ndarray:
-    """Reshape [in, *out] to [out, in]."""
-    return w.reshape(w.shape[0], -1).T
-
-
-def _from_last(w: np.ndarray) -> np.ndarray:
-    """Reshape [*in, out] to [out, in]."""
-    return w.reshape(-1, w.shape[-1]).T
-
-
-# (Tunix's path, Hugging Face's name, the change of layout); {i} is the number of the layer
-_LEAVES: tuple[tuple[str, str, Layout], ...] = (
-    ("embedder.input_embedding", "model.embed_tokens.weight", _same),
-    ("layers.{i}.input_layernorm.w", "model.layers.{i}.input_layernorm.weight", _same),
-    ("layers.{i}.attn.q_proj.w", "model.layers.{i}.self_attn.q_proj.weight", _from_first),
-    ("layers.{i}.attn.k_proj.w", "model.layers.{i}.self_attn.k_proj.weight", _from_first),
-    ("layers.{i}.attn.v_proj.w", "model.layers.{i}.self_attn.v_proj.weight", _from_first),
-    ("layers.{i}.attn.q_norm.w", "model.layers.{i}.self_attn.q_norm.weight", _same),
-    ("layers.{i}.attn.k_norm.w", "model.layers.{i}.self_attn.k_norm.weight", _same),
-    ("layers.{i}.attn.o_proj.w", "model.layers.{i}.self_attn.o_proj.weight", _from_last),
-    ("layers.{i}.post_attention_layernorm.w", "model.layers.{i}.post_attention_layernorm.weight", _same),
-    ("layers.{i}.mlp.gate_proj.kernel", "model.layers.{i}.mlp.gate_proj.weight", _from_first),
-    ("layers.{i}.mlp.up_proj.kernel", "model.layers.{i}.mlp.up_proj.weight", _from_first),
-    ("layers.{i}.mlp.down_proj.kernel", "model.layers.{i}.mlp.down_proj.weight", _from_first),
-    ("final_norm.w", "model.norm.weight", _same),
-)
 
 
 def write_checkpoint(
     directory: Path, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, params: nnx.State, record: Mapping[str, Any]
 ) -> None:
     """Write weights, config, tokenizer, and ``record`` with the files' digests into an existing empty directory."""
-    tensors = hugging_face_tensors(params, recipe.layers)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    _write_json(directory / "config.json", hugging_face_config(recipe, tokenizer))
+    _write_json(directory / CONFIG_FILE, hugging_face_config(recipe, tokenizer))
+    leaves = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(params)}
+    write_tensors(directory, abstract_checkpoint(directory), leaves.__getitem__, np.dtype(np.float32))
     tokenizer.save_pretrained(directory, save_jinja_files=False)
     files = {path.name: _digest(path) for path in sorted(directory.iterdir())}
     _write_json(directory / RECORD, {**record, "files": files})
@@ -75,17 +43,6 @@ def is_whole(directory: Path) -> bool:
         return all(_digest(directory / name) == digest for name, digest in files.items())
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-
-
-def hugging_face_tensors(params: nnx.State, layers: int) -> dict[str, np.ndarray]:
-    """Return the parameters under Hugging Face's names and in its layouts: contiguous matrices [out, in]."""
-    by_path = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(params)}
-    tensors = {}
-    for path, name, layout in _LEAVES:
-        for i in range(layers) if "{i}" in path else [0]:
-            tensors[name.format(i=i)] = np.ascontiguousarray(layout(by_path.pop(path.format(i=i))))
-    assert not by_path, f"parameters without a Hugging Face name: {sorted(by_path)}"
-    return tensors
 
 
 def hugging_face_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:

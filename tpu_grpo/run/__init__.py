@@ -5,6 +5,7 @@ meshes.py        which devices do what
 engines.py       engines that take the trainer's parameters
 probe.py         proof that engines and trainer hold the same policy
 failures.py      an update whose loss or gradient is not finite, kept;  replay.py: done again
+saved.py         a checkpoint that a user names, and its policy;  exporting.py: a policy leaves for others to load
 timeline.py      what host and devices do in chosen steps, recorded
 directory.py     run.dir: made, continued, or moved aside
 earlier.py       what lies there before the start: a run that is done, that goes on, or another one

@@ -1,0 +1,231 @@
+"""Exported directories: the tensors that were loaded, the policy's numbers, and nothing half-written."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import yaml
+from flax import nnx
+from safetensors.numpy import load_file
+
+from tests.models.forward import compiled_logprobs, trainer_mesh
+from tests.models.reference import reference_logprobs
+from tests.run.policies import FAMILIES, LORA, TOKENS_BT, change, run_config, trained, write_model
+from tpu_grpo.config import LoraSection, RunConfig
+from tpu_grpo.errors import ConfigError
+from tpu_grpo.models import load_model, read_checkpoint
+from tpu_grpo.models.adapters import load_adapters
+from tpu_grpo.models.tokenizers import load_tokenizer, stop_token_ids
+from tpu_grpo.run.exporting import Policy, export_policy
+from tpu_grpo.weights.plan import named_leaves
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def tensors_of(directory: Path) -> dict[str, np.ndarray]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def read_back(directory: Path) -> nnx.Module:
+    return load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=jnp.float32, remat="none")
+
+
+def loaded(config: RunConfig, fsdp: int = 1, tp: int = 1) -> Policy:
+    """A policy that is its model still."""
+    checkpoint = read_checkpoint(Path(config.model.path))
+    model = load_model(checkpoint, trainer_mesh(fsdp, tp), dtype=jnp.dtype(config.model.dtype), remat="none")
+    return Policy(model, 0, checkpoint, load_tokenizer(checkpoint.directory))
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [*FAMILIES.items(), ("gemma2", {"kv_heads": 4})],  # with four, its queries, keys and values are one leaf
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_model_that_is_loaded_leaves_as_the_tensors_it_came_from(
+    tmp_path: Path, family: str, options: dict[str, Any]
+) -> None:
+    """Names, layouts and bits; from four devices."""
+    config = run_config(write_model(tmp_path, family, **{"kv_heads": 2} | options))
+    export_policy(config, loaded(config, 2, 2), tmp_path / "out")
+    was, found = tensors_of(tmp_path / "model"), tensors_of(tmp_path / "out")
+    assert found.keys() == was.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == np.float32
+        np.testing.assert_array_equal(tensor, was[name], name)
+    before, after = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("model", "out"))
+    assert after == before | {"torch_dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        *(pytest.param(name, None, id=f"{name} full") for name in FAMILIES),
+        *(pytest.param(name, LORA, id=f"{name} merged") for name in ("qwen3", "qwen3_moe", "gemma2")),
+        *(pytest.param(name, LORA, id=f"{name} merged", marks=pytest.mark.slow) for name in ("qwen2", "llama")),
+    ],
+)
+def test_what_is_read_back_computes_what_the_policy_does(
+    tmp_path: Path, family: str, lora: dict[str, Any] | None
+) -> None:
+    """Within 1e-5 of the policy, and equal to an implementation that knows the files alone."""
+    model = {} if lora is None else {"lora": lora}
+    config = run_config(write_model(tmp_path, family, kv_heads=2, **FAMILIES[family]), model=model)
+    policy = trained(config)
+    export_policy(config, policy, tmp_path / "out")
+    found = compiled_logprobs(read_back(tmp_path / "out"), TOKENS_BT)
+    assert np.abs(found - compiled_logprobs(policy.model, TOKENS_BT)).max() <= 1e-5
+    assert np.abs(found - reference_logprobs(tmp_path / "out", TOKENS_BT)).max() <= 1e-5
+    assert np.abs(found - reference_logprobs(tmp_path / "model", TOKENS_BT)).max() > 0.05
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_adapters_leave_alone_and_are_read_back(tmp_path: Path, family: str) -> None:
+    config = run_config(write_model(tmp_path, family, kv_heads=2), model={"lora": LORA}, export={"kind": "adapter"})
+    policy = trained(config)
+    export_policy(config, policy, tmp_path / "out")
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "tokenizer.json", "README.md"} <= names
+    assert not names & {"model.safetensors", "config.json"}
+    settings = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (3, 6.0)
+    assert settings["base_model_name_or_path"] == str(tmp_path / "model")
+    wanted = {name: np.asarray(leaf) for name, leaf in named_leaves(nnx.state(policy.model, nnx.LoRAParam)).items()}
+    change(policy.model, 1.0, nnx.LoRAParam)
+    load_adapters(policy.model, LoraSection(**LORA, path=tmp_path / "out"))
+    for name, leaf in named_leaves(nnx.state(policy.model, nnx.LoRAParam)).items():
+        np.testing.assert_array_equal(np.asarray(leaf), wanted[name], name)
+
+
+def test_bfloat16_rounds_once_and_float32_keeps_what_a_policy_in_bfloat16_computes_with(tmp_path: Path) -> None:
+    files = write_model(tmp_path, "qwen3", layers=1)
+    was = tensors_of(tmp_path / "model")
+    config = run_config(files, export={"dtype": "bfloat16"})
+    export_policy(config, loaded(config), tmp_path / "narrow")
+    narrow = tensors_of(tmp_path / "narrow")
+    assert {tensor.dtype for tensor in narrow.values()} == {jnp.dtype(jnp.bfloat16)}
+    for name, tensor in narrow.items():
+        np.testing.assert_array_equal(tensor, was[name].astype(jnp.bfloat16))
+    assert json.loads((tmp_path / "narrow/config.json").read_text())["torch_dtype"] == "bfloat16"
+    config = run_config(files, model={"dtype": "bfloat16"}, export={"dtype": "float32"})
+    export_policy(config, loaded(config), tmp_path / "wide")
+    for name, tensor in tensors_of(tmp_path / "wide").items():
+        assert tensor.dtype == np.float32
+        np.testing.assert_array_equal(tensor, narrow[name].astype(np.float32))
+
+
+def test_shards_are_of_a_bounded_size_and_an_index_says_where_each_tensor_is(tmp_path: Path) -> None:
+    sizes = {"layers": 3, "hidden": 256, "intermediate": 512}  # 4.9 MiB
+    config = run_config(write_model(tmp_path, "qwen3", **sizes), export={"shard_mib": 1})
+    export_policy(config, loaded(config), tmp_path / "out")
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert [file.name for file in files] == [
+        f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))
+    ]
+    assert 5 <= len(files) <= 7
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    total = 0
+    for file in files:
+        held = load_file(file)
+        size = sum(tensor.nbytes for tensor in held.values())
+        assert size <= 2**20
+        total += size
+        assert {name for name, at in index["weight_map"].items() if at == file.name} == held.keys()
+    assert index["metadata"]["total_size"] == total
+    was = tensors_of(tmp_path / "model")
+    for name, tensor in tensors_of(tmp_path / "out").items():
+        np.testing.assert_array_equal(tensor, was[name])
+
+
+def test_what_describes_the_model_says_how_to_stop_and_to_sample(tmp_path: Path) -> None:
+    config = run_config(
+        write_model(tmp_path, "qwen3", layers=1), rollout={"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 6}
+    )
+    (tmp_path / "run").mkdir()
+    lines = [{"step": step, "rewards/mean": step / 10} for step in range(1, 13)]
+    (tmp_path / "run/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    held_out = [
+        {"step": step, "evaluation/greedy/r": value, "intervals": {"greedy/r": [value - 0.1, value + 0.1, 9]}}
+        for step, value in ((0, 0.25), (6, 0.5), (12, 0.75))
+    ]
+    (tmp_path / "run/evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in held_out))
+    policy = loaded(config)
+    export_policy(config, Policy(policy.model, 7, policy.checkpoint, policy.tokenizer), tmp_path / "out")
+    generation = json.loads((tmp_path / "out/generation_config.json").read_text())
+    assert generation == {
+        "bos_token_id": 0,
+        "pad_token_id": 256,
+        "eos_token_id": [256, 257],
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_k": 0,
+        "top_p": 0.9,
+        "max_new_tokens": 6,
+    }
+    tokenizer = load_tokenizer(tmp_path / "out")
+    assert stop_token_ids(tokenizer, tmp_path / "out") == (256, 257)
+    assert tokenizer.chat_template == policy.tokenizer.chat_template
+    assert yaml.safe_load((tmp_path / "out/tpu_grpo.yaml").read_text())["rollout"]["temperature"] == 0.7
+    card = (tmp_path / "out/README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\n")
+    # of steps 1 to 7: the means of 1..5 and of 3..7, a tenth of each
+    assert "| reward, mean of the first five steps and of the last five | 0.300 | 0.500 |" in card
+    assert "| held out, greedy, r | 0.250 (0.150 to 0.350), step 0 | 0.500 (0.400 to 0.600), step 6 |" in card
+    assert "  temperature: 0.7\n" in card
+    assert f"This is a qwen3 model of {policy.checkpoint.parameter_count:,} parameters in float32" in card
+
+
+def test_what_is_there_stays_and_what_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config(write_model(tmp_path, "qwen3", layers=1))
+    policy = loaded(config)
+    (tmp_path / "there").mkdir()
+    with pytest.raises(ConfigError, match=rf"must go to a new directory, got {tmp_path}/there, which is there; name"):
+        export_policy(config, policy, tmp_path / "there")
+    monkeypatch.setattr("tpu_grpo.run.exporting.write_settings", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        export_policy(config, policy, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "data.jsonl",
+        "held.jsonl",
+        "model",
+        "rewards.py",
+        "there",
+    ]
+
+
+def test_a_full_disk_is_told_in_a_line_and_leaves_nothing(tmp_path: Path) -> None:
+    """A limit on the size of files stands for it: the library that writes tensors meets both alike."""
+    path = tmp_path / "out" / "model.safetensors"
+    code = f"""
+import resource
+from pathlib import Path
+import numpy as np
+from tpu_grpo.commands.starting import exit_code_of
+from tpu_grpo.models.new_directory import new_directory
+from tpu_grpo.models.publishing import save_tensors
+
+def write():
+    with new_directory(Path({str(path.parent)!r})) as directory:
+        save_tensors(directory / "model.safetensors", {{"a": np.zeros(2**20, np.float32)}})
+
+resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+raise SystemExit(exit_code_of(write))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(REPOSITORY)}, timeout=60
+    )
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith(f"DiskError: the disk must take {tmp_path}/.out.")
+    assert done.stderr.endswith(
+        "model.safetensors, got: File too large; have the limit on the size of files raised (ulimit -f), or name a "
+        "directory elsewhere; what was saved stays as it is\n"
+    )
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 5000

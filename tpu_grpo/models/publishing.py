@@ -1,0 +1,173 @@
+"""Writes a model as a Hugging Face checkpoint directory: the tensors shard by shard, and what describes them.
+
+    write_tensors(directory, checkpoint, read, np.dtype(np.float32), shard_bytes=4 * 2**30)
+    write_settings(directory, checkpoint, tokenizer, np.dtype(np.float32), generation)
+
+``read`` gives the values of one leaf of Tunix's model at a time. Beside what it reads from, memory holds the tensors of
+the shard that is being put together and of one leaf.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+from transformers import PreTrainedTokenizerFast
+
+from tpu_grpo.families import published_leaves
+from tpu_grpo.models.checkpoint import INDEX_FILE, Checkpoint
+from tpu_grpo.models.hf_config import CONFIG_FILE
+from tpu_grpo.models.tokenizers import stop_token_ids
+
+GENERATION_FILE = "generation_config.json"
+SHARD_BYTES = 4 * 2**30
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What a published tokenizer may consist of; the first two are always there."""
+
+Read = Callable[[str], np.ndarray]
+"""Takes the dotted name of a leaf of Tunix's model, and returns its values."""
+
+
+class _Size(NamedTuple):
+    """Stands for a tensor while it is decided which file it goes to."""
+
+    bytes: int
+
+
+def write_tensors(
+    directory: Path | None, checkpoint: Checkpoint, read: Read, dtype: np.dtype[Any], shard_bytes: int = SHARD_BYTES
+) -> None:
+    """Write all tensors of a model in one type, and an index where there are several files.
+
+    Args:
+        directory: where; None on a host that only takes part in reading leaves that several hosts hold.
+        checkpoint: says which model this is. Its own tensors are not looked at.
+        read: is called once for every leaf, in the same order everywhere.
+        dtype: float32 or bfloat16.
+        shard_bytes: files hold no more, except for a single tensor that is larger.
+
+    Raises:
+        OSError: the disk does not take a file.
+    """
+    leaves = list(
+        published_leaves(checkpoint.family.tensor_rules(checkpoint.config), checkpoint.config.num_hidden_layers)
+    )
+    shapes = checkpoint.family.tensor_shapes(checkpoint.config)
+    names = [name for leaf in leaves for name in leaf.tensors]
+    assert sorted(names) == sorted(shapes), "the family's rules publish other tensors than its checkpoints have"
+    sizes = {name: _Size(int(np.prod(shapes[name])) * dtype.itemsize) for name in names}
+    shards = None if directory is None else _Shards(directory, sizes, shard_bytes)
+    for leaf in leaves:
+        value = read(leaf.source)
+        if shards is not None:
+            for name, tensor in leaf.publish(value):
+                assert tensor.shape == shapes[name], f"{name} must be {shapes[name]}, got {tensor.shape}"
+                shards.add(name, np.ascontiguousarray(tensor, dtype))
+
+
+class _Shards:
+    """Collects tensors, and writes every file once it has all of its tensors."""
+
+    def __init__(self, directory: Path, sizes: Mapping[str, _Size], shard_bytes: int) -> None:
+        plan = split_state_dict_into_shards_factory(
+            dict(sizes),
+            get_storage_size=lambda size: size.bytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=shard_bytes,
+        )
+        self._directory, self._file_of = directory, plan.tensor_to_filename
+        self._missing = {file: set(names) for file, names in plan.filename_to_tensors.items()}
+        self._held: dict[str, dict[str, np.ndarray]] = {file: {} for file in self._missing}
+        if plan.is_sharded:
+            index = {"metadata": plan.metadata, "weight_map": dict(sorted(plan.tensor_to_filename.items()))}
+            write_json(directory / INDEX_FILE, index)
+
+    def add(self, name: str, tensor: np.ndarray) -> None:
+        """Take a tensor; each comes once."""
+        file = self._file_of[name]
+        self._held[file][name] = tensor
+        self._missing[file].remove(name)
+        if not self._missing[file]:
+            save_tensors(self._directory / file, self._held.pop(file))
+
+
+def write_settings(
+    directory: Path,
+    checkpoint: Checkpoint,
+    tokenizer: PreTrainedTokenizerFast,
+    dtype: np.dtype[Any],
+    sampling: Mapping[str, Any],
+) -> None:
+    """Write config.json as it was, but for the type of the tensors, the tokenizer, and how to sample.
+
+    Args:
+        directory: where.
+        checkpoint: the model's own directory, from which these files come.
+        tokenizer: names the padding token.
+        dtype: the type of the tensors.
+        sampling: settings of generation, under Hugging Face's names. The tokens that end a text are added.
+    """
+    config = dict(checkpoint.hf_config)
+    config |= {name: dtype.name for name in ("torch_dtype", "dtype") if name == "torch_dtype" or name in config}
+    write_json(directory / CONFIG_FILE, config)
+    ends = {
+        "bos_token_id": config.get("bos_token_id"),
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": list(stop_token_ids(tokenizer, checkpoint.directory)),
+    }
+    write_json(
+        directory / GENERATION_FILE, {name: value for name, value in {**ends, **sampling}.items() if value is not None}
+    )
+    copy_tokenizer(checkpoint.directory, directory)
+
+
+def copy_tokenizer(source: Path, directory: Path) -> None:
+    """Copy the files of a tokenizer as they are."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, directory / name)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write one safetensors file, as PyTorch's users expect it.
+
+    Raises:
+        OSError: the disk does not take it.
+    """
+    with _system_errors(path):
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file of a checkpoint directory."""
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _system_errors(path: Path) -> Iterator[None]:
+    """Raise the error of the system that the safetensors library has met, which it gives as a text."""
+    try:
+        yield
+    except SafetensorError as error:
+        if (found := re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))) is None:
+            raise
+        number = int(found[1] or found[2])
+        raise OSError(number, os.strerror(number), str(path)) from error

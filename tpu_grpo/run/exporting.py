@@ -1,0 +1,168 @@
+"""Leaves a policy as a directory that others load: a Hugging Face checkpoint, or adapters in the format of PEFT.
+
+    export_policy(config, Policy(model, 40, checkpoint, tokenizer), Path("my_model"))
+
+    config.json, generation_config.json, tokenizer files       those of the model that the run started from
+    model.safetensors, or shards and their index               all tensors, with adapters merged into them
+    adapter_model.safetensors, adapter_config.json             or these, with export.kind=adapter
+    README.md                                                  the figures of the run, and its config
+    tpu_grpo.yaml                                              the config again, for scripts/sample.py
+
+Arrays are gathered one at a time, by all hosts; host 0 writes. The directory gets its name when it is complete.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from transformers import PreTrainedTokenizerFast
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.learner import parameters, whole
+from tpu_grpo.metrics.model_card import ModelFacts, write_model_card
+from tpu_grpo.metrics.run_files import EXPORTED_CONFIG_FILE, EXPORTS_DIR
+from tpu_grpo.metrics.summary import versions
+from tpu_grpo.models import Checkpoint, read_checkpoint
+from tpu_grpo.models.adapters import write_adapter_files
+from tpu_grpo.models.new_directory import new_directory
+from tpu_grpo.models.publishing import Read, copy_tokenizer, write_settings, write_tensors
+from tpu_grpo.run.parts import Parts, open_model
+from tpu_grpo.run.sharing import first_does
+from tpu_grpo.weights.adapters import adapters_of, merged
+from tpu_grpo.weights.plan import named_leaves
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is exported: a policy, and the checkpoint and tokenizer of the model that its run started from."""
+
+    model: nnx.Module
+    step: int
+    checkpoint: Checkpoint
+    tokenizer: PreTrainedTokenizerFast
+
+
+def export_policy(config: RunConfig, policy: Policy, directory: Path, hosts: Hosts | None = None) -> None:
+    """Write a policy into a directory that is not there yet; every host calls it, host 0 writes.
+
+    Raises:
+        ConfigError: something of the directory's name is there.
+        OSError: the disk does not take it. Nothing of it is left.
+    """
+    hosts, kind = hosts or Hosts(), config.export.kind
+    dtype = jnp.dtype(config.export.dtype or config.model.dtype)
+    with _written_by_first(directory, hosts) as target:
+        if kind == "adapter":
+            count = _write_adapters(target, config, policy, dtype)
+        else:
+            count = _write_model(target, config, policy, dtype)
+        if target is not None:
+            facts = ModelFacts(
+                run=config.run.name,
+                step=policy.step,
+                base=config.model.path,
+                kind=kind,
+                family=policy.checkpoint.family.model_type,
+                dtype=dtype.name,
+                parameters=count,
+                merged=config.model.lora.rank is not None,
+            )
+            write_model_card(target, config.run_dir, facts, config.to_yaml(), versions())
+            (target / EXPORTED_CONFIG_FILE).write_text(config.to_yaml(), encoding="utf-8")
+    hosts.barrier(f"export of step {policy.step}")
+
+
+def export_at_end(config: RunConfig, parts: Parts, last: int, best: int | None, hosts: Hosts) -> str:
+    """Leave the policy that ``export.every`` names in the run's own directory, and say so.
+
+    One of the same step that is there stays. Every host calls this.
+
+    Args:
+        config: the run.
+        parts: hold the policy of the last step; the engines are not used again.
+        last: the last step.
+        best: the step of the best evaluation, 0 for that before the first step.
+        hosts: the processes of the run.
+    """
+    step = last if config.export.every == "last" else best
+    if not step:
+        return "nothing was exported: no evaluation was better than that of the model before the first step"
+    directory = config.run_dir / EXPORTS_DIR / str(step)
+    if first_does(hosts, "whether the export is there", directory.exists):
+        return f"the model of step {step} is in {directory} already"
+    if step != last:
+        parts.engines.release()
+    model = parts.learner.policy(None if step == last else step)
+    checkpoint, tokenizer = open_model(config, hosts)
+    export_policy(config, Policy(model, step, checkpoint, tokenizer), directory, hosts)
+    return f"the model of step {step} was exported to {directory}"
+
+
+@contextmanager
+def _written_by_first(directory: Path, hosts: Hosts) -> Iterator[Path | None]:
+    """Give host 0 a directory to write into, and the others none."""
+    if not hosts.is_first:
+        yield None
+        return
+    with new_directory(directory) as target:
+        yield target
+
+
+def _write_model(target: Path | None, config: RunConfig, policy: Policy, dtype: np.dtype[Any]) -> int:
+    checkpoint = policy.checkpoint
+    write_tensors(target, checkpoint, _reader(config, policy), dtype, config.export.shard_mib * MIB)
+    if target is not None:
+        write_settings(target, checkpoint, policy.tokenizer, dtype, _sampling(config))
+        read_checkpoint(target)  # as anybody who loads it does
+    return checkpoint.parameter_count
+
+
+def _write_adapters(target: Path | None, config: RunConfig, policy: Policy, dtype: np.dtype[Any]) -> int:
+    leaves = named_leaves(nnx.state(policy.model, nnx.LoRAParam))
+    adapters = {name: whole(leaf).astype(dtype) for name, leaf in leaves.items()}
+    if target is not None:
+        base = policy.checkpoint.directory.absolute()
+        write_adapter_files(target, adapters, config.model.lora, str(base))
+        copy_tokenizer(base, target)
+    return sum(value.size for value in adapters.values())
+
+
+def _reader(config: RunConfig, policy: Policy) -> Read:
+    """Make what reads a leaf of the policy; adapters are merged into it in float32, as in the weight sync."""
+    leaves = named_leaves(parameters(policy.model))
+    adapters = adapters_of(leaves)
+    axes = {rule.source: rule.input_axis for rule in policy.checkpoint.weight_rules}
+
+    def read(name: str) -> np.ndarray:
+        weight = whole(leaves[name])
+        if name not in adapters:
+            return weight
+        a, b = (jnp.asarray(whole(leaves[part])) for part in adapters[name])
+        axis = axes[re.sub(r"\.\d+\.", ".*.", name, count=1)]
+        return np.asarray(merged(jnp.asarray(weight), a, b, config.model.lora.alpha / a.shape[-1], axis))
+
+    return read
+
+
+def _sampling(config: RunConfig) -> dict[str, Any]:
+    """Return how the run samples, under Hugging Face's names."""
+    rollout = config.rollout
+    if rollout.temperature == 0.0:
+        return {"do_sample": False, "max_new_tokens": rollout.max_new_tokens}
+    return {
+        "do_sample": True,
+        "temperature": rollout.temperature,
+        "top_k": rollout.top_k,
+        "top_p": rollout.top_p,
+        "min_p": rollout.min_p or None,
+        "max_new_tokens": rollout.max_new_tokens,
+    }

@@ -1,0 +1,89 @@
+"""Finds the checkpoint of a run that a user names, and loads its policy without what a run trains it with."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.errors import CheckpointError, ConfigError
+from tpu_grpo.learner import cast_to_compute, freeze_untrained, read_policy
+from tpu_grpo.metrics.run_files import BEST_FILE, CHECKPOINTS_DIR
+from tpu_grpo.models import Checkpoint, load_model
+from tpu_grpo.models.abstract import abstract_model
+from tpu_grpo.run.parts import with_adapters
+from tpu_grpo.run.sharing import saved_steps
+
+INITIAL, LATEST, BEST = "initial", "latest", "best"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Says which weights are meant: a step of a directory of checkpoints, or the model that a run starts from."""
+
+    directory: Path
+    step: int | None
+    """The step of a checkpoint; None for the model that the run starts from."""
+
+    @property
+    def name(self) -> str:
+        """Name it in files and messages."""
+        return INITIAL if self.step is None else f"checkpoint_{self.step}"
+
+
+def choose(config: RunConfig, which: str) -> Chosen:
+    """Find the checkpoint that ``which`` names: initial, latest, best, a step of the run, or a directory of a step.
+
+    Raises:
+        ConfigError: for anything else.
+        CheckpointError: for a run that has no such checkpoint.
+    """
+    directory = config.run_dir / CHECKPOINTS_DIR
+    if which == INITIAL:
+        return Chosen(directory, None)
+    if which == BEST:
+        return _best(config, directory)
+    if which == LATEST:
+        if not (steps := saved_steps(directory)):
+            raise CheckpointError(f"there must be a checkpoint in {directory}, found none; check run.dir")
+        return Chosen(directory, steps[-1])
+    if which.isdigit():
+        return Chosen(directory, int(which))
+    path = Path(which).expanduser()
+    if not path.name.isdigit() or not path.is_dir():
+        raise ConfigError(
+            f"--checkpoint must be {INITIAL}, {LATEST}, {BEST}, a step, or a directory .../checkpoints/STEP, got "
+            f"{which!r}"
+        )
+    return Chosen(path.parent, int(path.name))
+
+
+def _best(config: RunConfig, directory: Path) -> Chosen:
+    path = config.run_dir / BEST_FILE
+    if not path.exists():
+        raise CheckpointError(f"a best checkpoint needs {path}, which a run writes when it evaluates; it is missing")
+    step = json.loads(path.read_text())["step"]
+    return Chosen(directory, step or None)
+
+
+def load_policy(config: RunConfig, checkpoint: Checkpoint, mesh: Mesh, chosen: Chosen, host: int = 0) -> nnx.Module:
+    """Load a policy onto a trainer's mesh, as the run computes with it; every host reads its own part.
+
+    A checkpoint that holds the whole model is read alone: the tensors that the run started from are not loaded before.
+
+    Raises:
+        CheckpointError: for a checkpoint that is not there, is damaged, or is of another model.
+    """
+    dtype = jnp.dtype(config.model.dtype)
+    if chosen.step is None or config.model.lora.rank is not None:
+        model = with_adapters(load_model(checkpoint, mesh, dtype=dtype, remat="none"), checkpoint, config)
+    else:
+        model = abstract_model(checkpoint, mesh, dtype=dtype, remat="none")
+    freeze_untrained(model, config)
+    cast_to_compute(model, config)
+    if chosen.step is not None:
+        read_policy(chosen.directory, chosen.step, model, host)
+    return model
