@@ -116,6 +116,22 @@ def test_train_starts_as_the_command_does(joined: list[str], monkeypatch: pytest
     assert joined == ["prepare", "hosts", "train", "left"]
 
 
+def test_train_takes_functions_as_rewards(joined: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def reward(completions: list[str]) -> list[float]:
+        return [0.0] * len(completions)
+
+    def train(given: RunConfig, *rest: Any) -> dict[str, Any]:
+        (spec,) = given.rewards
+        assert (spec.name, spec.function) == ("python:reward", reward)
+        return {"steps": 1}
+
+    fake = ModuleType("tpu_grpo.pipeline")
+    fake.__dict__["train"] = train
+    monkeypatch.setitem(sys.modules, "tpu_grpo.pipeline", fake)
+    monkeypatch.setattr(tpu_grpo, "pipeline", fake, raising=False)
+    assert tpu_grpo.train(tpu_grpo.parse_config({}), rewards=[reward]) == {"steps": 1}
+
+
 def test_a_jax_that_was_imported_first_is_told_the_platform(tmp_path: Path) -> None:
     code = """
 import os, jax

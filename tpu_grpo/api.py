@@ -4,6 +4,7 @@
 
     config = tpu_grpo.load_config("configs/demo_cpu.yaml", ["run.max_steps=5"])
     summary = tpu_grpo.train(config)
+    summary = tpu_grpo.train(config, rewards=[function])     # functions of one's own, also those of a notebook
 
 Whoever writes the loop by hand builds the parts of a run inside ``start``; examples/own_loop.py does it:
 
@@ -11,21 +12,29 @@ Whoever writes the loop by hand builds the parts of a run inside ``start``; exam
         parts = build_parts(config, hosts)
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.commands.on_end import PeopleTold
 from tpu_grpo.commands.starting import joined_hosts, prepare
 from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import Hosts, StopRequest, Watch
 
+if TYPE_CHECKING:
+    from tpu_grpo.rewards import GivenReward
+
 
 def _never() -> bool:
     return False
 
 
-def train(config: RunConfig, *, stop_requested: Callable[[], bool] = _never) -> dict[str, Any]:
+def train(
+    config: RunConfig,
+    *,
+    rewards: "Sequence[GivenReward] | None" = None,
+    stop_requested: Callable[[], bool] = _never,
+) -> dict[str, Any]:
     """Run a config to its end, as ``scripts/run.py`` does, and leave its files in ``run.dir``.
 
     Chooses jax's platform, meets the other hosts of the run if there are any, and watches them. Call it before jax uses
@@ -34,6 +43,8 @@ def train(config: RunConfig, *, stop_requested: Callable[[], bool] = _never) -> 
 
     Args:
         config: the run, from ``load_config`` or ``parse_config``.
+        rewards: score with these in place of ``config.rewards``: functions, or entries of the config whose name may be
+            a function. Those that worker processes cannot import run in this process; see docs/python.md.
         stop_requested: is asked after every step; once it says yes, a checkpoint is saved and the run ends early.
 
     Returns:
@@ -43,6 +54,10 @@ def train(config: RunConfig, *, stop_requested: Callable[[], bool] = _never) -> 
         Interrupted: if a stop was requested; the checkpoint is saved.
         TpuGrpoError: for anything wrong with the config, the model, the data, a reward or a number.
     """
+    if rewards is not None:
+        from tpu_grpo.rewards import with_rewards
+
+        config = with_rewards(config, rewards)
     with PeopleTold(config) as told, start(config) as (hosts, watch):
         from tpu_grpo.run.earlier import finished
 

@@ -1,5 +1,6 @@
 """Each example, run as a user types it, for three steps."""
 
+import json
 import os
 import re
 import subprocess
@@ -48,6 +49,24 @@ def test_the_loop_by_hand_with_advantages_of_single_tokens(tmp_path: Path) -> No
     assert [len(found) for found in rewards] == [3, 3]
     assert rewards[0][0] == rewards[1][0]
     assert rewards[0][1:] != rewards[1][1:]
+
+
+@pytest.mark.slow  # the rewards themselves are tested in tests/rewards/test_given.py
+def test_functions_of_the_script_are_rewards(tmp_path: Path) -> None:
+    """The lines of docs/python.md, as a script: the function changes a list of the process that trains."""
+    written = (REPOSITORY / "docs" / "python.md").read_text()
+    [snippet] = re.findall(r"^```python\n(import tpu_grpo\n\nseen = .*?)```", written, re.M | re.S)
+    (tmp_path / "mine.py").write_text(snippet.replace("configs/", f"{REPOSITORY}/configs/"))
+    shown = run_example("mine", tmp_path, tmp_path)
+    seen, mean = re.findall(r"^\[([\d, ]+)\] ([\d.]+)$", shown, re.M)[0]
+    steps = [int(step) for step in seen.split(", ")]
+    assert [step for step in steps if step] == [1, 2]  # the other calls are of evaluations
+    lines = [json.loads(line) for line in (tmp_path / "runs" / "digits" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert sum(line["rewards/right_digits/mean"] for line in lines) / 2 == float(mean)
+    assert all(line["rewards/exact_answer/mean"] <= line["rewards/right_digits/mean"] for line in lines)
+    assert all(line["rewards/mean"] == line["rewards/right_digits/mean"] for line in lines)
+    assert "name: python:right_digits" in (tmp_path / "runs" / "digits" / "config.yaml").read_text()
 
 
 def test_the_loop_by_hand_is_short() -> None:

@@ -20,6 +20,7 @@ Nothing heavy is imported, so that ``--help`` and a typing error cost nothing.
 from tpu_grpo.config.data import (
     BUILTIN,
     BUILTIN_TASK,
+    GIVEN,
     GYM,
     HUB,
     DataSection,
@@ -60,6 +61,7 @@ __all__ = [
     "BUILTIN_TASK",
     "CACHE_MARGIN_TOKENS",
     "EFFECTS",
+    "GIVEN",
     "GYM",
     "HUB",
     "MICRO_BATCHES",

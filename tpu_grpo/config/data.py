@@ -3,9 +3,9 @@
 import bisect
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, Field, PrivateAttr, field_validator
 
 from tpu_grpo.config.choosing import DynamicSection, PoolsSection, RetireSection
 from tpu_grpo.config.section import Options, PlainName, PositiveInt, Section
@@ -17,6 +17,8 @@ GYM = "reasoning_gym:"
 HUB = "hf:"
 """A path that starts so names a dataset of the Hugging Face hub."""
 BUILTIN_TASK = f"{BUILTIN}addition"
+GIVEN = "python:"
+"""The name of a reward that was passed to `tpu_grpo.train` as a function begins so."""
 
 
 def _no_blanks(value: dict[str, str]) -> dict[str, str]:
@@ -149,6 +151,22 @@ class RewardSpec(Section):
     deterministic: bool | None = None
     """Promise that the same text always gets the same value: hosts then compare it on one group a step. When unset
     true, but false for the shipped judge; set it to false for a reward of your own that asks a model, or draws."""
+
+    _function: Any = PrivateAttr(default=None)
+
+    @property
+    def function(self) -> Any:
+        """Return the function, class or object that was passed to `tpu_grpo.train`, which only this process has.
+
+        None for a reward that has a name to find it by.
+        """
+        return self._function
+
+    def calling(self, function: Any) -> Self:
+        """Return the same entry for a function that only this process has."""
+        entry = self.model_copy()
+        entry._function = function
+        return entry
 
     @field_validator("weight")
     @classmethod

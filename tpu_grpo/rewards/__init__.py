@@ -17,11 +17,13 @@ tokens.py        what rewards of single tokens give, checked, weighted and passe
 protocol.py      what a reward is: read this to write one
 signatures.py    how a function wants to be called: with a batch or a row, under which names
 loading.py       an entry of the config -> a reward that fits the data
+given.py         functions that were passed to tpu_grpo.train -> entries of the config
 shipped/         the rewards that ship
 workbench.py     rewards tried on a file of completions, without a model
 """
 
 from tpu_grpo.rewards.distributed import DistributedRewards
+from tpu_grpo.rewards.given import GivenReward, with_rewards
 from tpu_grpo.rewards.loading import LoadedReward, load_reward, repeats_itself
 from tpu_grpo.rewards.protocol import Reward, per_sample, per_token
 from tpu_grpo.rewards.scoring import OpenReward, RewardSet, open_rewards
@@ -30,6 +32,7 @@ from tpu_grpo.rewards.shipped import SHIPPED
 __all__ = [
     "SHIPPED",
     "DistributedRewards",
+    "GivenReward",
     "LoadedReward",
     "OpenReward",
     "Reward",
@@ -39,4 +42,5 @@ __all__ = [
     "per_sample",
     "per_token",
     "repeats_itself",
+    "with_rewards",
 ]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from tpu_grpo.config import RewardSpec
+from tpu_grpo.config import GIVEN, RewardSpec
 from tpu_grpo.errors import RewardError
 from tpu_grpo.plugins import find_function
 from tpu_grpo.rewards.batches import Call, RewardBatch
@@ -57,7 +57,7 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
         RewardError: for a name that leads nowhere (see ``find_reward``), a parameter that nothing fills, or an option
             it does not take.
     """
-    target = find_reward(spec.name)
+    target = find_reward(spec.name) if spec.function is None else spec.function
     function, signature, constructor = _taken_apart(spec, target)
     form, call_options = form_of(function, signature), {} if constructor else spec.options
     extras = form.extras((*columns, *call_options))
@@ -99,6 +99,8 @@ def _taken_apart(spec: RewardSpec, target: Any) -> tuple[Any, Signature, Signatu
 
 def workers_of(spec: RewardSpec) -> int:
     """Return how many processes a reward gets: what the config says, or else what suits it."""
+    if spec.function is not None:
+        return 0  # no other process has it
     if spec.workers is not None:
         return spec.workers
     return SHIPPED[spec.name].workers if spec.name in SHIPPED else 1
@@ -122,6 +124,11 @@ def find_reward(name: str) -> Any:
     Raises:
         RewardError: for an unknown name, a file or module that is missing or fails to import, or one without it.
     """
+    if name.startswith(GIVEN):
+        raise RewardError(
+            f"reward {name.removeprefix(GIVEN)} was passed to tpu_grpo.train as a function, and its code is in no file "
+            f"that {name!r} could name; pass it with rewards= again, or put it in a file and name path.py:function"
+        )
     return find_function(name, "reward", RewardError) if ":" in name else _find_named(name)
 
 

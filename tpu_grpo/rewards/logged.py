@@ -6,7 +6,7 @@
 import math
 from collections.abc import Callable, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 from tpu_grpo.rewards.batches import Problem, number_or_none
 from tpu_grpo.rewards.protocol import RESERVED_METRICS
@@ -38,7 +38,7 @@ def score_of(result: Any, logged: dict[str, list[float]]) -> Any:
         if name == SCORE or not (isinstance(value, Real) or getattr(value, "shape", None) == ()):
             continue
         try:
-            log_metric(str(name), value)
+            log_metric(str(name), cast(float, value))
         except ValueError as error:
             return Problem("wrong", f"returned a score with a metric that cannot be logged: {error}")
     return result[SCORE]
