@@ -11,12 +11,15 @@ import pytest
 from tests.hosts.processes import run
 from tests.rewards.conftest import make_rollout
 from tests.rewards.test_scoring import constant, open_function
+from tpu_grpo.config import RewardSpec
 from tpu_grpo.errors import RewardError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.metrics.run_log import sample_rows
 from tpu_grpo.metrics.sinks import sample_fields
 from tpu_grpo.metrics.values import rollout_metrics
-from tpu_grpo.rewards import DistributedRewards, RewardSet
+from tpu_grpo.rewards import DistributedRewards, LoadedReward, OpenReward, RewardSet
+from tpu_grpo.rewards.batches import Call
+from tpu_grpo.rewards.executors import ThreadExecutor
 from tpu_grpo.types import ScoredRollout
 
 ROLLOUT = make_rollout(["p0", "p1"], list("abcdef"), step=3)
@@ -64,6 +67,44 @@ def test_a_group_without_any_reward_has_no_part_in_the_means():
     assert scored.select([1]).scores.scored.tolist() == [True, True, False]
     row = json.loads(json.dumps(sample_fields(sample_rows(scored, np.zeros(6))[0])))
     assert row["rewards"] == {"r0": None}
+
+
+def test_a_gate_that_does_not_apply_leaves_a_row_without_both():
+    """Row 0 passes the gate, row 1 does not and gets 0, and row 2 takes the mean of 3 and 0."""
+    gate, gated = [1.0, 0.0, None, 1.0, 1.0, 1.0], constant([2.0, 2.0, 2.0, 2.0], "gated")
+    rewards = RewardSet((open_function(constant(gate, "gate")), open_function(gated, only_if="gate")))
+    scores = rewards.score(ROLLOUT)
+    np.testing.assert_array_equal(scores.total, [3.0, 0.0, 1.5, 3.0, 3.0, 3.0])
+    np.testing.assert_array_equal(scores.by_name["gated"], [2.0, 0.0, np.nan, 2.0, 2.0, 2.0])
+    assert scores.figures["rewards/unscored"].value == 1
+
+
+def test_what_tokens_get_stays_with_a_row_that_has_no_other_reward():
+    """Such a row has no total of its own, and is not without any reward; row 5 is."""
+    rewards = RewardSet(
+        (
+            open_function(constant([1.0, 3.0, None, 1.0, 1.0, None], "whole")),
+            open_tokens([[0.5], None, [-1.0], [0.0], [0.0], None], weight=2.0),
+        )
+    )
+    scores = rewards.score(ROLLOUT)
+    np.testing.assert_array_equal(scores.total, [1.0, 3.0, 2.0, 1.0, 1.0, 1.0])
+    assert scores.scored.tolist() == [True, True, False, True, True, False]
+    assert [values.tolist() for values in scores.per_token] == [[1.0], [0.0], [-2.0], [0.0], [0.0], [0.0]]
+    assert scores.figures["rewards/unscored"].value == 1
+    alone = RewardSet((open_tokens([[1.0]] * 5 + [None], weight=1.0),)).score(ROLLOUT)  # no totals are wanted
+    assert (alone.total.tolist(), alone.scored.all(), alone.figures["rewards/unscored"].value) == ([0.0] * 6, True, 1)
+
+
+def open_tokens(values: list[Any], weight: float) -> OpenReward:
+    """A reward of single tokens that gives these values."""
+
+    def tokens(completions: list[str], completion_ids: list[list[int]]) -> list[Any]:
+        return values
+
+    call = Call("tokens", "tokens", extras=("completion_ids",), per_token=True)
+    spec = RewardSpec(name="tokens", workers=0, weight=weight)
+    return OpenReward(spec, LoadedReward(tokens, call, ("completions",)), ThreadExecutor(call, tokens))
 
 
 def test_no_reward_for_any_row_is_an_error():

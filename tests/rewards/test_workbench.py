@@ -55,7 +55,7 @@ def test_groups_and_problems(tmp_path: Path):
     assert trial.scores.total.tolist() == [1.0, 2.0, 0.0, 0.0]  # the second group went without
     assert trial.scores.figures["rewards/f/errors"].value == 2
     (failure,) = trial.failures
-    assert (failure.reward, failure.rows) == ("f", (2, 3))
+    assert (failure.reward, failure.rows) == ("f", (2,))  # row 3 went without, too, but does not raise on its own
     assert "reward f raised ValueError: could not convert string to float: 'x'" in failure.text
 
 
@@ -140,7 +140,15 @@ def first_letter(completions):
     assert main([str(config), "--completions", str(path), of_batch, "--show", "0"]) == 1
     errors = capsys.readouterr().err
     assert "first_letter failed on 4 of 4 rows: 0, 1, 2, 3\n" in errors
-    assert "set messages: true for this reward" in errors
+    assert "set messages: true for this reward; for row 1 (prompt '', completion 'one')" in errors
+    together = "def two(completions):\n    return [1 / (len(completions) == 1)] * len(completions)\n"
+    (tmp_path / "mine.py").write_text(source + together)
+    assert main([str(config), "--completions", str(path), of_batch.replace("first_letter", "two"), "--show", "0"]) == 1
+    errors = capsys.readouterr().err
+    assert "two failed on 4 of 4 rows: 0, 1, 2, 3\n" in errors
+    assert "ZeroDivisionError: division by zero" in errors
+    assert "for 4 rows from 0 to 3" in errors
+    assert "on its own" not in errors
     fine = write(tmp_path / "fine.jsonl", [{"completion": "1"}, {"completion": "none"}])
     assert main([str(config), "--completions", str(fine)]) == 0
     assert capsys.readouterr().err == ""

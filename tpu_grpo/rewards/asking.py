@@ -172,7 +172,7 @@ def _describe(spec: RewardSpec, problem: Problem, batch: Sequence[int], rows: Se
         case "raised" if problem.failing_row is not None:
             failing = describe_row(batch[problem.failing_row], table)
             return f"{what}; {failing} raises on its own. Return None for rows the reward does not apply to"
-        case "raised" if problem.row is None:
+        case "raised" if problem.row is None and spec.on_error == "stop":  # it was looked for
             return f"{what}; no row raises on its own, so it takes several together"
         case "raised":
             return f"{what}; for {where}. Return None for rows the reward does not apply to"

@@ -114,9 +114,14 @@ class RewardSet:
         """
         return self.score_and_explain(rollout)[0]
 
-    def score_and_explain(self, rollout: Rollout) -> tuple[Scores, dict[str, RewardResult]]:
-        """Return the scores, and what each reward gave, with its failures; raises as ``score``."""
-        started, table = time.perf_counter(), self._table(rollout)
+    def score_and_explain(
+        self, rollout: Rollout, numbers: Sequence[int] | None = None
+    ) -> tuple[Scores, dict[str, RewardResult]]:
+        """Return the scores, and what each reward gave, with its failures; raises as ``score``.
+
+        ``numbers`` are what failures call the rows, where the rollout is a part of another.
+        """
+        started, table = time.perf_counter(), self._table(rollout, numbers)
         results = self._ask_all(table, {})
         return self._scores(table, results, started), results
 

@@ -5,7 +5,7 @@ The prompt is a text, or a list of messages.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
@@ -15,6 +15,7 @@ import numpy as np
 
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.errors import DataError
+from tpu_grpo.rewards.asking import RewardResult
 from tpu_grpo.rewards.scoring import RewardSet, open_rewards
 from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, Scores
 
@@ -77,10 +78,19 @@ def try_rewards(
     lenient = [spec.model_copy(update={"on_error": "skip"}) for spec in specs]
     with open_rewards(lenient, sorted(columns), max_steps) as rewards:
         scores, results = rewards.score_and_explain(rollout)
-        timed = time_rows(rewards, rollout) if slowest else []
+        several = any(len(rows) > 1 for result in results.values() for rows, _ in result.failures)
+        alone = row_by_row(rewards, rollout) if slowest or several else []
+    timed = [RowTiming(result.seconds, name, row) for row, found in enumerate(alone) for name, result in found.items()]
     ranked = sorted(timed, key=lambda t: -t.seconds)[:slowest]
-    failures = [Failure(name, rows, text) for name, result in results.items() for rows, text in result.failures]
+    failures = [failure for name, result in results.items() for failure in _failures(name, result, alone)]
     return Trial(rollout, scores, tuple(failures), tuple(ranked), tuple(disagreements(scores)))
+
+
+def _failures(name: str, result: RewardResult, alone: Sequence[Mapping[str, RewardResult]]) -> Iterator[Failure]:
+    """Yield a reward's failures; one of several rows is that of those among them that fail alone, too, if any do."""
+    for rows, text in result.failures:
+        of_one = [Failure(name, *failure) for row in rows if len(rows) > 1 for failure in alone[row][name].failures]
+        yield from of_one or [Failure(name, rows, text)]
 
 
 def read_completions(path: Path, step: int = 0) -> Rollout:
@@ -104,9 +114,9 @@ def read_completions(path: Path, step: int = 0) -> Rollout:
     return Rollout(PromptBatch(step, tuple(prompts)), len(groups[0]), tuple(completions), texts, seconds=0.0)
 
 
-def time_rows(rewards: RewardSet, rollout: Rollout) -> list[RowTiming]:
-    """Time every reward on every row alone."""
-    timed = []
+def row_by_row(rewards: RewardSet, rollout: Rollout) -> list[dict[str, RewardResult]]:
+    """Ask every reward about every row alone, and return what each gave by its name."""
+    found = []
     for row, prompt in enumerate(rollout.row_prompts):
         one = replace(
             rollout,
@@ -115,9 +125,8 @@ def time_rows(rewards: RewardSet, rollout: Rollout) -> list[RowTiming]:
             completions=rollout.completions[row : row + 1],
             texts=rollout.texts[row : row + 1],
         )
-        figures = rewards.score(one).figures
-        timed += [RowTiming(figures[f"rewards/{name}/seconds"].value, name, row) for name in rewards.names]
-    return timed
+        found.append(rewards.score_and_explain(one, [row])[1])
+    return found
 
 
 def disagreements(scores: Scores) -> list[Disagreement]:
