@@ -29,6 +29,7 @@ CONTRACT = {
     "agreement/logprob_abs_diff_mean", "agreement/ratio_mean", "agreement/kl", "agreement/effective_sample_size",
     "update/loss", "update/grad_norm", "update/step_kept", "update/kl", "update/entropy", "update/clip_fraction",
     "update/learning_rate", "update/seconds", "weights/sync_seconds", "weights/bytes_moved", "compile/count",
+    "memory/host_gib",
 }  # fmt: skip
 STAGES = ("rollout", "rewards", "update", "weight sync")
 REWARD = """
@@ -94,6 +95,8 @@ def whole(files: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_leaves_its_files(whole: Path) -> None:
     names = {path.name for path in whole.iterdir()}
     assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "summary.json", "report.html", "checkpoints"} <= names
+    assert json.loads((whole / "end.json").read_text())["outcome"] == "done"
+    assert "The run is done, after step 4 of 4." in (whole / "report.html").read_text()
     history = lines(whole, "history.jsonl")
     assert [(line["step"], len(line["prompts"])) for line in history] == [(1, 4), (2, 4), (3, 4), (4, 4)]
     means = [sum(line["tokens"]) / 4 for line in history]
@@ -101,6 +104,7 @@ def test_a_run_leaves_its_files(whole: Path) -> None:
     samples = lines(whole, "samples.jsonl")
     assert [s["step"] for s in samples] == [2] * 16 + [4] * 16
     assert set(samples[0]["rewards"]) == {"exact_answer", "ascii_share"}
+    assert all(s["gold"].isdecimal() for s in samples)
 
 
 def test_every_step_has_every_metric_of_the_contract(whole: Path) -> None:

@@ -5,7 +5,7 @@
 Every stage is a call on a part that ``run/parts.py`` built; stages exchange the records of ``types.py``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +17,14 @@ from tpu_grpo.evaluation import EvaluationLog, describe, write_samples
 from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch, here
 from tpu_grpo.metrics.compilations import CompilationCounter
 from tpu_grpo.metrics.jsonl import read_records
-from tpu_grpo.metrics.report import write_report
+from tpu_grpo.metrics.memory import memory_metrics
 from tpu_grpo.metrics.run_files import ADAPTERS_DIR, CHANGES_FILE, METRICS_FILE, PROFILE_DIR
 from tpu_grpo.metrics.run_log import RunLog, open_run_log
 from tpu_grpo.metrics.summary import build_summary, versions, write_summary
 from tpu_grpo.metrics.values import rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.models.adapters import write_adapters
 from tpu_grpo.prompts.drawing import PromptDraw
+from tpu_grpo.report.live import LiveReport
 from tpu_grpo.run.directory import RunDirectory
 from tpu_grpo.run.exporting import export_at_end
 from tpu_grpo.run.parts import Parts, build_parts, evaluate_policy
@@ -61,21 +62,20 @@ def train(
         start = parts.learner.restored_step
         notes = directory.begin(start, parts.task.prompts.describe())
         here.step = start
-        with (
-            open_run_log(config, start) if hosts.is_first else RunLog([]) as log,
-            closing(parts.task),
-            PromptDraw.open(config, parts.task.prompts, start, hosts) as draw,
-        ):
-            best = "" if parts.task.held_out is None else parts.task.held_out.best
-            evaluations = EvaluationLog(config.run_dir, start, best, hosts)
-            stop = stop or StopRequest()
-            run = Run(config, hosts, watch or Watch(hosts), stop, parts, draw, log, evaluations, compilations)
-            for note in notes:
-                log.note(note)
-            if dropped := parts.task.prompts.dropped:
-                log.note(f"{dropped} prompts were dropped: longer than data.max_prompt_tokens")
-            run.train(start)
-        return run.finish()
+        with LiveReport(config, hosts, start, directory.is_ours) if hosts.is_first else nullcontext() as report:
+            with (
+                open_run_log(config, start, report) if report else RunLog([]) as log,
+                closing(parts.task),
+                PromptDraw.open(config, parts.task.prompts, start, hosts) as draw,
+            ):
+                best = "" if parts.task.held_out is None else parts.task.held_out.best
+                evaluations = EvaluationLog(config.run_dir, start, best, hosts)
+                stop = stop or StopRequest()
+                run = Run(config, hosts, watch or Watch(hosts), stop, parts, draw, log, evaluations, compilations)
+                if dropped := parts.task.prompts.dropped:
+                    notes.append(f"{dropped} prompts were dropped: longer than data.max_prompt_tokens")
+                run.train(start, notes)
+            return run.finish()
 
 
 @dataclass
@@ -93,10 +93,10 @@ class Run:
     compilations: CompilationCounter
     warned_of_lost_steps: bool = False
 
-    def train(self, start: int) -> None:
-        """Do steps ``start + 1`` to ``run.max_steps``, or until no prompt is left to learn from."""
-        for notice in (*notices(self.config), *self.parts.learner.restore_notes):
-            self.log.note(notice)
+    def train(self, start: int, notes: Sequence[str] = ()) -> None:
+        """Do steps ``start + 1`` to ``run.max_steps``, or until no prompt is left to learn from; show notes first."""
+        for note in (*notes, *notices(self.config), *self.parts.learner.restore_notes):
+            self.log.note(note)
         if start:
             self.log.note(f"continuing after step {start}")
         self.stop.begin()
@@ -148,6 +148,7 @@ class Run:
                 **sync_metrics(sync),
                 **({} if probed is None else {"agreement/probe": probed}),
                 "compile/count": self.compilations.count,
+                **memory_metrics(),
                 **self._evaluate_if_due(step),
             }
         )
@@ -267,7 +268,7 @@ class Run:
         return step >= self.config.run.max_steps or self.draw.exhausted
 
     def finish(self) -> dict[str, Any]:
-        """Write summary.json and report.html, and see that all hosts end with the same parameters."""
+        """Write summary.json, and see that all hosts end with the same parameters."""
         digest = self.parts.learner.params_digest()
         self.hosts.agree("parameters after the last step", digest)
         if not self.hosts.is_first:
@@ -283,7 +284,6 @@ class Run:
             ended_early=self.draw.why_exhausted if ended_early else None,
         )
         write_summary(self.config.run_dir, summary)
-        write_report(self.config.run_dir)
         return summary
 
 

@@ -46,6 +46,12 @@ class Prompt:
         own = self.messages[self.examples :]
         return "\n\n".join(m["content"] for m in own if m["role"] == "user") if own else self.text
 
+    @property
+    def gold(self) -> str | None:
+        """Return the right answer as people read it, the column ``answer``; None where the record has none."""
+        answer = self.columns.get("answer")
+        return None if answer is None else str(answer)
+
 
 @dataclass(frozen=True)
 class PromptBatch:

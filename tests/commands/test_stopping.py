@@ -89,6 +89,7 @@ def test_a_run_stops_where_nothing_is_lost(
     assert f"{name}: the run stops as soon as nothing is lost" in errors
     said = f"stopped after step {after} as asked, which is saved" if after else "stopped before the first step was done"
     assert said in errors
+    assert said in (tmp_path / "run" / "report.html").read_text()
     saved = tmp_path / "run" / "checkpoints"
     assert max([int(path.name) for path in saved.glob("*")], default=0) == after
 

@@ -32,6 +32,9 @@ def test_a_host_lost_in_a_stage_is_named_by_the_others(
     assert "(seen by host 0, in stage " in own
     assert "host 0 ended with exit code 3" in ended.errors
     assert seconds_since_last_stage(tmp_path) < LOST_SECONDS + 15
+    report = (tmp_path / "report.html").read_text()
+    assert "The run failed after step 1 of 2" in report
+    assert "LockstepError: lost host 1: " in report
 
 
 @pytest.mark.parametrize("number", ["SIGKILL", "SIGSTOP"])

@@ -50,6 +50,9 @@ def test_a_run_ends_is_replayed_and_goes_on(files: Path, tmp_path: Path) -> None
         )
         assert f"--replay {path}`. Continue from the last checkpoint" in ended.of_host(host)
     assert len((two / "metrics.jsonl").read_text().splitlines()) == 1
+    report = (two / "report.html").read_text()
+    assert "The run failed after step 1 of " in report
+    assert "NonFiniteError: the gradient norm of step 2 must be finite, got inf" in report
 
     shown = replayed(files, path)
     assert "in the run the loss is " in shown

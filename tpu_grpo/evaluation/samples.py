@@ -14,8 +14,8 @@ from tpu_grpo.metrics.run_files import EVALUATIONS_DIR
 def write_samples(run_dir: Path, name: str, samples: Sequence[EvaluationSamples]) -> Path:
     """Write all completions with their rewards, as a whole or not at all, and return where they are.
 
-    A line holds problem (from 0), mode, sample (from 0), prompt, completion, the answer that votes count, rewards by
-    name (null where one does not apply), tokens and finish_reason.
+    A line holds problem (from 0), mode, sample (from 0), prompt, completion, the answer that votes count, the right
+    one (gold) where the record has it, rewards by name (null where one does not apply), tokens and finish_reason.
     """
     path = run_dir / EVALUATIONS_DIR / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -33,6 +33,7 @@ def _records(samples: EvaluationSamples) -> Iterator[dict[str, Any]]:
             "prompt": prompt.text,
             "completion": rollout.texts[row],
             "answer": samples.final_answers[row],
+            **({} if prompt.gold is None else {"gold": prompt.gold}),
             "rewards": {name: None if np.isnan(v[row]) else float(v[row]) for name, v in by_name.items()},
             "tokens": len(completion.token_ids),
             "finish_reason": completion.finish_reason,

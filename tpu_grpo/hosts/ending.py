@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from tpu_grpo.errors import Interrupted, LockstepError, TpuGrpoError
+from tpu_grpo.errors import Interrupted, LockstepError, TpuGrpoError, disk_error
 
 Outcome = Literal["done", "stopped", "failed"]
 
@@ -45,6 +45,8 @@ class End:
                 return cls("stopped", error.exit_code, str(error))
             case KeyboardInterrupt():
                 return cls("stopped", 1, "the run was interrupted at once; its newest checkpoint stays where it is")
+            case OSError() if (explained := disk_error(error)) is not None:
+                return cls("failed", explained.exit_code, f"{type(explained).__name__}: {explained}")
             case _:
                 code = error.exit_code if isinstance(error, TpuGrpoError) else 1
                 return cls("failed", code, f"{type(error).__name__}: {error}")

@@ -74,9 +74,13 @@ def write_json(path: Path, value: Any) -> None:
     replace_text(path, json.dumps(jsonable(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file as a whole or not at all: a reader sees the old one or the new one."""
-    replace_bytes(path, text.encode("utf-8", errors="backslashreplace"))
+def replace_text(path: Path, text: str, temporary: str = ".tmp") -> None:
+    """Write a UTF-8 file as a whole or not at all: a reader sees the old one or the new one.
+
+    Until it is complete it is a file whose name ends in ``temporary``: one of each writer's own, if there are several.
+    """
+    with _replacing(path, temporary) as file:
+        file.write(text.encode("utf-8", errors="backslashreplace"))
 
 
 def replace_bytes(path: Path, data: bytes) -> None:
@@ -86,9 +90,9 @@ def replace_bytes(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
+def _replacing(path: Path, suffix: str = ".tmp") -> Iterator[IO[bytes]]:
     """Open a temporary file that takes the place of ``path`` once it is complete and on disk."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(path.name + suffix)
     with temporary.open("wb") as file:
         yield file
         file.flush()

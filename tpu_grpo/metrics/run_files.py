@@ -49,10 +49,14 @@ EXPORTS_DIR = "exports"
 """Holds what ``export.every`` leaves at the end: a directory by step, in Hugging Face's format."""
 EXPORTED_CONFIG_FILE = "tpu_grpo.yaml"
 """Holds the run's config, in a directory that was exported."""
+END_FILE = "end.json"
+"""Says how the run ended: outcome, exit code, message, step and time; while the run goes on it is not there."""
 SUMMARY_FILE = "summary.json"
 """Holds the last value of every metric and what only the whole run can tell; written when the run is done."""
 REPORT_FILE = "report.html"
-"""Shows the run on one page; written when the run is done."""
+"""Shows the run on one page; written while the run goes on, and however it ends."""
+COMPARISON_FILE = "comparison.html"
+"""Compares several runs; written where the command was called."""
 
 
 def saved_steps(directory: Path) -> tuple[int, ...]:

@@ -61,8 +61,10 @@ class RunLog:
         self.close()
 
 
-def open_run_log(config: RunConfig, start_step: int) -> RunLog:
+def open_run_log(config: RunConfig, start_step: int, *more: Sink) -> RunLog:
     """Open the sinks that a config asks for. ``start_step`` is the number of steps already done, 0 for a new run.
+
+    ``more`` are sinks of others, which get every step once it is on disk.
 
     Raises:
         DataError: for metrics or samples of an earlier part of the run that are broken.
@@ -72,7 +74,8 @@ def open_run_log(config: RunConfig, start_step: int) -> RunLog:
         check_library()
     console = ConsoleSink(start_step, config.run.max_steps)
     try:
-        return RunLog([JsonlSink(config.run_dir, start_step), console, *_optional_sinks(config, start_step, console)])
+        files = JsonlSink(config.run_dir, start_step)
+        return RunLog([files, console, *more, *_optional_sinks(config, start_step, console)])
     except BaseException:
         console.close()  # gives the terminal back
         raise
@@ -113,6 +116,7 @@ def sample_rows(scored: ScoredRollout, advantages: Float[np.ndarray, " B"]) -> l
             tokens=len(completion.token_ids),
             finish_reason=completion.finish_reason,
             per_token=tuple(map(float, scores.per_token[row])) if scores.per_token else (),
+            gold=prompt.gold,
         )
         for row, (prompt, completion, text, advantage) in enumerate(rows)
     ]

@@ -27,6 +27,8 @@ class SampleRow:
     finish_reason: FinishReason
     per_token: tuple[float, ...] = ()
     """What was added to the advantage of each token; empty for nothing."""
+    gold: str | None = None
+    """The right answer; None where the prompt's record has none."""
 
 
 class Sink(Protocol):
@@ -90,6 +92,7 @@ def sample_fields(row: SampleRow) -> dict[str, object]:
     return {
         "prompt": row.prompt,
         "completion": row.completion,
+        **({} if row.gold is None else {"gold": row.gold}),
         "rewards": dict(row.rewards),
         "reward": row.reward,
         "advantage": row.advantage,

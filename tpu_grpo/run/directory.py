@@ -27,6 +27,7 @@ from tpu_grpo.metrics.run_files import (
 from tpu_grpo.run.changes import Change, sources
 from tpu_grpo.run.earlier import changes_since, check_required, free_name, must_move, read_json
 from tpu_grpo.run.lock import RunLock
+from tpu_grpo.run.owner import read_owner
 from tpu_grpo.run.sharing import agreed_steps, check_shared, first_does
 
 
@@ -97,6 +98,14 @@ class RunDirectory:
         self._stack.enter_context(host_log(self.path / LOGS_DIR, self._hosts.index))
         first_does(self._hosts, "the record of the run", lambda: self._go_on(0, data))
         return [f"an earlier run's files were moved to {told['moved']}"]
+
+    def is_ours(self) -> bool:
+        """Say, on host 0, whether no other process has taken the directory from this one; it may be given back."""
+        try:
+            owner = read_owner(self.path / LOCK_FILE)
+        except OSError:
+            return self._lock is not None  # it was given back
+        return self._lock is not None and owner is not None and owner.token == self._lock.owner.token
 
     def _take(self) -> str:
         self._made = not self.path.exists()

@@ -1,0 +1,11 @@
+"""Report: python scripts/report.py RUN [RUN ...] [--output FILE.html]
+
+Writes a page that shows a run, also while it goes on, or one that compares several.
+"""
+
+import sys
+
+from tpu_grpo.commands.report import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
