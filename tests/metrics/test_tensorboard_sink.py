@@ -4,7 +4,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
 from tpu_grpo.metrics.sinks import SampleRow
 from tpu_grpo.metrics.tensorboard_sink import TensorBoardSink

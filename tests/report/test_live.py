@@ -101,6 +101,16 @@ def test_every_error_is_an_end(tmp_path: Path, error: BaseException, outcome: st
     assert here.at_end == {}
 
 
+def test_the_page_is_written_before_people_are_told(tmp_path: Path) -> None:
+    told: list[str] = []
+    here.at_end["people"] = lambda end: told.append((tmp_path / "report.html").read_text())
+    with LiveReport(config_of(tmp_path), Hosts(), 0):
+        for tell in list(here.at_end.values()):
+            tell(End("failed", 3, "LockstepError: lost host 1"))
+    del here.at_end["people"]
+    assert "LockstepError: lost host 1" in told[0]
+
+
 def test_a_run_that_ends_early_says_why(tmp_path: Path) -> None:
     with LiveReport(config_of(tmp_path), Hosts(), 0) as report:
         report.write({"step": 3})

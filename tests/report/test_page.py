@@ -12,8 +12,8 @@ from tpu_grpo.metrics.sinks import JsonlSink
 from tpu_grpo.report.page import write_report
 
 
-def written(run_dir: Path, **options: bool) -> str:
-    return write_report(run_dir, **options).read_text()
+def written(run_dir: Path, *, goes_on: bool = False) -> str:
+    return write_report(run_dir, goes_on=goes_on).read_text()
 
 
 def figures(html: str) -> dict[str, tuple[str, str]]:

@@ -4,6 +4,7 @@ main.py      tpu-grpo, which hands on to the others
 train.py     scripts/run.py, with dry_run.py for --dry-run; on_end.py tells people how it ended
 evaluate.py  scripts/eval.py, with checkpoint_evaluation.py for the work
 export.py    scripts/export.py, with checkpoint_export.py for the work
+report.py    scripts/report.py
 data.py      scripts/data.py, with preview.py for the work
 rewards.py   scripts/rewards.py
 plan.py      scripts/plan.py

@@ -33,7 +33,7 @@ class TensorBoardSink:
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
         self._event = Event
         directory = run_dir / TENSORBOARD_DIR
@@ -46,7 +46,7 @@ class TensorBoardSink:
 
     def write(self, metrics: Mapping[str, MetricValue]) -> None:
         """Log one step."""
-        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         values = [
             Summary.Value(tag=name, simple_value=float(value))

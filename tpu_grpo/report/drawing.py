@@ -103,7 +103,7 @@ def draw(chart: Chart) -> Drawing:
         marked = max(len(line.steps) for line in lines) <= MARKED_POINTS
         paths = (p for line in reversed(lines) for p in _line(line, x, y, marked))  # the first one above the others
     labels = y.labels(Y_LABELS)
-    grid = "".join(f"M0 {SIDE - _unit(place)}H{SIDE}" for place, _ in labels)
+    grid = "".join(f"M0 {SIDE - unit}H{SIDE}" for unit in _units(np.array([place for place, _ in labels])))
     return Drawing(
         title=chart.title,
         note=chart.note,
@@ -155,11 +155,11 @@ def _runs(values: Float[np.ndarray, " N"]) -> list[np.ndarray]:
 
 
 def _points(x: Float[np.ndarray, " N"], y: Float[np.ndarray, " N"]) -> list[str]:
-    return [f"{_unit(a)} {SIDE - _unit(b)}" for a, b in zip(x, y, strict=True)]
+    return [f"{a} {SIDE - b}" for a, b in zip(_units(x), _units(y), strict=True)]
 
 
-def _unit(place: float) -> int:
-    return round(float(np.clip(place, -1, 2)) * SIDE)
+def _units(places: Float[np.ndarray, " N"]) -> list[int]:
+    return np.rint(np.clip(places, -1, 2) * SIDE).astype(int).tolist()
 
 
 # --- stacks ----------------------------------------------------------------------------------------------------------
@@ -183,9 +183,9 @@ def _layers(tops: Sequence[Line], x: Axis, y: Axis) -> Iterator[str]:
     """Draw layers from the uppermost down, each from zero, so that each shows above those below it."""
     steps = tops[0].steps
     middles = (steps[:-1] + steps[1:]) / 2
-    edges = [_unit(place) for place in x.place(np.concatenate([[x.low], middles, [x.high]]))]
+    edges = _units(x.place(np.concatenate([[x.low], middles, [x.high]])))
     for top in reversed(tops):
-        heights = [SIDE - _unit(place) for place in y.place(top.values)]
+        heights = [SIDE - unit for unit in _units(y.place(top.values))]
         across = "".join(f"V{height}H{edge}" for height, edge in zip(heights, edges[1:], strict=True))
         style = f'style="--c:var(--c{top.colour % COLOURS})"'
         yield f'<path class="layer" {style} d="M{edges[0]} {SIDE}{across}V{SIDE}Z"/>'

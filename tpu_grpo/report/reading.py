@@ -75,7 +75,7 @@ def read_run(directory: Path, *, goes_on: bool = False, standing: Standing | Non
     evaluations = list(read_records(directory / EVALUATION_FILE, missing_ok=True))
     config_text = _text(directory / CONFIG_FILE)
     config = _config(directory / CONFIG_FILE, config_text)
-    run = config.get("run") if isinstance(config.get("run"), dict) else {}
+    run = section if isinstance(section := config.get("run"), dict) else {}
     summary_text = _text(directory / SUMMARY_FILE)
     if standing is None:
         step = lines[-1]["step"] if lines else 0
@@ -110,7 +110,7 @@ def read_samples(path: Path) -> list[Rows]:
     if first is None or last is None:
         return []
     middle = steps.at(steps.begin((first + last) // 2))
-    wanted = sorted({first, last, *([] if middle is None else [middle])})
+    wanted = sorted({first, last if middle is None else middle, last})
     return [rows for step in wanted if (rows := steps.rows(step))]
 
 

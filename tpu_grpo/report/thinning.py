@@ -18,10 +18,12 @@ def kept(values_N: Float[np.ndarray, " N"], buckets: int = BUCKETS) -> Int[np.nd
     if len(values_N) <= 2 * buckets:
         return np.arange(len(values_N))
     found = {0, len(values_N) - 1}
+    gaps_N = np.isnan(values_N)
+    low_N, high_N = np.where(gaps_N, np.inf, values_N), np.where(gaps_N, -np.inf, values_N)
     for places in np.array_split(np.arange(len(values_N)), buckets):
-        gaps = np.isnan(values_N[places])
-        if gaps.any():
-            found.add(int(places[np.argmax(gaps)]))
+        here = slice(places[0], places[-1] + 1)
+        if (gaps := gaps_N[here]).any():
+            found.add(int(places[gaps.argmax()]))
         if not gaps.all():
-            found |= {int(places[np.nanargmin(values_N[places])]), int(places[np.nanargmax(values_N[places])])}
+            found |= {int(places[low_N[here].argmin()]), int(places[high_N[here].argmax()])}
     return np.array(sorted(found))
