@@ -164,9 +164,9 @@ class Engine:
         layers = self._scheduler.runner.token_to_kv_pool.kv_buffer
         return [layer for layer in layers if isinstance(layer, jax.Array)]
 
-    def compile_all(self) -> int:
-        """Compile every shape now, and return the number of programs."""
-        return self._scheduler.runner.compile_all()
+    def compile_all(self, tell: Callable[[], None] = lambda: None) -> int:
+        """Compile every shape now, and return the number of programs; ``tell`` is called after each."""
+        return self._scheduler.runner.compile_all(tell)
 
     def lower(self, mode: Literal["decode", "prefill"], size: int) -> jax.stages.Lowered:
         """Lower the program of decode steps of ``size`` rows or a prefill of ``size`` tokens; it needs no weights."""

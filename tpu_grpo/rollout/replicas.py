@@ -157,10 +157,13 @@ class Replicas:
         ]
         return float("inf") if any(np.isnan(gaps)) else max(gaps)
 
-    def compile_all(self) -> int:
-        """Compile every shape of every engine now, engines in parallel, and return the number of programs."""
+    def compile_all(self, tell: Callable[[], None] = lambda: None) -> int:
+        """Compile every shape of every engine now, engines in parallel, and return the number of programs.
+
+        ``tell`` is called after each, by any thread.
+        """
         with ThreadPoolExecutor(len(self.engines)) as pool:
-            return sum(pool.map(Engine.compile_all, self.engines.values()))
+            return sum(pool.map(lambda engine: engine.compile_all(tell), self.engines.values()))
 
     def generate(
         self,

@@ -279,14 +279,13 @@ class Runner(ModelRunner):
         output = StepOutput(drawn.token, drawn.logprob, chosen, drawn.kept)
         return output, new_pools["token_to_kv_pool"]
 
-    # --- compiling ahead ---------------------------------------------------------------------------------------------
-
-    def compile_all(self) -> int:
-        """Run every shape once on padding, so that nothing compiles later. Returns the number of programs."""
+    def compile_all(self, tell: Callable[[], None]) -> int:
+        """Run every shape once on padding, so that nothing compiles later, and tell of each. Returns how many."""
         sizes = [(ForwardMode.DECODE, rows) for rows in self.settings.shapes.batch]
         sizes += [(ForwardMode.EXTEND, tokens) for tokens in self.settings.shapes.prefill]
         for mode, size in sizes:
             self._run(self.inputs.padding(mode, size))
+            tell()
         return len(sizes)
 
     def lower(self, mode: ForwardMode, size: int) -> jax.stages.Lowered:

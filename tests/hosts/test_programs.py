@@ -1,0 +1,125 @@
+"""Compiled programs are kept on disk, whole, by every process, and a disk that fails is spoken of once."""
+
+import errno
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jax._src import compiler, lru_cache
+
+from tpu_grpo.hosts import Hosts, keep_programs, programs
+from tpu_grpo.hosts.programs import ProgramCache, programs_directory
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import jax, jax.monitoring
+from tpu_grpo.hosts import Hosts, keep_programs
+from tpu_grpo.metrics.compilations import CompilationCounter
+
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+keep_programs("auto", Hosts())
+with CompilationCounter() as counter:
+    result = jax.jit(lambda x: (x @ x.T).sum(0))(jax.numpy.linspace(0, 1, 12).reshape(3, 4))
+print(counter.count, events.count("/jax/compilation_cache/cache_hits"), [float(x).hex() for x in result])
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> ProgramCache:
+    cache = ProgramCache(tmp_path / "programs")
+    assert cache.open()
+    return cache
+
+
+def test_the_second_process_compiles_nothing_counts_the_same_and_computes_the_same(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))}
+    environment |= {"TPU_GRPO_CACHE": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    outputs = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=200, check=True
+        )
+        outputs.append(done.stdout.split(maxsplit=2))
+        assert done.stderr == ""
+    (count, hits, result), (count_again, hits_again, result_again) = outputs
+    assert (hits, hits_again) == ("0", count)
+    assert (count_again, result_again) == (count, result)
+
+
+def test_entries_are_found_again_and_leave_nothing_unfinished(cache: ProgramCache) -> None:
+    assert cache.get("a") is None
+    cache.put("a", b"program")
+    assert cache.get("a") == b"program"
+    assert [path.name for path in cache.directory.iterdir()] == ["a"]
+
+
+def test_what_was_cut_off_is_not_a_program(cache: ProgramCache) -> None:
+    cache.put("a", b"program")
+    path = cache.directory / "a"
+    path.write_bytes(path.read_bytes()[:-1])
+    assert cache.get("a") is None
+    assert not path.exists()
+
+
+def test_a_full_disk_is_spoken_of_once(
+    cache: ProgramCache, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.put("a", b"program")
+
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    for key in ("b", "c"):
+        cache.put(key, b"program")
+    said = capsys.readouterr().err
+    assert said.startswith(f"compiled programs cannot be kept in {cache.directory}: No space left on device; the run ")
+    assert said.count("\n") == 1
+    assert cache.get("a") == b"program"
+
+
+def test_a_directory_that_cannot_be_made_is_spoken_of_and_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.setattr(programs, "_kind_of_device", lambda: "cpu")
+    keep_programs(str(tmp_path / "file"), Hosts())
+    assert f"cannot be kept in {tmp_path}/file/cpu: Not a directory" in capsys.readouterr().err
+    keep_programs("off", Hosts())
+    assert capsys.readouterr().err == ""
+
+
+def test_what_was_not_used_for_longest_makes_room(cache: ProgramCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    for time, key in enumerate(("old", "used", "new")):
+        cache.put(key, b"x" * 68)  # 100 bytes with the checksum
+        os.utime(cache.directory / key, (time, time))
+    assert cache.get("used")
+    monkeypatch.setattr(programs, "MOST_BYTES", 250)
+    assert ProgramCache(cache.directory).open()
+    assert sorted(path.name for path in cache.directory.iterdir()) == ["new", "used"]
+
+
+def test_programs_of_other_threads_and_cpus_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {programs_directory("/x")}
+    for name, value in (("NPROC", "17"), ("XLA_FLAGS", "--xla_force_host_platform_device_count=3")):
+        monkeypatch.setenv(name, value)
+        found.add(programs_directory("/x"))
+    monkeypatch.setattr(programs, "_cpu", lambda: ["flags: avx1024"])
+    found.add(programs_directory("/x"))
+    assert len(found) == 4
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    assert programs_directory("/x") == Path("/x/accelerator")
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [(compiler._cache_write, "process_id != 0"), (lru_cache.LRUCache.put, "cache_path.write_bytes(value)")],
+)
+def test_jax_still_needs_the_change(function: Any, reason: str) -> None:
+    assert reason in inspect.getsource(function)
