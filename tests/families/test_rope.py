@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tpu_grpo.families.rope import Llama3Scaling, inverse_timescales
+from tpu_grpo.families.rope import Llama3Scaling, inverse_timescales, with_older_rope
 
 LLAMA31 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
@@ -40,3 +40,38 @@ def test_llama31_8b() -> None:
     np.testing.assert_allclose(scaled[29] / plain[29], (7 * (turns_29 - 1) / 3 + 1) / 8)
     np.testing.assert_allclose(scaled[35:], plain[35:] / 8)
     assert (scaled[29:35] > plain[29:35] / 8).all()
+
+
+SCALING = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("newer", "older"),
+    [
+        (
+            {"vocab_size": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+            {"vocab_size": 3, "rope_theta": 1e6, "rope_scaling": None},
+        ),
+        ({"rope_parameters": {"rope_theta": 5e5, **SCALING}}, {"rope_theta": 5e5, "rope_scaling": SCALING}),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            {"rope_theta": 1e4, "partial_rotary_factor": 0.5, "rope_scaling": None},
+        ),
+    ],
+)
+def test_what_transformers_5_writes_is_read_under_the_older_names(newer: dict, older: dict) -> None:
+    assert with_older_rope(newer) == older
+    assert with_older_rope(older) == older
+    assert with_older_rope(newer | {"rope_theta": older["rope_theta"]}) == older
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rope_parameters": {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}},
+        {"rope_parameters": {"rope_theta": 1e6}, "rope_theta": 1e4},
+        {"rope_parameters": {"rope_theta": 1e6}, "rope_scaling": SCALING},
+    ],
+)
+def test_other_forms_stay_for_families_to_refuse(config: dict) -> None:
+    assert with_older_rope(config) == config

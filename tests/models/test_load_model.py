@@ -18,6 +18,7 @@ from tests.models.random_checkpoint import edit_tensors, write_random_qwen3
 from tests.models.reference import reference_logprobs
 from tpu_grpo.errors import CheckpointError, ConfigError
 from tpu_grpo.models import load_model, read_checkpoint
+from tpu_grpo.models.finite import check_finite
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {},
@@ -125,3 +126,16 @@ def test_load_refuses_meshes_and_dtypes_that_do_not_fit(directory: Path) -> None
         load_model(checkpoint, Mesh(np.array(jax.devices()), ("tensor",)), dtype=jnp.float32, remat="none")
     with pytest.raises(ConfigError, match=r"model\.dtype must be float32 or bfloat16, got float16"):
         load_model(checkpoint, trainer_mesh(1, 1), dtype=jnp.float16, remat="none")
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_found_and_named(directory: Path, value: float) -> None:
+    check_finite(load_model(read_checkpoint(directory), trainer_mesh(2, 2), dtype=jnp.float32, remat="none"), directory)
+    broken = np.ones((64,), np.float32)
+    broken[17] = value
+    edit_tensors(directory, **{"model.layers.1.input_layernorm.weight": broken})
+    model = load_model(read_checkpoint(directory), trainer_mesh(2, 2), dtype=jnp.float32, remat="none")
+    with pytest.raises(
+        CheckpointError, match=r"finite numbers, got NaN or infinity in 1 of \d+ .*layers\.1\.input_layern"
+    ):
+        check_finite(model, directory)

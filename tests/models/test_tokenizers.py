@@ -102,8 +102,45 @@ def test_json_that_is_no_tokenizer_is_refused(directory: Path) -> None:
 def test_padding_that_is_the_end_is_refused(directory: Path) -> None:
     edit(directory / "tokenizer_config.json", pad_token="<|im_end|>")
     edit(directory / "special_tokens_map.json", pad_token="<|im_end|>")
-    with pytest.raises(CheckpointError, match=r"got the end token '<\|im_end\|>'.*for example one of \['<pad>'"):
+    with pytest.raises(CheckpointError, match=r"got the end token '<\|im_end\|>'.* Set model.pad_token to .*'<pad>'"):
         load_tokenizer(directory)
+
+
+def test_the_advice_names_no_token_that_every_prompt_holds(directory: Path) -> None:
+    edit(directory / "tokenizer_config.json", pad_token="<|im_end|>")
+    edit(directory / "special_tokens_map.json", pad_token="<|im_end|>")
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(directory)
+    advice = str(caught.value).partition("for example one of ")[2]
+    assert advice == "['<pad>', '<|reserved_0|>', '<|reserved_1|>']"  # no <|im_start|>user
+
+
+def test_another_padding_token_is_taken(directory: Path) -> None:
+    edit(directory / "tokenizer_config.json", pad_token="<|im_end|>")
+    edit(directory / "special_tokens_map.json", pad_token="<|im_end|>")
+    loaded = load_tokenizer(directory, "<|reserved_1|>")
+    assert (loaded.pad_token, loaded.eos_token_id) == ("<|reserved_1|>", END)
+    assert stop_token_ids(loaded, directory) == (END, loaded.convert_tokens_to_ids("<|reserved_1|>"))
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        (
+            "<|nosuch|>",
+            "model.pad_token must be a token of the tokenizer, got '<|nosuch|>', which would make the vocab",
+        ),
+        (
+            "<|im_start|>user",
+            "must be a token that neither prompts nor completions hold, got '<|im_start|>user', which",
+        ),
+        ("<|im_end|>", "must be a token that neither prompts nor completions hold"),
+    ],
+)
+def test_a_padding_token_that_cannot_be(directory: Path, token: str, message: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(directory, token)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(("key", "rule"), [("pad_token", "padding token.*got none"), ("eos_token", "an end token")])

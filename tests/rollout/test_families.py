@@ -1,5 +1,6 @@
 """Every family from its files into the trainer and through the sync into the engine, against float64 NumPy."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -65,3 +66,17 @@ def test_engine_trainer_and_reference_agree(tmp_path: Path, family: str, options
         assert np.abs(completion.logprobs - trainer_TV[sampled]).max() <= ENGINE_AGAINST_TRAINER
         assert np.abs(completion.logprobs - reference_TV[sampled]).max() <= AGAINST_REFERENCE
         assert np.abs(trainer_TV - reference_TV).max() <= AGAINST_REFERENCE
+
+
+def test_the_engine_reads_what_transformers_5_writes(tmp_path: Path) -> None:
+    """The library's transformers would take 10,000 for the base of positions, and no scaling."""
+    directory = write_random("llama", tmp_path / "model", scale=0.3, layers=1, rope_scaling=LLAMA3_SCALING)
+    options: dict[str, Any] = {"context_tokens": 128, "batch_paddings": (8,), "prefill_tokens": 64}
+    asked = requests([LONG])
+    [expected] = build_engine(directory, **options).generate(asked)
+    config = json.loads((directory / "config.json").read_text())
+    config["rope_parameters"] = {"rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling")}
+    (directory / "config.json").write_text(json.dumps(config))
+    [found] = build_engine(directory, **options).generate(asked)
+    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+    np.testing.assert_array_equal(found.logprobs, expected.logprobs)

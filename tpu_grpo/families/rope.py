@@ -47,3 +47,30 @@ def inverse_timescales(head_dim: int, theta: float, scaling: Llama3Scaling | Non
     """
     frequencies = float(theta) ** (-np.arange(0, head_dim, 2) / head_dim)
     return frequencies if scaling is None else scaling(frequencies)
+
+
+def older_rope(rope_parameters: Any) -> dict[str, Any] | None:
+    """Return the ``rope_parameters`` of transformers 5 under the names that they had before, which the libraries know.
+
+        {"rope_type": "default", "rope_theta": 1e6}    becomes    {"rope_theta": 1e6, "rope_scaling": None}
+
+    None for another form, such as parameters for each kind of layer.
+    """
+    if not isinstance(rope_parameters, Mapping) or not isinstance(rope_parameters.get("rope_theta"), int | float):
+        return None
+    rest = dict(rope_parameters)
+    older: dict[str, Any] = {"rope_theta": rest.pop("rope_theta")}
+    if "partial_rotary_factor" in rest:
+        older["partial_rotary_factor"] = rest.pop("partial_rotary_factor")
+    return older | {"rope_scaling": None if rest.get("rope_type", "default") == "default" else rest}
+
+
+def with_older_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the ``rope_parameters`` of a config.json by `older_rope`.
+
+    Those of another form stay, and so do those that differ from settings beside them; families refuse them.
+    """
+    older = older_rope(settings.get("rope_parameters"))
+    if older is None or any(settings.get(name, value) not in (value, None) for name, value in older.items()):
+        return dict(settings)
+    return {name: value for name, value in settings.items() if name != "rope_parameters"} | older

@@ -33,8 +33,8 @@ NO_ATTENTION_BIAS = off("attention_bias")
 PLAIN = (
     null(
         "rope_parameters",
-        "it is newer than the pinned libraries: move its rope_theta to the top level, what scales to rope_scaling, and "
-        "remove it",
+        "the libraries have one base of positions for all layers: it must hold a rope_theta, no other than one at the "
+        "top level",
     ),
     SettingRule("partial_rotary_factor", "1", lambda value: value in (1, None), "Tunix's model rotates whole heads"),
     off("attention_dropout", "Tunix's model has no dropout: set it to 0"),

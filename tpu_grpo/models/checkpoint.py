@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from tpu_grpo.config import HUB
 from tpu_grpo.errors import CheckpointError, ConfigError
 from tpu_grpo.families import DecoderConfig, Family, Remat, Shape, WeightRule
 from tpu_grpo.models.hf_config import CONFIG_FILE, read_hf_config
@@ -77,12 +79,18 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     if not directory.is_dir():
         raise CheckpointError(
             f"model.path must be a checkpoint directory on this machine, got {directory}, which is not one; "
-            "a model's public name is not downloaded: fetch the checkpoint first and give its directory"
+            f"{_hint(directory)}"
         )
     hf_config, family, config = read_hf_config(directory)
     files = _safetensors_files(directory)
     _verify_tensors(_read_headers(files), config, family, directory)
     return Checkpoint(directory, hf_config, family, config, files)
+
+
+def _hint(directory: Path) -> str:
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(directory)):
+        return f"did you mean {HUB}{directory}, a model of the Hugging Face hub, which is fetched?"
+    return f"correct it, or name a model of the Hugging Face hub as {HUB}OWNER/NAME"
 
 
 def check_mesh(checkpoint: Checkpoint, fsdp: int, tp: int) -> None:

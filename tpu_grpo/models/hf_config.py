@@ -13,6 +13,7 @@ from typing import Any
 
 from tpu_grpo.errors import CheckpointError
 from tpu_grpo.families import FAMILIES, REFUSED, DecoderConfig, Family
+from tpu_grpo.families.rope import with_older_rope
 from tpu_grpo.models.json_files import read_json
 
 CONFIG_FILE = "config.json"
@@ -22,10 +23,12 @@ _KINDS = {"int": "a whole number >= 1", "float": "a number > 0", "bool": "true o
 def read_hf_config(directory: Path) -> tuple[dict[str, Any], Family, DecoderConfig]:
     """Return (the content of config.json, its family, the settings that the family takes from it).
 
+    What transformers 5 writes as rope_parameters stands under the names that it had before.
+
     Raises:
         CheckpointError: for a missing or broken file, an unsupported family, or a setting it does not support.
     """
-    hf_config = read_json(directory / CONFIG_FILE)
+    hf_config = with_older_rope(read_json(directory / CONFIG_FILE))
     family = _family_of(hf_config, directory)
     _refuse_unsupported(hf_config, family, directory)
     return hf_config, family, _decoder_config(hf_config, family, directory)

@@ -12,9 +12,11 @@ with ``split_special_tokens=True`` reads it byte by byte instead.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
+from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
@@ -66,8 +68,12 @@ def build_byte_tokenizer() -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def load_tokenizer(directory: Path | str) -> PreTrainedTokenizerFast:
+def load_tokenizer(directory: Path | str, pad_token: str | None = None) -> PreTrainedTokenizerFast:
     """Load the tokenizer of a checkpoint directory, without a network.
+
+    Args:
+        directory: the checkpoint's.
+        pad_token: the padding token, in place of the tokenizer's own.
 
     Raises:
         CheckpointError: for a missing or broken file, a tokenizer without an end token, or one whose padding token is
@@ -82,6 +88,8 @@ def load_tokenizer(directory: Path | str) -> PreTrainedTokenizerFast:
             )
         read_json(directory / name)
     tokenizer = _load(directory)
+    if pad_token is not None:
+        _set_padding(tokenizer, pad_token)
     _check_end_and_padding(tokenizer, directory)
     return tokenizer
 
@@ -135,24 +143,61 @@ def _load(directory: Path) -> PreTrainedTokenizerFast:
 
 def _check_end_and_padding(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
     end, pad = tokenizer.eos_token, tokenizer.pad_token
-    where = directory / "tokenizer_config.json"
     if end is None or not isinstance(tokenizer.eos_token_id, int):
         raise CheckpointError(
-            f"a tokenizer must have an end token, got eos_token={end!r}; set eos_token in {where} to the token that "
-            "ends the model's turns"
+            f"a tokenizer must have an end token, got eos_token={end!r}; set eos_token in "
+            f"{directory / 'tokenizer_config.json'} to the token that ends the model's turns"
         )
     if pad is None or tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
         found = "none" if pad is None else f"the end token {pad!r}"
         raise CheckpointError(
             f"a tokenizer must have a padding token that is not its end token, got {found}; the trainer masks padding "
-            f"by id and would mask the end too. Set pad_token in {where} to a token the model never writes"
+            "by id and would mask the end too. Set model.pad_token to a token that neither prompts nor the model write"
             f"{_suggestion(tokenizer)}"
         )
 
 
+def _set_padding(tokenizer: PreTrainedTokenizerFast, token: str) -> None:
+    """Take a token of the vocabulary for padding.
+
+    Raises:
+        CheckpointError: for one that is not in the vocabulary, or that prompts hold or end with.
+    """
+    if token not in tokenizer.get_vocab():
+        raise CheckpointError(
+            f"model.pad_token must be a token of the tokenizer, got {token!r}, which would make the vocabulary larger "
+            f"than the model's{_suggestion(tokenizer)}"
+        )
+    if token in _used(tokenizer):
+        raise CheckpointError(
+            f"model.pad_token must be a token that neither prompts nor completions hold, got {token!r}, which the chat "
+            f"template writes, or which begins or ends a text{_suggestion(tokenizer)}"
+        )
+    tokenizer.pad_token = token
+
+
+def _used(tokenizer: PreTrainedTokenizerFast) -> set[str]:
+    """Return the special tokens that every prompt or completion may hold."""
+    special = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    written = f"{tokenizer.chat_template or ''}{_sample(tokenizer)}"  # a template may put tokens together from parts
+    ends = {str(token) for token in (tokenizer.eos_token, tokenizer.bos_token) if token is not None}
+    return {token for token in special if token in written} | ends
+
+
+def _sample(tokenizer: PreTrainedTokenizerFast) -> str:
+    """Write some conversations by the chat template, those that it takes."""
+    written = ""
+    for roles in (["user"], ["system", "user"], ["user", "assistant", "user"]):
+        with suppress(TemplateError, ValueError):  # no template, or one without a system message
+            conversation = [{"role": role, "content": "x"} for role in roles]
+            written += str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
+    return written
+
+
 def _suggestion(tokenizer: PreTrainedTokenizerFast) -> str:
     """Name some special tokens that could serve as padding, those with a telling name first."""
-    others = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
-    others = [t for t in others if t != tokenizer.eos_token]
-    others.sort(key=lambda token: "pad" not in token.lower() and "endoftext" not in token.lower())
+    used = _used(tokenizer)
+    others = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special and t.content not in used]
+    telling = ("pad", "endoftext", "reserved", "unused")
+    others.sort(key=lambda token: min((n for n, part in enumerate(telling) if part in token.lower()), default=9))
     return f", for example one of {others[:3]}" if others else ""

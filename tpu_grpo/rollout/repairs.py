@@ -25,7 +25,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_grpo.errors import ConfigError
-from tpu_grpo.families.rope import Llama3Scaling, inverse_timescales
+from tpu_grpo.families.rope import Llama3Scaling, inverse_timescales, older_rope
 from tpu_grpo.rollout.experts import Experts
 
 REPAIRED_VERSION = "0.1.0rc0"
@@ -88,8 +88,9 @@ def abstract_model(
 ) -> Any:
     """Build the model with ``jax.ShapeDtypeStruct`` parameters, so that nothing is allocated.
 
-    Reason: the library builds models of random numbers.
+    Reason: the library builds models of random numbers, and its transformers 4 does not know ``rope_parameters``.
     """
+    hf_config.update(older_rope(getattr(hf_config, "rope_parameters", None)) or {})
     with jax.set_mesh(mesh), _our_experts(experts), _vocabulary(split_vocabulary):
         return nnx.eval_shape(lambda: model_class(hf_config, mesh=mesh, dtype=dtype))
 
