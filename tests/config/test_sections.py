@@ -155,7 +155,7 @@ def test_a_config_is_frozen() -> None:
             "data.shuffle=maybe",
             f"data.shuffle: input should be a valid boolean, unable to interpret input, got 'maybe'; {HELP}",
         ),
-        ("run=5", "run must be a section, got 5; known in run: name, dir, seed, max_steps"),
+        ("run=5", "run must be a section, got 5; known in run: name, dir, seed, max_steps, compilation_cache"),
         ("meshes.trainer=[]", "meshes.trainer must be a section, got []; known in meshes.trainer: fsdp, tp"),
         (
             "rewards=[gsm8k]",

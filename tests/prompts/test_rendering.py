@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from tpu_grpo.config import DataSection
 from tpu_grpo.errors import ConfigError, DataError
 from tpu_grpo.prompts import PromptRenderer
-from tpu_grpo.prompts.rendering import render_records
+from tpu_grpo.prompts.rendered import render_records
 
 RECORD = {"question": "2+3=", "answer": 5}
 
@@ -75,7 +75,7 @@ def test_settings_the_tokenizer_cannot_follow(tokenizer: PreTrainedTokenizerFast
     ):
         render(tokenizer, chat_template=False, system_prompt="Add.")
     tokenizer.chat_template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
-    with pytest.raises(ConfigError, match=r"accept the roles \['system', 'user'\], it says: no system; empty"):
+    with pytest.raises(ConfigError, match=r"accept the roles \['system', 'user'\] of record 0, it says: no system"):
         render(tokenizer, system_prompt="Add.")
     tokenizer.chat_template = None
     with pytest.raises(ConfigError, match=r"this one has none; set data\.chat_template=false"):
@@ -189,8 +189,8 @@ def test_messages_of_a_column_are_the_conversation(tokenizer: PreTrainedTokenize
         ("Hi", DataError, "must hold messages {role, content}"),
         ([], DataError, "must hold messages"),
         ([{"role": "user", "content": 3}], DataError, "must hold messages"),
-        ([{"role": "tool", "content": "x"}], DataError, "with roles of system, user, assistant"),
-        ([{"role": "assistant", "content": "x"}], DataError, "the last the user's"),
+        ([{"role": "judge", "content": "x"}], DataError, "with roles of system, user, assistant, tool"),
+        ([{"role": "assistant", "content": "x"}], DataError, "must end with the user's message or a tool's"),
         ([{"role": "system", "content": "x"}, {"role": "user", "content": "y"}], DataError, "one system message"),
     ],
 )

@@ -42,7 +42,7 @@ def test_files_that_cannot_be_read(tmp_path: Path):
     with pytest.raises(DataError, match=r"data file not found: .*missing\.jsonl .*correct it"):
         read_records(Source(str(tmp_path / "missing.jsonl")))
     with pytest.raises(
-        DataError, match=r"must be a \.jsonl, \.parquet, \.csv file, .*or builtin:addition, got .*data\.txt"
+        DataError, match=r"must be a \.jsonl, .*\.csv, \.tsv file .*or builtin:addition, got .*data\.txt"
     ):
         read_records(Source(str(tmp_path / "data.txt")))
     (tmp_path / "latin.jsonl").write_bytes(b'{"q": "\xe9"}\n')

@@ -12,7 +12,7 @@ from tests.prompts.conftest import WriteJsonl
 from tpu_grpo.config import DataSection, EvaluationSection, SourceSpec
 from tpu_grpo.errors import DataError
 from tpu_grpo.prompts import Part, PromptStream, open_evaluation_prompts, open_prompts
-from tpu_grpo.prompts.rendering import RenderedPrompts
+from tpu_grpo.prompts.rendered import RenderedPrompts
 from tpu_grpo.types import Prompt
 
 

@@ -30,6 +30,16 @@ def _no_blanks(value: dict[str, str]) -> dict[str, str]:
 Columns = Annotated[dict[str, str], AfterValidator(_no_blanks)]
 
 
+def _some_paths(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if not value:
+        raise ValueError(f"must name a source, got {value!r}; builtin:addition is the default")
+    return value
+
+
+Paths = Annotated[str | tuple[str, ...], AfterValidator(_some_paths)]
+"""A path, or a list of those of several files."""
+
+
 class ReadingSection(Section):
     """These settings say how a source is read, beside its path."""
 
@@ -47,7 +57,7 @@ class ReadingSection(Section):
 class SourceSpec(ReadingSection):
     """This is one source of a mixture."""
 
-    path: str
+    path: Paths
     """Read this source's records from here; it takes everything that data.path takes."""
     weight: float = Field(default=1.0, gt=0.0)
     """Take this source's share of the prompts in proportion to the other sources' weights."""
@@ -60,16 +70,21 @@ class SourceSpec(ReadingSection):
 class DataSection(ReadingSection):
     """These settings say where prompts come from and how they are written."""
 
-    path: str = BUILTIN_TASK
-    """Read the records from here: a .jsonl, .parquet or .csv file; hf:NAME (a dataset of the Hugging Face hub) or the
+    path: Paths = BUILTIN_TASK
+    """Read the records from here: a .jsonl, .json, .parquet, .csv or .tsv file, also packed (.gz), a pattern such as
+    data/*.jsonl, an address (https://, gs://), or a list of these; hf:NAME (a dataset of the Hugging Face hub) or the
     directory of one; reasoning_gym:TASK; path.py:function or package.module:function; or builtin:addition (two-digit
     sums)."""
     sources: tuple[SourceSpec, ...] = ()
     """Mix these sources, instead of reading data.path alone."""
     prompt_template: str = "{question}"
-    """Write the user's message with this Python format string over the record's columns."""
+    """Write the user's message with this Python format string over the record's columns. The default takes the column
+    prompt where there is no question. A column of messages, alone, is the conversation."""
     messages: str | None = None
     """Take the conversation from this column, a list of {role, content}, instead of data.prompt_template."""
+    final_assistant: Literal["error", "drop", "continue"] = "error"
+    """Do this with a conversation of a column that ends with the assistant: refuse it, leave its last messages out, or
+    let the completion continue the last."""
     system_prompt: str = ""
     """Put this system message before the user's; none when empty."""
     examples: tuple[dict[str, Any], ...] = ()
@@ -222,7 +237,7 @@ def check_rewards(specs: Sequence[RewardSpec]) -> None:
 class EvaluationSection(ReadingSection):
     """These settings measure accuracy on prompts that are not trained on."""
 
-    path: str | None = None
+    path: Paths | None = None
     """Read held-out records from here, anything that data.path takes. When unset the built-in task is evaluated on
     problems of its own, and other data not at all."""
     prompt_template: str | None = None

@@ -15,7 +15,7 @@ from typing import Literal
 Effect = Literal["none", "rounding", "results"]
 
 _NONE = """
-run.name run.dir run.max_steps
+run.name run.dir run.max_steps run.compilation_cache
 rollout.release_during_update
 rewards[i].workers rewards[i].early rewards[i].timeout rewards[i].recycle rewards[i].memory_gb rewards[i].deterministic
 meshes.sync_temporary_mib meshes.probe_every meshes.probe_bound
@@ -36,13 +36,13 @@ hosts.count
 """
 _RESULTS = """
 run.seed
-model.path model.dtype model.param_dtype model.train_layers
+model.path model.pad_token model.dtype model.param_dtype model.train_layers
 model.lora.rank model.lora.alpha model.lora.targets model.lora.layers model.lora.path
 data.path data.split data.subset data.options data.columns data.sources
 data.sources[i].split data.sources[i].subset data.sources[i].options data.sources[i].columns data.sources[i].path
 data.sources[i].weight data.sources[i].name data.sources[i].prompt_template
-data.prompt_template data.messages data.system_prompt data.examples data.example_template data.chat_template
-data.thinking data.prompts_per_step data.max_prompt_tokens data.too_long data.shuffle data.curriculum
+data.prompt_template data.messages data.final_assistant data.system_prompt data.examples data.example_template
+data.chat_template data.thinking data.prompts_per_step data.max_prompt_tokens data.too_long data.shuffle data.curriculum
 data.dynamic.extra data.dynamic.rounds data.pools.edges data.pools.weights data.retire.at data.retire.times
 data.pass_rate
 rollout.temperature rollout.top_k rollout.top_p rollout.min_p rollout.max_new_tokens rollout.kv_dtype

@@ -138,10 +138,14 @@ class RunConfig(Section):
 
     @property
     def data_paths(self) -> dict[str, str]:
-        """Return every source's path by its setting: data.path, data.sources.0.path, evaluation.path."""
+        """Return every path by its setting: data.path, data.sources.0.path, evaluation.path.1 of a list."""
         sources = {f"data.sources.{index}.path": source.path for index, source in enumerate(self.data.sources)}
         held_out = {} if self.evaluation.path is None else {"evaluation.path": self.evaluation.path}
-        return (sources or {"data.path": self.data.path}) | held_out
+        found: dict[str, str] = {}
+        for name, given in ((sources or {"data.path": self.data.path}) | held_out).items():
+            several = isinstance(given, tuple)
+            found |= {f"{name}.{n}": path for n, path in enumerate(given)} if several else {name: str(given)}
+        return found
 
     def to_yaml(self) -> str:
         """Return the resolved config as YAML, every setting written out."""

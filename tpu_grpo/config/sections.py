@@ -23,7 +23,11 @@ class RunSection(Section):
     max_steps: PositiveInt = 100
     """End the whole run, resumed parts included, after this many steps; a step is one rollout with its updates."""
 
-    @field_validator("dir", mode="before")
+    compilation_cache: str = "auto"
+    """Keep compiled programs in this directory, so that the next start compiles less. auto: below the user's cache
+    directory, or $TPU_GRPO_CACHE; off: nowhere. JAX_COMPILATION_CACHE_DIR in the environment goes before it."""
+
+    @field_validator("dir", "compilation_cache", mode="before")
     @classmethod
     def _is_a_directory(cls, value: Any) -> Any:
         if isinstance(value, str) and "://" in value:
@@ -59,8 +63,11 @@ class ModelSection(Section):
     """These settings describe the policy, and what of it is trained."""
 
     path: str = "builtin:addition"
-    """Train this model: a Hugging Face checkpoint directory, or builtin:addition (a small model taught on first use,
-    then cached)."""
+    """Train this model: a Hugging Face checkpoint directory; hf:OWNER/NAME or hf:OWNER/NAME@REVISION, which is fetched
+    from the hub into its cache; or builtin:addition (a small model taught on first use, then cached)."""
+    pad_token: str | None = None
+    """Pad with this token of the tokenizer, which neither prompts nor the model write, e.g. <|endoftext|>; with the
+    tokenizer's own when unset. Models whose padding token is their end token need it."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute on both sides in this type, with the parameters cast to it; logits and log-probabilities are float32
     throughout."""

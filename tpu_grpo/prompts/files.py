@@ -1,98 +1,90 @@
-"""Records are read from one file here: JSON lines, Parquet or CSV."""
+"""Records are read from files here, one or several, of any of the formats."""
 
-import csv
-import json
-from collections.abc import Callable, Mapping
+import errno
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 from tpu_grpo.errors import DataError
 from tpu_grpo.prompts.checks import check_keys
+from tpu_grpo.prompts.formats import READERS, Reader
+from tpu_grpo.prompts.locations import Location, expand
+from tpu_grpo.prompts.records import Joined, Record, Records
 
-Records = list[dict[str, Any]]
+GLANCED_BYTES = 20_000_000
+"""Of a larger file that has to be read or unpacked whole, the first record is not looked at beforehand."""
+OTHER_KINDS = (
+    "the directory of a Hugging Face dataset, hf:NAME, reasoning_gym:TASK, path.py:function or builtin:addition"
+)
 
 
-def read_file(path: Path, setting: str) -> Records:
-    """Read all records of a .jsonl, .parquet or .csv file; errors say that ``setting`` gave the path.
+def read_files(paths: Iterable[str], setting: str) -> Records:
+    """Check all records of some files, and return them to be read when they are asked for.
+
+    ``setting`` gave the paths, each of which may be a pattern or an address, with or without the suffix of a packed
+    file.
 
     Raises:
         DataError: for a file that is missing, empty or not readable, or a line that does not fit; names file and line.
+        ConfigError: for an address that needs a package which is not installed.
     """
-    if path.suffix not in READERS:
-        raise DataError(
-            f"{setting} must be a {', '.join(READERS)} file, the directory of a Hugging Face dataset, hf:NAME, "
-            f"reasoning_gym:TASK, path.py:function or builtin:addition, got {path}"
-        )
+    locations = [location for path in paths for location in expand(path, setting)]
+    for location in locations:
+        _reader(location)
+    parts = [_read(location, lambda place: _reader(place).all(place.open(), place)) for location in locations]
+    for location, part in zip(locations[1:], parts[1:], strict=True):
+        check_keys(part[0], parts[0][0], f"the first record of {location.name}", f"{locations[0].name}")
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def first_record(paths: Iterable[str], setting: str) -> Record | None:
+    """Read the first record of some files, and see that the others are there; None for an address, which takes time.
+
+    Raises:
+        DataError, ConfigError: as `read_files` does, as far as the first record shows it.
+    """
+    locations = [location for path in paths for location in expand(path, setting)]
+    for location in locations:
+        _reader(location)
+        if not location.is_remote:
+            _read(location, lambda place: place.path.open("rb").close())
+    first = locations[0]
+    whole = _reader(first).whole or first.packed
+    if first.is_remote or (whole and first.path.stat().st_size > GLANCED_BYTES):
+        return None
+    return _read(first, lambda place: next(_reader(place).some(place.open(), place)))
+
+
+def is_file_name(path: str) -> bool:
+    """Say whether a path ends as the files that are read here do."""
+    return Location(path, "").suffix in READERS
+
+
+def _reader(location: Location) -> Reader:
+    if location.suffix in READERS:
+        return READERS[location.suffix]
+    raise DataError(
+        f"{location.setting} must be a {', '.join(READERS)} file (also packed, as .jsonl.gz), {OTHER_KINDS}, got "
+        f"{location.name}{_hint(location)}"
+    )
+
+
+def _read[Result](location: Location, action: Callable[[Location], Result]) -> Result:
+    """Do something with a file, and say of errors which setting it comes from."""
+    path, setting = location.name, location.setting
     try:
-        return READERS[path.suffix](path, setting)
+        return action(location)
     except FileNotFoundError:
-        raise DataError(f"{setting}: data file not found: {path} (relative to {Path.cwd()}); correct it") from None
+        where = "" if location.is_remote else f" (relative to {Path.cwd()})"
+        raise DataError(f"{setting}: data file not found: {path}{where}; correct it{_hint(location)}") from None
     except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # of a temporary copy
+            raise
         raise DataError(f"{setting}: {path} must be readable UTF-8, got {type(error).__name__}: {error}") from error
 
 
-def _read_jsonl(path: Path, setting: str) -> Records:
-    """Read one JSON object per line, all with the same keys."""
-    with path.open(encoding="utf-8-sig") as file:  # with or without a byte-order mark
-        lines = list(file)
-    while lines and not lines[-1].strip():
-        lines.pop()
-    if not lines:
-        raise DataError(f"{setting}: {path} must hold at least one record, got none; write one JSON object a line")
-    records = [_parse(line, f"{path}:{number}") for number, line in enumerate(lines, start=1)]
-    for number, record in enumerate(records, start=1):
-        check_keys(record, records[0], f"{path}:{number}", "line 1")
-    return records
-
-
-def _parse(line: str, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        what = "an empty line" if not line.strip() else f"{error.msg} at column {error.colno}"
-        raise DataError(f"{where} must be a JSON object, got {what}") from None
-    if not isinstance(record, dict) or not record:
-        got = "an empty one" if record == {} else f"a {type(record).__name__}"
-        raise DataError(f"{where} must be a JSON object with a key per column, got {got}")
-    return record
-
-
-def _read_csv(path: Path, setting: str) -> Records:
-    """Read a header line and then records; every value is a text, so that an answer 007 stays one."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        reader = csv.reader(file, strict=True)
-        try:
-            rows = [(reader.line_num, row) for row in reader if row]
-        except csv.Error as error:
-            raise DataError(f"{path}:{reader.line_num} must be CSV, got: {error}; check its quotes") from None
-    if len(rows) < 2:
-        raise DataError(f"{setting}: {path} must hold a header and at least one record, got {len(rows)} lines")
-    header = rows[0][1]
-    if wrong := sorted({name for name in header if not name.strip() or header.count(name) > 1}):
-        raise DataError(f"{path}:1 must name every column once, got {wrong} in {header}; mend the header")
-    for number, row in rows[1:]:
-        if len(row) != len(header):
-            raise DataError(f"{path}:{number} must have a value for each of {header}, got {len(row)}: {row}")
-    return [dict(zip(header, row, strict=True)) for _, row in rows[1:]]
-
-
-def _read_parquet(path: Path, setting: str) -> Records:
-    import pyarrow as pa  # a quarter of a second to import
-    from pyarrow import parquet
-
-    if not path.is_file():
-        raise FileNotFoundError(path)
-    try:
-        records = parquet.read_table(path).to_pylist()
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise DataError(f"{setting}: {path} must be a Parquet file, got {type(error).__name__}: {error}") from error
-    if not records:
-        raise DataError(f"{setting}: {path} must hold at least one record, got none")
-    return records
-
-
-READERS: Mapping[str, Callable[[Path, str], Records]] = MappingProxyType(
-    {".jsonl": _read_jsonl, ".parquet": _read_parquet, ".csv": _read_csv}
-)
-"""The file's suffix decides which of these reads it."""
+def _hint(location: Location) -> str:
+    """Guess what a name without a file may have meant."""
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", location.name) and location.suffix not in READERS:
+        return f"; did you mean hf:{location.name}, a dataset of the Hugging Face hub?"
+    return ""

@@ -1,19 +1,21 @@
 """Hugging Face datasets come from the hub, from disk or from data files; only this file imports the library."""
 
 import os
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from tpu_grpo.config import HUB, ReadingSection
 from tpu_grpo.errors import ConfigError, DataError
+from tpu_grpo.prompts.records import ROWS, Lazy, Record, Records
 
 OLDEST = 4
 """This is the oldest major release of the library that imports beside the pyarrow that is pinned."""
 
 
-def read_dataset(path: str, split: str, reading: ReadingSection, setting: str) -> list[dict[str, Any]]:
-    """Read all records of one split.
+def read_dataset(path: str, split: str, reading: ReadingSection, setting: str) -> Records:
+    """Open all records of one split; each is read from disk when it is asked for.
 
     ``path`` is hf:NAME, a directory that ``save_to_disk`` wrote (of a dataset, which has no splits, or of several by
     split), or a directory of data files as ``load_dataset`` takes it. A dataset of the hub is downloaded
@@ -40,9 +42,27 @@ def read_dataset(path: str, split: str, reading: ReadingSection, setting: str) -
             f"{setting}={path} must be a Hugging Face dataset with the split {split!r}{_subset(reading)}, got "
             f"{type(error).__name__}: {error}{_offline(directory)}"
         ) from error
-    if not (records := found.to_list()):
+    if not len(found):
         raise DataError(f"{setting}={path}: the split {split!r} must hold at least one record, got none")
-    return records
+    return _Rows(found)
+
+
+class _Rows(Lazy):
+    """The rows of a dataset as Python has them; what it would decode, such as an image, stays as it is stored."""
+
+    def __init__(self, dataset: Any):
+        self._dataset = dataset.with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def at(self, index: int) -> Record:
+        """Read one row."""
+        return self._dataset[index : index + 1].to_pylist()[0]
+
+    def __iter__(self) -> Iterator[Record]:
+        for start in range(0, len(self), ROWS):
+            yield from self._dataset[start : start + ROWS].to_pylist()
 
 
 def _library() -> Any:

@@ -5,7 +5,8 @@
     assistant  and its answer, by data.example_template
     user       the record itself, by data.prompt_template
 
-With data.messages, what that column of the record holds comes after the system prompt and the examples instead.
+With data.messages, what that column of the record holds comes after the system prompt and the examples instead; so it
+does where the template is nothing but a column that holds messages.
 """
 
 import re
@@ -15,10 +16,11 @@ from typing import Any
 
 from tpu_grpo.config import DataSection
 from tpu_grpo.errors import ConfigError, DataError
+from tpu_grpo.prompts.turns import Message, looks_like_messages, read_messages
 
 Record = Mapping[str, Any]
-Message = dict[str, str]
-ROLES = ("system", "user", "assistant")
+QUESTION, PROMPT = "question", "prompt"
+"""The default template writes the first column, or the second where there is no such."""
 
 
 class Conversation:
@@ -31,6 +33,7 @@ class Conversation:
     def __init__(self, data: DataSection):
         self._data = data
         self._question = Template("data.prompt_template", data.prompt_template)
+        self._prompt = Template("data.prompt_template", f"{{{PROMPT}}}")
         answer = Template("data.example_template", data.example_template)
         self._before: list[Message] = []
         if data.system_prompt:
@@ -46,29 +49,45 @@ class Conversation:
         return len(self._before)
 
     def messages(self, record: Record, where: str) -> list[Message]:
-        """Return the messages of a record; the last one is the user's. ``where`` names the record in errors."""
+        """Return the messages of a record; ``where`` names the record in errors.
+
+        The last one is the user's or a tool's, or with data.final_assistant=continue the assistant's.
+
+        Raises:
+            ConfigError: for a column that is not there, or a format that does not suit its value.
+            DataError: for messages that are no conversation.
+        """
         if (column := self._data.messages) is not None:
+            if column not in record:
+                raise ConfigError(
+                    f"data.messages={column} must be a column, {where} has {', '.join(record)}; correct it"
+                )
             return [*self._before, *self._recorded(record, column, where)]
-        return [*self._before, {"role": "user", "content": self._question.fill(record, where)}]
+        question = self._question
+        if question.only_column == QUESTION and QUESTION not in record and PROMPT in record:
+            question = self._prompt
+        if (column := question.only_column) is not None and looks_like_messages(record.get(column)):
+            return [*self._before, *self._recorded(record, column, where)]
+        return [*self._before, {"role": "user", "content": question.fill(record, where)}]
 
     def _recorded(self, record: Record, name: str, where: str) -> list[Message]:
-        if name not in record:
-            raise ConfigError(f"data.messages={name} must be a column, {where} has {', '.join(record)}; correct it")
-        messages = record[name]
-        fits = isinstance(messages, list) and all(
-            isinstance(m, Mapping) and m.get("role") in ROLES and isinstance(m.get("content"), str) for m in messages
-        )
-        if not fits or not messages or messages[-1]["role"] != "user":
+        messages = read_messages(record[name], name, where)
+        final = self._data.final_assistant
+        while final == "drop" and messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        last = messages[-1]["role"] if messages else "none"
+        if last not in ("user", "tool") and not (last == "assistant" and final == "continue"):
             raise DataError(
-                f"the column {name!r} must hold messages {{role, content}} with roles of {', '.join(ROLES)}, the last "
-                f"the user's, got {messages!r} in {where}"
+                f"a conversation must end with the user's message or a tool's, the last role is {last} in the column "
+                f"{name!r} of {where}; data.final_assistant=drop leaves out the assistant's last messages, and "
+                "continue lets completions go on from the last"
             )
         if self._before and messages[0]["role"] == "system":
             raise DataError(
                 f"a conversation must have one system message, first; {where} brings one beside data.system_prompt or "
                 "data.examples: empty these"
             )
-        return [{"role": m["role"], "content": m["content"]} for m in messages]
+        return messages
 
 
 class Template:
@@ -83,6 +102,11 @@ class Template:
         self._text = text
         self._fields = _fields(setting, text)
 
+    @property
+    def only_column(self) -> str | None:
+        """Return the column that is the whole template, such as question of ``{question}``; None for any other."""
+        return self._fields[0] if len(self._fields) == 1 and self._text == f"{{{self._fields[0]}}}" else None
+
     def fill(self, record: Record, where: str) -> str:
         """Return the text for a record, which errors call ``where``.
 
@@ -94,6 +118,12 @@ class Template:
             if name not in record:
                 raise ConfigError(
                     f"{self._setting} uses the column {name!r}, which {where} lacks; available: {', '.join(record)}"
+                    f"{_hint(record)}"
+                )
+            if looks_like_messages(record[name]):
+                raise ConfigError(
+                    f"{self._setting} {self._text!r} must be written of texts, and the column {name!r} holds a "
+                    f"conversation in {where}; set data.messages={name} instead"
                 )
             if record[name] is None:
                 raise DataError(f"the column {name!r} of {self._setting} must have a value, got null in {where}")
@@ -104,6 +134,11 @@ class Template:
                 f"{self._setting} {self._text!r} must suit the columns, on {where} it fails with "
                 f"{type(error).__name__}: {error}"
             ) from error
+
+
+def _hint(record: Record) -> str:
+    held = [name for name, value in record.items() if looks_like_messages(value)]
+    return f"; data.messages={held[0]} takes the conversation from that column" if held else ""
 
 
 def _fields(setting: str, text: str) -> tuple[str, ...]:

@@ -1,11 +1,13 @@
 """The config leads to a stream for training and to held-out prompts here: data is read, rendered and checked."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tpu_grpo.config import BUILTIN_TASK, DataSection, EvaluationSection, SourceSpec
 from tpu_grpo.errors import DataError
-from tpu_grpo.prompts.rendering import PromptRenderer, RenderedPrompts, render_records
+from tpu_grpo.prompts.records import Mapped, Record, Records
+from tpu_grpo.prompts.rendered import RenderedPrompts, render_records
+from tpu_grpo.prompts.rendering import PromptRenderer
 from tpu_grpo.prompts.sources import Source, read_records
 from tpu_grpo.prompts.stream import Part, PromptStream
 from tpu_grpo.types import Prompt
@@ -51,14 +53,18 @@ def open_evaluation_prompts(
         if data.sources or data.path != BUILTIN_TASK:
             return None
         path = BUILTIN_TASK
-    records = read_records(Source(path, evaluation, "heldout", "evaluation.path"))
-    style = _with_template(data, evaluation.prompt_template)
-    return render_records(PromptRenderer(style, tokenizer), records, data, path, limit=evaluation.prompts).prompts
+    source = Source(path, evaluation, "heldout", "evaluation.path")
+    style = with_template(data, evaluation.prompt_template)
+    rendered = render_records(
+        PromptRenderer(style, tokenizer), read_records(source), data, source.name, limit=evaluation.prompts
+    )
+    return tuple(rendered.prompts)
 
 
 def _single_source(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> Part:
-    records = read_records(Source(data.path, data))
-    return Part(data.path, render_records(PromptRenderer(data, tokenizer), records, data, data.path))
+    source = Source(data.path, data)
+    rendered = render_records(PromptRenderer(data, tokenizer), read_records(source), data, source.name)
+    return Part(source.name, rendered)
 
 
 def _mixture(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> list[Part]:
@@ -80,7 +86,7 @@ def _mixture(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> list[Pa
 
 
 def _render_source(
-    records: Sequence[dict[str, Any]],
+    records: Records,
     columns: Sequence[str],
     name: str,
     spec: SourceSpec,
@@ -88,10 +94,15 @@ def _render_source(
     tokenizer: "PreTrainedTokenizerFast",
 ) -> RenderedPrompts:
     nulls = dict.fromkeys(columns)
-    completed = [{**nulls, **record, SOURCE_COLUMN: name} for record in records]
-    renderer = PromptRenderer(_with_template(data, spec.prompt_template), tokenizer)
-    return render_records(renderer, completed, data, spec.path)
+
+    def complete(record: Record, index: int) -> Record:
+        return {**nulls, **record, SOURCE_COLUMN: name}
+
+    completed = Mapped(records, complete)
+    renderer = PromptRenderer(with_template(data, spec.prompt_template), tokenizer)
+    return render_records(renderer, completed, data, Source(spec.path).name)
 
 
-def _with_template(data: DataSection, template: str | None) -> DataSection:
+def with_template(data: DataSection, template: str | None) -> DataSection:
+    """Return the settings with another template, where there is one, in place of data.prompt_template."""
     return data if template is None else data.model_copy(update={"prompt_template": template, "messages": None})

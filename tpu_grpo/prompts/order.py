@@ -7,13 +7,12 @@ A column with the values [2, 1, 1] sorts two epochs like this; each epoch has it
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tpu_grpo.errors import DataError
-from tpu_grpo.types import Prompt
 
 if TYPE_CHECKING:
     import grain
@@ -28,15 +27,23 @@ def shuffled(count: int, seed: int, shuffle: bool) -> "grain.MapDataset[int]":
     return (order.seed(seed).shuffle() if shuffle else order).repeat()
 
 
-def sorted_by(prompts: Sequence[Prompt], column: str, seed: int, shuffle: bool) -> "grain.MapDataset[int]":
+def sorted_by(
+    values: Iterable[tuple[Any, Mapping[str, Any]]], column: str, seed: int, shuffle: bool
+) -> "grain.MapDataset[int]":
     """Return all indices once an epoch, by a column's values, smallest first; equal values are shuffled or in order.
+
+    Args:
+        values: the column's value of each prompt, None where it has none, and all its columns.
+        column: what errors call it.
+        seed: decides the order of equal values.
+        shuffle: whether equal values are shuffled.
 
     Raises:
         DataError: for values that are missing or cannot be compared.
     """
     import grain
 
-    return grain.MapDataset.source(_Sorted(_ranks(prompts, column), seed, shuffle))
+    return grain.MapDataset.source(_Sorted(_ranks(values, column), seed, shuffle))
 
 
 class _Sorted:
@@ -64,16 +71,16 @@ class _Sorted:
         return np.lexsort((draw, self._ranks))  # the last key counts most
 
 
-def _ranks(prompts: Sequence[Prompt], column: str) -> np.ndarray:
+def _ranks(found: Iterable[tuple[Any, Mapping[str, Any]]], column: str) -> np.ndarray:
     """Rank the values: [0.5, 0.1, 0.5] -> [1, 0, 1]. Texts that are all numbers, as from CSV, count as numbers."""
     values: list[Any] = []
-    for index, prompt in enumerate(prompts):
-        if prompt.columns.get(column) is None:
+    for index, (value, columns) in enumerate(found):
+        if value is None:
             raise DataError(
                 f"data.curriculum={column} must be a column with a value in every record, prompt {index} (from 0) has "
-                f"{dict(prompt.columns)!r:.200}; fill it, or name another column"
+                f"{dict(columns)!r:.200}; fill it, or name another column"
             )
-        values.append(prompt.columns[column])
+        values.append(value)
     if all(isinstance(value, str) for value in values):
         values = _numbers(values)
     try:

@@ -6,14 +6,17 @@ With data.chat_template the text is written by the tokenizer's template, which p
 without it the user's message is the text and the tokenizer adds its own (a BOS, where it has one).
 """
 
+import hashlib
+import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.config import DataSection
 from tpu_grpo.errors import ConfigError, DataError
-from tpu_grpo.prompts.messages import Conversation, Message, Record
+from tpu_grpo.prompts.messages import Conversation, Record
+from tpu_grpo.prompts.turns import Message
 from tpu_grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -21,14 +24,6 @@ if TYPE_CHECKING:
 
 THINKING = ("enable_thinking", "thinking")
 """Chat templates name their thinking switch so: most the first way, DeepSeek's and Granite's the second."""
-
-
-@dataclass(frozen=True)
-class RenderedPrompts:
-    """RenderedPrompts holds the prompts that fit, in the order of their records, and counts those too long."""
-
-    prompts: tuple[Prompt, ...]
-    dropped: int
 
 
 class PromptRenderer:
@@ -62,35 +57,124 @@ class PromptRenderer:
             ConfigError: for a template field that is not a column, or a format that does not suit its value.
             DataError: for a null field, an empty prompt, or one that holds the tokenizer's pad token.
         """
-        messages = self._conversation.messages(record, where)
-        text = self._chat(messages) if self._data.chat_template else plain(messages)
-        token_ids = self._tokenizer.encode(text, add_special_tokens=not self._data.chat_template)
-        if not (asked := messages[-1]["content"]).strip() or not token_ids:
-            raise DataError(f"a prompt must not be empty, got {asked!r} from {where}; remove or fill the record")
-        pad = self._tokenizer.pad_token_id
-        if pad is not None and pad in token_ids:
-            raise DataError(
-                f"a prompt must not hold the pad token, got {self._tokenizer.pad_token!r} (id {pad}) in the prompt of "
-                f"{where}; padding is told from text by that id. Remove it from the record or the template, or give "
-                "the tokenizer a pad token of its own"
-            )
-        before = self._conversation.before
-        return Prompt(text, tuple(token_ids), columns=record, messages=messages, examples=before)
+        return self.prompts([record], [where])[0]
 
-    def _chat(self, messages: list[Message]) -> str:
+    def prompts(self, records: Sequence[Record], where: Sequence[str]) -> list[Prompt]:
+        """Return the prompts of some records; raises as `render` does."""
+        conversations = self.conversations(records, where)
+        texts = self.texts(conversations, where)
+        before = self._conversation.before
+        return [
+            Prompt(text, tuple(token_ids), columns=record, messages=messages, examples=before)
+            for text, token_ids, record, messages in zip(
+                texts, self.encoded(texts, where), records, conversations, strict=True
+            )
+        ]
+
+    def conversations(self, records: Sequence[Record], where: Sequence[str]) -> list[list[Message]]:
+        """Return the messages of some records, the last of which is not empty; raises as `render` does."""
+        conversations = [self._conversation.messages(*each) for each in zip(records, where, strict=True)]
+        for messages, place in zip(conversations, where, strict=True):
+            if not (asked := messages[-1]["content"]).strip():
+                raise DataError(f"a prompt must not be empty, got {asked!r} from {place}; remove or fill the record")
+        return conversations
+
+    def texts(self, conversations: list[list[Message]], where: Sequence[str]) -> list[str]:
+        """Return the texts of some conversations; ConfigError if the chat template does not take one."""
+        if not self._data.chat_template:
+            return [plain(messages) for messages in conversations]
+        return self._chats(conversations, where)
+
+    def encoded(self, texts: list[str], where: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of some prompts.
+
+        Raises:
+            DataError: for a prompt without a token, or one that holds the tokenizer's pad token.
+        """
+        core = self._tokenizer.backend_tokenizer
+        core.no_truncation()  # a tokenizer's file may ask for either
+        core.no_padding()
+        encodings = core.encode_batch_fast(texts, add_special_tokens=not self._data.chat_template)
+        found = [encoding.ids for encoding in encodings]
+        pad = self._tokenizer.pad_token_id
+        for text, token_ids, place in zip(texts, found, where, strict=True):
+            if not token_ids:
+                raise DataError(f"a prompt must not be empty, got {text!r} from {place}; remove or fill the record")
+            if pad is not None and pad in token_ids:
+                raise DataError(
+                    f"a prompt must not hold the pad token, got {self._tokenizer.pad_token!r} (id {pad}) in the prompt "
+                    f"of {place}; padding is told from text by that id. Remove it from the record or the template, or "
+                    "give the tokenizer a pad token of its own"
+                )
+        return found
+
+    def most_tokens(self, text: str) -> int | None:
+        """Return a number of tokens that a text surely does not exceed; None if only its tokens can tell.
+
+        A token of a byte-level tokenizer stands for at least one byte. A text that holds the pad token has to be
+        looked at, too.
+        """
+        pad = self._tokenizer.pad_token
+        if not self._byte_level or (pad is not None and str(pad) in text):
+            return None
+        if not text.isascii() and self._normalizes:
+            return None
+        return len(text.encode("utf-8", "surrogatepass")) + self._added
+
+    @cached_property
+    def identity(self) -> str:
+        """Return the sha256, in hex, of what turns texts into tokens."""
+        digest = hashlib.sha256(self._tokenizer.backend_tokenizer.to_str().encode("utf-8", "backslashreplace"))
+        digest.update(json.dumps([self._data.chat_template, str(self._tokenizer.pad_token)]).encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        core = self._tokenizer.backend_tokenizer
+        return type(core.model).__name__ == "BPE" and "ByteLevel(" in str(core.pre_tokenizer)
+
+    @cached_property
+    def _normalizes(self) -> bool:
+        return self._tokenizer.backend_tokenizer.normalizer is not None
+
+    @cached_property
+    def _added(self) -> int:
+        """The tokens that may come beside those of the text: special ones, and a space before it."""
+        return self._tokenizer.num_special_tokens_to_add(pair=False) + 1
+
+    def _chats(self, conversations: list[list[Message]], where: Sequence[str]) -> list[str]:
         from jinja2 import TemplateError  # what chat templates are written in; transformers imports it lazily too
 
         try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self._switches
+            return self._templated(conversations)
+        except (TemplateError, ValueError):
+            for messages, place in zip(conversations, where, strict=True):  # which of them is it?
+                try:
+                    self._templated([messages])
+                except (TemplateError, ValueError) as error:
+                    raise ConfigError(
+                        f"the tokenizer's chat template must accept the roles {[m['role'] for m in messages]} of "
+                        f"{place}, it says: {error}; empty data.system_prompt or set data.chat_template=false"
+                    ) from error
+            raise
+
+    def _templated(self, conversations: list[list[Message]]) -> list[str]:
+        """Write conversations by the chat template; one that ends with the assistant stays open there."""
+        texts: list[str] = [""] * len(conversations)
+        for goes_on in (False, True):
+            chosen = [n for n, each in enumerate(conversations) if (each[-1]["role"] == "assistant") == goes_on]
+            if not chosen:
+                continue
+            written: Any = self._tokenizer.apply_chat_template(
+                [conversations[n] for n in chosen],
+                tokenize=False,
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+                **self._switches,
             )
-        except TemplateError as error:
-            raise ConfigError(
-                f"the tokenizer's chat template must accept the roles {[m['role'] for m in messages]}, it says: "
-                f"{error}; empty data.system_prompt or set data.chat_template=false"
-            ) from error
-        assert isinstance(text, str)  # tokenize=False
-        return text
+            for n, text in zip(chosen, written, strict=True):
+                texts[n] = text
+        return texts
 
 
 def plain(messages: Sequence[Message]) -> str:
@@ -114,38 +198,3 @@ def _switches(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> dict[s
             f"({' or '.join(THINKING)}), this tokenizer's has none; leave it unset"
         )
     return {known[0]: data.thinking}
-
-
-def render_records(
-    renderer: PromptRenderer, records: Sequence[Record], data: DataSection, source: str, *, limit: int | None = None
-) -> RenderedPrompts:
-    """Render the records, or the first ``limit`` that fit; ``source`` names the data in errors.
-
-    Raises:
-        DataError: for a prompt longer than data.max_prompt_tokens under data.too_long=error, or when none fits.
-    """
-    fitting: list[Prompt] = []
-    too_long: dict[int, int] = {}  # tokens by index of the record
-    for index, record in enumerate(records):
-        if limit is not None and len(fitting) == limit:
-            break
-        prompt = renderer.render(record, f"record {index} of {source} (from 0)")
-        if len(prompt.token_ids) > data.max_prompt_tokens:
-            too_long[index] = len(prompt.token_ids)
-        else:
-            fitting.append(prompt)
-    if too_long and (data.too_long == "error" or not fitting):
-        raise DataError(_too_long(too_long, len(fitting), data, source))
-    return RenderedPrompts(tuple(fitting), len(too_long))
-
-
-def _too_long(too_long: Mapping[int, int], fitting: int, data: DataSection, source: str) -> str:
-    first, longest = next(iter(too_long)), max(too_long.values())
-    remedy = f"raise data.max_prompt_tokens to {longest}"
-    if data.too_long == "error":
-        remedy += " or set data.too_long=drop"
-    return (
-        f"prompts must have at most data.max_prompt_tokens={data.max_prompt_tokens} tokens, got {too_long[first]} in "
-        f"record {first} of {source} (from 0; {len(too_long)} of {len(too_long) + fitting} are too long, the longest "
-        f"{longest}); {remedy}"
-    )

@@ -4,22 +4,25 @@ builtin:addition                  the built-in task
 reasoning_gym:TASK                problems that reasoning-gym makes
 hf:NAME, or a directory           a Hugging Face dataset, of the hub or on disk
 path.py:function, module:function what a function of the user's own returns
-anything else                     a file: .jsonl, .parquet, .csv
+anything else                     files, of the formats in formats.py: a path, a pattern, an address, or a list of these
 
-All end as a list of mappings with the same keys, the columns; ``columns`` of the config then renames them.
+All end as a sequence of mappings with the same keys, the columns; ``columns`` of the config then renames them.
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tpu_grpo.config import BUILTIN, BUILTIN_TASK, GYM, HUB, ReadingSection
 from tpu_grpo.errors import ConfigError, DataError
-from tpu_grpo.prompts.files import READERS, read_file
+from tpu_grpo.plugins import source_file
+from tpu_grpo.prompts.files import first_record, is_file_name, read_files
 from tpu_grpo.prompts.functions import call_function, make_puzzles
 from tpu_grpo.prompts.hub import read_dataset
+from tpu_grpo.prompts.locations import is_address
+from tpu_grpo.prompts.records import Mapped, Record, Records
 from tpu_grpo.tasks import addition
 
 PLAIN = ReadingSection()
@@ -30,10 +33,26 @@ PLAIN = ReadingSection()
 class Source:
     """A Source is one source of records, with the setting that names it."""
 
-    path: str
+    given: str | tuple[str, ...]
+    """A path, or those of several files."""
     reading: ReadingSection = PLAIN
     use: Literal["train", "heldout"] = "train"
     setting: str = "data.path"
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Return the path, or those of several files."""
+        return (self.given,) if isinstance(self.given, str) else self.given
+
+    @property
+    def path(self) -> str:
+        """Return the path, or the first of several."""
+        return self.paths[0]
+
+    @property
+    def name(self) -> str:
+        """Name the source in messages."""
+        return ", ".join(self.paths)
 
     @property
     def section(self) -> str:
@@ -41,8 +60,10 @@ class Source:
         return self.setting.rpartition(".")[0]
 
 
-def read_records(source: Source) -> list[dict[str, Any]]:
-    """Read all records of a source, all with the same columns, under the names that the config gives them.
+def read_records(source: Source) -> Records:
+    """Check all records of a source, all with the same columns, under the names that the config gives them.
+
+    Those that lie on disk are read when they are asked for.
 
     Raises:
         DataError: for data that is missing, empty or malformed; names file and line where there is one.
@@ -53,51 +74,85 @@ def read_records(source: Source) -> list[dict[str, Any]]:
     return renamed(records, source.reading.columns, source) if source.reading.columns else records
 
 
-def _read(source: Source) -> list[dict[str, Any]]:
-    path, reading, setting = source.path, source.reading, source.setting
+def glance(source: Source) -> Record | None:
+    """Read the first record of a source, under the names that the config gives its columns, without anything heavy.
+
+    None if that takes time: for what is made, or fetched from elsewhere. What is not there raises as in `read_records`.
+    """
+    _check_settings(source)
+    if (kind := _kind(source)) == "files":
+        record = first_record(source.paths, source.setting)
+    elif kind == "builtin":
+        record = _builtin(source)[0]
+    else:
+        if kind == "function" and (file := source_file(source.path)) is not None and not file.is_file():
+            raise DataError(f"{source.setting}: data file not found: {file} (relative to {Path.cwd()}); correct it")
+        return None
+    columns = source.reading.columns
+    return renamed([record], columns, source)[0] if record is not None and columns else record
+
+
+def _kind(source: Source) -> Literal["builtin", "puzzles", "dataset", "function", "files"]:
+    path = source.path
+    if len(source.paths) > 1 or is_address(path):
+        return "files"
     if path.startswith(BUILTIN):
-        if path != BUILTIN_TASK:
-            raise DataError(f"{setting}: the only built-in data is {BUILTIN_TASK}, got {path!r}")
-        return _addition(source.use)
+        return "builtin"
     if path.startswith(GYM):
-        return make_puzzles(path.removeprefix(GYM), reading.options, setting, heldout=source.use == "heldout")
+        return "puzzles"
     file = Path(path).expanduser()
-    if path.startswith(HUB) or (file.is_dir() and file.suffix not in READERS):
-        split = reading.split or ("train" if source.use == "train" else "test")
-        return read_dataset(path, split, reading, setting)
-    if ":" in path and not file.exists():
-        return call_function(path, reading.options, setting)
-    return read_file(file, setting)
+    if path.startswith(HUB) or (file.is_dir() and not is_file_name(path)):
+        return "dataset"
+    return "function" if ":" in path and not file.exists() else "files"
+
+
+def _read(source: Source) -> Records:
+    path, reading, setting = source.path, source.reading, source.setting
+    match _kind(source):
+        case "builtin":
+            return _builtin(source)
+        case "puzzles":
+            return make_puzzles(path.removeprefix(GYM), reading.options, setting, heldout=source.use == "heldout")
+        case "dataset":
+            split = reading.split or ("train" if source.use == "train" else "test")
+            return read_dataset(path, split, reading, setting)
+        case "function":
+            return call_function(path, reading.options, setting)
+        case "files":
+            return read_files(source.paths, setting)
 
 
 def _check_settings(source: Source) -> None:
-    """Refuse settings that would be ignored."""
-    hub = source.path.startswith(HUB) or Path(source.path).expanduser().is_dir()
-    function = ":" in source.path and not source.path.startswith((HUB, BUILTIN))
+    """Refuse settings that would be ignored, and in a list of paths what is no file."""
+    if len(source.paths) > 1 and (others := [path for path in source.paths if path.startswith((HUB, BUILTIN, GYM))]):
+        raise ConfigError(f"{source.setting} must list files only, got {others}; mix them with data.sources")
+    kind = _kind(source)
+    hub, function = kind == "dataset", kind in ("function", "puzzles")
     for name, used in (("split", hub), ("subset", hub), ("options", hub or function)):
         if (value := getattr(source.reading, name)) and not used:
             raise ConfigError(
                 f"{source.section}.{name} is for Hugging Face datasets{' and functions' * (name == 'options')}, got "
-                f"{value!r} with {source.setting}={source.path}; leave it out"
+                f"{value!r} with {source.setting}={source.name}; leave it out"
             )
 
 
-def renamed(records: Sequence[Mapping[str, Any]], columns: Mapping[str, str], source: Source) -> list[dict[str, Any]]:
+def renamed(records: Records, columns: Mapping[str, str], source: Source) -> Records:
     """Rename columns, which then come first; those that are not mentioned keep their names.
 
     With {answer: solution} the records {solution: 4, level: 1} become {answer: 4, level: 1}. A column that had the name
     before makes way. A dot reaches into a column, unless there is one of the whole name.
 
     Raises:
-        ConfigError: for a column that is not there.
+        ConfigError: for a column that is not there; of a record beyond the first, when it is read.
     """
-    out = []
-    for index, record in enumerate(records):
-        new = {
-            name: _value(record, column, f"record {index} of {source.path}", source) for name, column in columns.items()
-        }
-        out.append(new | {k: v for k, v in record.items() if k not in new and k not in columns.values()})
-    return out
+
+    def change(record: Record, index: int) -> Record:
+        where = f"record {index} of {source.name}"
+        new = {name: _value(record, column, where, source) for name, column in columns.items()}
+        return new | {k: v for k, v in record.items() if k not in new and k not in columns.values()}
+
+    change(records[0], 0)
+    return Mapped(records, change)
 
 
 def _value(record: Mapping[str, Any], column: str, where: str, source: Source) -> Any:
@@ -112,6 +167,12 @@ def _value(record: Mapping[str, Any], column: str, where: str, source: Source) -
             )
         value = value[part]
     return value
+
+
+def _builtin(source: Source) -> Records:
+    if source.path != BUILTIN_TASK:
+        raise DataError(f"{source.setting}: the only built-in data is {BUILTIN_TASK}, got {source.path!r}")
+    return _addition(source.use)
 
 
 def _addition(use: Literal["train", "heldout"]) -> list[dict[str, Any]]:

@@ -15,8 +15,10 @@ What stands at a position depends on the data, the settings and the seed only: e
 
 import hashlib
 import json
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -24,7 +26,7 @@ import numpy as np
 
 from tpu_grpo.errors import DataError
 from tpu_grpo.prompts.order import shuffled, sorted_by
-from tpu_grpo.prompts.rendering import RenderedPrompts
+from tpu_grpo.prompts.rendered import RenderedPrompts
 from tpu_grpo.types import Prompt, PromptBatch
 
 
@@ -68,23 +70,22 @@ class PromptStream:
         self.parts = tuple(parts)
         self._prompts_per_step = prompts_per_step
         self._settings = [prompts_per_step, seed, shuffle, curriculum]
-        self._prompts = tuple(prompt for part in parts for prompt in part.rendered.prompts)
-        starts = accumulate((len(part.rendered.prompts) for part in parts[:-1]), initial=0)
+        self._ends = list(accumulate(len(part.rendered.prompts) for part in parts))
         orders = [
-            _order(part.rendered.prompts, own_seed, shuffle, curriculum).map(lambda index, start=start: start + index)
-            for part, start, own_seed in zip(parts, starts, _seeds(seed, len(parts)), strict=True)
+            _order(part.rendered, own_seed, shuffle, curriculum).map(lambda index, start=start: start + index)
+            for part, start, own_seed in zip(parts, [0, *self._ends], _seeds(seed, len(parts)), strict=False)
         ]
         self._order = orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, [part.weight for part in parts])
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the columns of the records, which the rewards get."""
-        return tuple(self.parts[0].rendered.prompts[0].columns)
+        return tuple(self._first.columns)
 
     @property
     def size(self) -> int:
         """Count the prompts of all sources, which an epoch goes through."""
-        return len(self._prompts)
+        return self._ends[-1]
 
     @property
     def dropped(self) -> int:
@@ -92,12 +93,24 @@ class PromptStream:
         return sum(part.rendered.dropped for part in self.parts)
 
     @property
+    def notes(self) -> list[str]:
+        """Say what a run should say of its prompts at its start."""
+        return [f"{self.dropped} prompts were dropped: longer than data.max_prompt_tokens"] if self.dropped else []
+
+    @cached_property
     def digest(self) -> str:
         """Return the sha256, in hex, of all that decides which prompts come at which step, the prompts included."""
+        return self._digest([part.rendered.digest for part in self.parts])
+
+    def digest_of_tokens(self) -> str:
+        """Return the digest that runs kept of their prompts before it was one of texts; this makes all tokens."""
+        return self._digest([prompts_digest(part.rendered.prompts) for part in self.parts])
+
+    def _digest(self, parts: Sequence[str]) -> str:
         digest = hashlib.sha256(json.dumps(self._settings).encode())
-        for part in self.parts:
+        for part, of_part in zip(self.parts, parts, strict=True):
             digest.update(f"{part.name} {part.weight!r} {len(part.rendered.prompts)}\n".encode())
-            digest.update(prompts_digest(part.rendered.prompts).encode())
+            digest.update(of_part.encode())
         return digest.hexdigest()
 
     def describe(self) -> dict[str, Any]:
@@ -106,7 +119,7 @@ class PromptStream:
             {"name": p.name, "weight": p.weight, "prompts": len(p.rendered.prompts), "dropped": p.rendered.dropped}
             for p in self.parts
         ]
-        return {"digest": self.digest, "sources": sources}
+        return {"digest": self.digest, "digest_of": "texts", "sources": sources}
 
     def batch(self, step: int) -> PromptBatch:
         """Return the P prompts of a step, counted from 1, of a run whose steps are all of P prompts.
@@ -122,7 +135,7 @@ class PromptStream:
     def at(self, step: int, positions: Sequence[int], number: int = 0) -> PromptBatch:
         """Return the prompts at some positions, for a step and the ``number`` of its round."""
         records = tuple(self.record(position) for position in positions)
-        return PromptBatch(step, tuple(self._prompts[record] for record in records), records, tuple(positions), number)
+        return PromptBatch(step, tuple(map(self._prompt, records)), records, tuple(positions), number)
 
     def record(self, position: int) -> int:
         """Return the number of the prompt at a position, from 0."""
@@ -130,8 +143,16 @@ class PromptStream:
         assert found is not None  # only grain's filters leave holes
         return int(found)
 
+    @cached_property
+    def _first(self) -> Prompt:
+        return self.parts[0].rendered.prompts[0]
 
-def prompts_digest(prompts: Sequence[Prompt]) -> str:
+    def _prompt(self, record: int) -> Prompt:
+        part = bisect_right(self._ends, record)
+        return self.parts[part].rendered.prompts[record - (self._ends[part - 1] if part else 0)]
+
+
+def prompts_digest(prompts: Iterable[Prompt]) -> str:
     """Return the sha256, in hex, of the tokens and columns of prompts in their order."""
     digest = hashlib.sha256()
     for prompt in prompts:
@@ -141,10 +162,10 @@ def prompts_digest(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-def _order(prompts: Sequence[Prompt], seed: int, shuffle: bool, curriculum: str | None):
+def _order(rendered: RenderedPrompts, seed: int, shuffle: bool, curriculum: str | None):
     if curriculum is None:
-        return shuffled(len(prompts), seed, shuffle)
-    return sorted_by(prompts, curriculum, seed, shuffle)
+        return shuffled(len(rendered.prompts), seed, shuffle)
+    return sorted_by(rendered.column(curriculum), curriculum, seed, shuffle)
 
 
 def _seeds(seed: int, count: int) -> list[int]:

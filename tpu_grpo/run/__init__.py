@@ -1,5 +1,7 @@
 """The parts of a run, built from its config, and what belongs to the run as a whole.
 
+early.py         what can be known before anything heavy is imported
+model.py         where the model is, and whether it can do what the config asks;  data.py: the run's prompts
 parts.py         every stage, each built once: read this
 meshes.py        which devices do what
 engines.py       engines that take the trainer's parameters

@@ -30,7 +30,8 @@ from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.replicas import Replica, make_replicas, replicated_specs
 from tpu_grpo.run.engines import build_weight_sync
 from tpu_grpo.run.meshes import Meshes
-from tpu_grpo.run.parts import builtin_name, check_model, engine_options, with_adapters
+from tpu_grpo.run.model import check_model, model_directory
+from tpu_grpo.run.parts import builtin_name, engine_options, with_adapters
 from tpu_grpo.weights.sync import WeightSync
 
 
@@ -42,7 +43,7 @@ def open_abstract_checkpoint(config: RunConfig) -> Iterator[Checkpoint]:
         CheckpointError, ConfigError: for a broken or unsupported config.json, or a model that does not fit the config.
     """
     if not config.model.path.startswith(BUILTIN):
-        yield _checked(config, abstract_checkpoint(Path(config.model.path)))
+        yield _checked(config, abstract_checkpoint(model_directory(config)))
         return
     with tempfile.TemporaryDirectory() as directory:
         write_builtin_config(builtin_name(config), Path(directory))

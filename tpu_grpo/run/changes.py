@@ -11,8 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.config import BUILTIN, EFFECTS, Effect, RunConfig, effect_of, listed_name
+from tpu_grpo.config import EFFECTS, Effect, RunConfig, effect_of, listed_name
 from tpu_grpo.plugins import source_file
+from tpu_grpo.run.model import known_directory
 
 SHOWN = 60
 """Messages show so many characters of a value."""
@@ -81,8 +82,7 @@ def sources(config: RunConfig) -> dict[str, dict[str, str]]:
     for setting, name in _code(config):
         if (path := source_file(name)) is not None and path.is_file():
             found[setting] = {path.name: _digest(path)}
-    model = Path(config.model.path).expanduser()
-    if not config.model.path.startswith(BUILTIN) and model.is_dir():
+    if (model := known_directory(config)) is not None:
         whole = config.algorithm.beta > 0.0
         found["model.path"] = {path.name: _described(path, whole) for path in sorted(model.iterdir()) if path.is_file()}
     return found

@@ -4,7 +4,7 @@ One run has it at a time (lock.py), all hosts of the run see the same one (shari
 whether this run may go on from it (earlier.py).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from types import TracebackType
@@ -78,12 +78,15 @@ class RunDirectory:
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
-    def begin(self, start: int, data: Mapping[str, Any]) -> list[str]:
+    def begin(
+        self, start: int, data: Mapping[str, Any], digest_of_tokens: Callable[[], str] | None = None
+    ) -> list[str]:
         """Make room for this run, or record how it goes on, now that nothing of its start is left to fail.
 
         Args:
             start: the steps that are done, 0 for a new run.
             data: what ``data.json`` says about the prompts, among it their ``digest``.
+            digest_of_tokens: makes the digest that a run kept which was begun before digests were of texts.
 
         Returns:
             Lines for whoever watches: where files were moved, and what is not as it was.
@@ -92,7 +95,7 @@ class RunDirectory:
             DataError: for other data than before, on every host, unless ``checkpoint.allow_changes`` names ``data``.
         """
         if not self._moves:
-            return first_does(self._hosts, "the record of the run", lambda: self._go_on(start, data))
+            return first_does(self._hosts, "the record of the run", lambda: self._go_on(start, data, digest_of_tokens))
         told = first_does(self._hosts, "moving an earlier run's files", self._move_aside)
         check_shared(self.path, LOCK_FILE, told["token"], self._hosts, looked_before=True)
         self._stack.enter_context(host_log(self.path / LOGS_DIR, self._hosts.index))
@@ -145,17 +148,18 @@ class RunDirectory:
         self._write_config()  # first, or what a kill leaves would be no run's
         return {"moved": str(aside), "token": token}
 
-    def _go_on(self, start: int, data: Mapping[str, Any]) -> list[str]:
+    def _go_on(
+        self, start: int, data: Mapping[str, Any], digest_of_tokens: Callable[[], str] | None = None
+    ) -> list[str]:
         """Write what this run is, and what of it was otherwise in the steps that are done."""
-        changed = [*changes_since(self._config), *self._changed_data(start, data)]
+        changed = [*changes_since(self._config), *self._changed_data(start, data, digest_of_tokens)]
         with _writable(self._config):
             if any(change.name == "data" for change in changed):
                 self._forget_prompts(start)
             self._record(start, changed)
             self._write_config()
             write_json(self.path / SOURCES_FILE, sources(self._config))
-            if not start or changed or not (self.path / DATA_FILE).exists():
-                write_json(self.path / DATA_FILE, data)
+            write_json(self.path / DATA_FILE, data)
         return [f"changed after step {start}: {change} ({change.meaning})" for change in changed]
 
     def _record(self, start: int, changed: Sequence[Change]) -> None:
@@ -163,16 +167,23 @@ class RunDirectory:
             with (self.path / CHANGES_FILE).open("ab") as file:
                 file.writelines(encode_line({"step": start, **asdict(change)}) for change in changed)
 
-    def _changed_data(self, start: int, data: Mapping[str, Any]) -> list[Change]:
+    def _changed_data(
+        self, start: int, data: Mapping[str, Any], digest_of_tokens: Callable[[], str] | None
+    ) -> list[Change]:
         """Compare the prompts, whose order says what the position of a step means."""
         path = self.path / DATA_FILE
-        if not start or not path.exists() or (was := read_json(path)["digest"]) == data["digest"]:
+        if not start or not path.exists():
             return []
-        change = Change("data", f"digest {was[:16]}", f"digest {data['digest'][:16]}", "results")
+        before = read_json(path)
+        of_tokens = digest_of_tokens is not None and before.get("digest_of") != data.get("digest_of")
+        was, now = before["digest"], digest_of_tokens() if of_tokens else data["digest"]
+        if was == now:
+            return []
+        change = Change("data", f"digest {was[:16]}", f"digest {now[:16]}", "results")
         if not change.is_in(self._config.checkpoint.allow_changes):
             raise DataError(
                 f"a run must go on with the prompts it began with, in order; by {path} their digest was {was[:9]}..., "
-                f"now it is {data['digest'][:9]}...: restore the data, data.*, run.seed and the tokenizer, start over "
+                f"now it is {now[:9]}...: restore the data, data.*, run.seed and the tokenizer, start over "
                 "with checkpoint.resume=never, or read on in other data after step "
                 f"{start} with checkpoint.allow_changes=[data]"
             )

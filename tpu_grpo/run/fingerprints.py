@@ -6,6 +6,7 @@
 Every setting is a value of its own, so that a disagreement names the setting; files are compared by sha256.
 """
 
+import glob
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
@@ -17,8 +18,9 @@ from tpu_grpo.config import BUILTIN, GYM, HUB, RunConfig
 from tpu_grpo.metrics.summary import versions
 from tpu_grpo.models.adapters import CONFIG_FILE, TENSORS_FILE
 from tpu_grpo.plugins import source_file
+from tpu_grpo.prompts.locations import is_address
 
-OWN_SETTINGS = {"hosts.index", "run.dir"}
+OWN_SETTINGS = {"hosts.index", "run.dir", "run.compilation_cache"}
 """Settings that may differ: which host this is, and where it keeps its files."""
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
 """Variables beside JAX_* that change what is compiled, or how sums are split."""
@@ -80,6 +82,10 @@ def _data_files(setting: str, given: str) -> Iterator[tuple[str, Path]]:
     if path.is_dir():
         for file in sorted(file for file in path.rglob("*") if file.is_file()):
             yield f"data file {file.relative_to(path)} of {setting}", file
+    elif is_address(given):
+        return
+    elif not path.exists() and (matches := sorted(glob.glob(str(path), recursive=True))):
+        yield from ((f"data file {match} of {setting}", Path(match)) for match in matches)
     elif ":" not in given or path.exists():
         yield f"data file of {setting}", path
     elif (source := source_file(given)) is not None and not given.startswith((BUILTIN, GYM, HUB)):

@@ -5,7 +5,6 @@ Read ``build_parts`` first; the functions it calls follow in call order.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,26 +12,28 @@ from flax import nnx
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.algorithms import open_algorithm
-from tpu_grpo.config import BUILTIN, RewardSpec, RunConfig
+from tpu_grpo.config import BUILTIN, HUB, RewardSpec, RunConfig
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.evaluation import GREEDY, Evaluation, EvaluationSamples, EvaluationSettings, evaluate
-from tpu_grpo.hosts import Hosts
+from tpu_grpo.hosts import Hosts, announce, counted, keep_programs
 from tpu_grpo.learner import Learner, LearnerInputs
 from tpu_grpo.models import Checkpoint, builtin, load_model, read_checkpoint
 from tpu_grpo.models.abstract import is_abstract
 from tpu_grpo.models.adapters import load_adapters
-from tpu_grpo.models.experts import has_experts
-from tpu_grpo.models.lora import adapted_modules, apply_lora, cast_adapters, existing_layers
+from tpu_grpo.models.finite import check_finite
+from tpu_grpo.models.lora import adapted_modules, apply_lora, cast_adapters
 from tpu_grpo.models.tokenizers import load_tokenizer, stop_token_ids
-from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts, prompts_digest
+from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, prompts_digest
 from tpu_grpo.rewards import DistributedRewards, RewardSet, open_rewards, repeats_itself
 from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.replicas import Replicas
 from tpu_grpo.rollout.sampler import Sampler
+from tpu_grpo.run.data import OpenData, open_data
 from tpu_grpo.run.engines import SyncedEngines
 from tpu_grpo.run.failures import FailureFiles
 from tpu_grpo.run.fingerprints import model_fingerprints
 from tpu_grpo.run.meshes import Meshes, build_meshes
+from tpu_grpo.run.model import check_model, model_directory
 from tpu_grpo.run.probe import Probe
 from tpu_grpo.types import Prompt
 
@@ -75,25 +76,35 @@ class HeldOut:
     """The value, as mode/reward, whose maximum decides which step is the best."""
 
 
-def build_parts(config: RunConfig, hosts: Hosts) -> Parts:
+def build_parts(config: RunConfig, hosts: Hosts, data: OpenData | None = None) -> Parts:
     """Build everything that a training run needs, and install the policy that the learner starts or resumes from.
+
+    Args:
+        config: the run.
+        hosts: the processes of the run; every one of them calls this.
+        data: the prompts, if they are open already.
 
     Raises:
         LockstepError: if hosts hold different parameters.
         WeightsError: if the probe finds that engines and trainer do not hold the same policy.
     """
+    keep_programs(config.run.compilation_cache, hosts)
     open_algorithm(config.algorithm)  # first, so that a bad one is refused before anything is built
+    announce(hosts, f"opening the model {config.model.path}")
     checkpoint, tokenizer = open_model(config, hosts)
     meshes = build_meshes(config, checkpoint)
-    task = open_task(config, tokenizer, hosts)
+    task = open_task(config, tokenizer, hosts, data)
     engines = open_engines(config, hosts, checkpoint, tokenizer, meshes)
+    announce(hosts, f"loading {checkpoint.parameter_count:,} parameters")
     learner = Learner(config, open_inputs(config, checkpoint, meshes), hosts)
     failures, sampler = FailureFiles(config, hosts, learner.save_apart), Sampler(engines.replicas, tokenizer, config)
     learner.keep_failed(failures)
     sampler.keep_broken(failures.of_rollout)
+    announce(hosts, "compiling the weight sync, and moving the weights into the engine")
     engines.install(learner.params())
     learner.share(engines.shared_leaves)
-    engines.replicas.compile_all()
+    with counted(hosts, "compiling the engine's programs") as tell:
+        engines.replicas.compile_all(tell)
     probe = Probe(config, engines, learner, probe_prompts(task.prompts, meshes))
     probe.after_sync(0)
     return Parts(task, sampler, engines, learner, probe)
@@ -109,6 +120,7 @@ def open_inputs(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes) -> Le
         flash_block=meshes.flash_block,
         param_dtype=jnp.dtype(config.model.dtype if config.model.lora.rank else config.model.param_dtype),
     )
+    check_finite(base, checkpoint.directory)
     return LearnerInputs(
         model=with_adapters(base, checkpoint, config),
         reference=base if config.algorithm.beta > 0.0 else None,
@@ -123,10 +135,12 @@ def open_model(config: RunConfig, hosts: Hosts) -> tuple[Checkpoint, PreTrainedT
         if hosts.count > 1:
             hosts.agree_all(model_fingerprints(directory))
     else:
-        directory = Path(config.model.path).expanduser()
+        directory = model_directory(config)
+        if config.model.path.startswith(HUB):
+            hosts.agree("the revision of the model", directory.name)
     checkpoint = read_checkpoint(directory)
     check_model(config, checkpoint)
-    return checkpoint, load_tokenizer(directory)
+    return checkpoint, load_tokenizer(directory, config.model.pad_token)
 
 
 def builtin_name(config: RunConfig) -> str:
@@ -141,40 +155,19 @@ def builtin_name(config: RunConfig) -> str:
     return name
 
 
-def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
-    """Check that the model can do what the config asks of it.
-
-    Raises:
-        ConfigError: if sequences are longer than the model takes, or if it lacks modules, layers or experts.
-    """
-    longest = checkpoint.hf_config.get("max_position_embeddings")
-    if longest is not None and config.context_tokens > longest:
-        raise ConfigError(
-            f"data.max_prompt_tokens + rollout.max_new_tokens must be <= {longest}, the model's context, got "
-            f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens}; shorten one of them"
-        )
-    for_experts = {
-        "algorithm.routing_replay=true": config.algorithm.routing_replay,
-        "rollout.experts=fused": config.rollout.experts == "fused",
-    }
-    if not has_experts(checkpoint) and (asked := [setting for setting, is_set in for_experts.items() if is_set]):
-        raise ConfigError(f"{asked[0]} needs a model with experts, got a {checkpoint.family.model_type}; leave it out")
-    if config.model.lora.rank is not None:
-        adapted_modules(checkpoint, config.model.lora)
-    if config.model.train_layers is not None:
-        existing_layers(checkpoint, "model.train_layers", config.model.train_layers)
-
-
-def open_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts) -> Task:
-    """Open prompts and rewards, and check that the prompts have the columns that the rewards need.
+def open_task(
+    config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts, data: OpenData | None = None
+) -> Task:
+    """Open rewards, and prompts unless ``data`` holds them, and check that prompts have the columns that rewards need.
 
     The hosts divide the scoring among them.
     """
-    prompts = open_prompts(config.data, config.run.seed, tokenizer)
-    _agree_on_prompts({part.name: part.rendered.prompts for part in prompts.parts}, hosts)
+    data = data or open_data(config, tokenizer)
+    prompts = data.prompts
+    _agree_on_prompts({part.name: part.rendered.digest for part in prompts.parts}, hosts)
     rewards = open_rewards(config.rewards, prompts.columns, config.run.max_steps)
     _check_token_rewards(config, rewards)
-    held_out = open_held_out(config, tokenizer, hosts, rewards)
+    held_out = _open_held_out(config, data.held_out, hosts, rewards)
     return Task(prompts, DistributedRewards(rewards, hosts, _compared(config.rewards)), held_out)
 
 
@@ -188,22 +181,24 @@ def _check_token_rewards(config: RunConfig, rewards: RewardSet) -> None:
         )
 
 
-def open_held_out(
-    config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts, rewards: RewardSet | None = None
+def open_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts) -> HeldOut | None:
+    """Open the held-out prompts and their rewards; None if the config has no held-out prompts."""
+    prompts = open_evaluation_prompts(config.evaluation, config.data, tokenizer)
+    return _open_held_out(config, prompts, hosts, None)
+
+
+def _open_held_out(
+    config: RunConfig, prompts: tuple[Prompt, ...] | None, hosts: Hosts, rewards: RewardSet | None
 ) -> HeldOut | None:
-    """Open the held-out prompts and their rewards.
+    """Open the rewards of held-out prompts.
 
     If evaluation uses the rewards of the run, these are scored by the worker processes of ``rewards``.
-
-    Returns:
-        None if the config has no held-out prompts.
     """
     section = config.evaluation
     settings = EvaluationSettings.of(section, config.rollout.temperature)
-    prompts = open_evaluation_prompts(section, config.data, tokenizer)
     if prompts is None:
         return None
-    _agree_on_prompts({"the evaluation": prompts}, hosts)
+    _agree_on_prompts({"the evaluation": prompts_digest(prompts)}, hosts)
     specs, columns = config.rewards if section.rewards is None else section.rewards, tuple(prompts[0].columns)
     if section.rewards is None and rewards is not None:
         judges = rewards.for_columns(columns)
@@ -218,10 +213,10 @@ def _compared(specs: Sequence[RewardSpec]) -> list[str]:
     return [spec.shown for spec in specs if repeats_itself(spec)]
 
 
-def _agree_on_prompts(prompts: Mapping[str, Sequence[Prompt]], hosts: Hosts) -> None:
+def _agree_on_prompts(digests: Mapping[str, str], hosts: Hosts) -> None:
     """Check that hosts read, generated or downloaded the same prompts."""
     if hosts.count > 1:
-        hosts.agree_all({f"prompts of {name}": prompts_digest(found) for name, found in prompts.items()})
+        hosts.agree_all({f"prompts of {name}": digest for name, digest in digests.items()})
 
 
 def open_engines(

@@ -1,0 +1,95 @@
+"""What is wrong with paths, columns, templates and directories is found without opening anything whole."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tpu_grpo.config import parse_config
+from tpu_grpo.errors import CheckpointError, ConfigError, DataError, RewardError, TpuGrpoError
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.run.early import check_early
+
+ROWS = [{"problem": "1+1=", "answer": "2", "level": 1}, {"problem": "2+2=", "answer": "4", "level": 2}]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> str:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return str(path)
+
+
+def check(tmp_path: Path, **sections: Any) -> None:
+    check_early(parse_config({"run": {"dir": str(tmp_path / "run")}} | sections), Hosts())
+
+
+def test_what_fits_passes_and_leaves_nothing(tmp_path: Path, data: str) -> None:
+    check(
+        tmp_path,
+        data={"path": data, "columns": {"question": "problem"}, "curriculum": "level"},
+        evaluation={"path": data, "prompt_template": "{problem}"},
+    )
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "message"),
+    [
+        (
+            {},
+            ConfigError,
+            "data.prompt_template uses the column 'question', which record 0 of .* lacks; available: pro",
+        ),
+        ({"columns": {"question": "prblem"}}, ConfigError, "data.columns names the column 'prblem'"),
+        ({"prompt_template": "{problem"}, ConfigError, "must be a Python format string"),
+        ({"prompt_template": "{problem}", "curriculum": "lvl"}, ConfigError, "data.curriculum=lvl must be a column"),
+        ({"path": "openai/gsm8k"}, DataError, "got openai/gsm8k; did you mean hf:openai/gsm8k, a dataset of the Hugg"),
+        ({"path": "mine.py:rows"}, DataError, "data.path: data file not found: mine.py"),
+        ({"path": "data.jsnl"}, DataError, "data.path must be a .jsonl, .* got data.jsnl"),
+    ],
+)
+def test_data_that_does_not_fit(
+    tmp_path: Path, data: str, changed: dict[str, Any], error: type[TpuGrpoError], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        check(tmp_path, data={"path": data} | changed)
+
+
+def test_every_source_of_a_mixture_and_the_held_out_data_are_looked_at(tmp_path: Path, data: str) -> None:
+    good = {"path": data, "prompt_template": "{problem}"}
+    with pytest.raises(DataError, match="data.sources.1.path: data file not found"):
+        check(tmp_path, data={"sources": [good, {"path": "nosuch.csv"}]})
+    with pytest.raises(DataError, match="evaluation.path: data file not found"):
+        check(tmp_path, data=good, evaluation={"path": "nosuch.csv"})
+
+
+def test_rewards_are_asked_about_the_columns(tmp_path: Path, data: str) -> None:
+    section = {"path": data, "prompt_template": "{problem}", "columns": {"solution": "answer"}}
+    with pytest.raises(RewardError, match="requires the parameter 'answer', which is neither a column"):
+        check(tmp_path, data=section, rewards=[{"name": "exact_answer"}])
+    with pytest.raises(RewardError, match="did you mean gsm8k"):
+        check(tmp_path, data=section, rewards=[{"name": "gsm8"}])
+
+
+def test_a_model_that_is_not_whole(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="model.path must be a checkpoint directory"):
+        check(tmp_path, model={"path": "nosuch"})
+    (tmp_path / "model").mkdir()
+    with pytest.raises(CheckpointError, match="config.json is missing"):
+        check(tmp_path, model={"path": str(tmp_path / "model")})
+    with pytest.raises(ConfigError, match="model.path=builtin:chess is not built in; built in: .'addition'"):
+        check(tmp_path, model={"path": "builtin:chess"})
+
+
+def test_where_the_run_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="run.dir must be a directory this process can write, got .*is no directory"):
+        check(tmp_path, run={"dir": str(tmp_path / "file" / "run")})
+    with pytest.raises(CheckpointError, match="checkpoint.resume=require needs a checkpoint"):
+        check(tmp_path, checkpoint={"resume": "require"})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").write_text("")
+    with pytest.raises(ConfigError, match="run.dir holds files that are no run's"):
+        check(tmp_path, checkpoint={"resume": "never"})

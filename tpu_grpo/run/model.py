@@ -1,0 +1,101 @@
+"""The run's model before it is loaded: where it is, its tokenizer, and whether it can do what the config asks of it.
+
+Nothing of this imports jax.
+"""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tpu_grpo.config import BUILTIN, BUILTIN_TASK, HUB, RunConfig
+from tpu_grpo.errors import CheckpointError, ConfigError
+from tpu_grpo.models.checkpoint import Checkpoint, read_checkpoint
+from tpu_grpo.models.experts import has_experts
+from tpu_grpo.models.fetching import fetch, fetched
+from tpu_grpo.models.lora import adapted_modules, existing_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+def check_checkpoint(config: RunConfig) -> None:
+    """See that the model is there, whole and supported, from the headers of its files; a built-in one by its name.
+
+    Raises:
+        CheckpointError: for files that are missing or broken, and for a model that is not supported.
+        ConfigError: for a built-in model that there is not, and settings that the model cannot follow.
+    """
+    if config.model.path.startswith(BUILTIN):
+        if config.model.path != BUILTIN_TASK:
+            known = [BUILTIN_TASK.removeprefix(BUILTIN)]
+            raise ConfigError(f"model.path={config.model.path} is not built in; built in: {known}")
+        if config.model.pad_token is not None:
+            raise ConfigError(
+                f"model.pad_token is for models of your own, got {config.model.pad_token!r} with a built-in one, which "
+                "has a padding token; leave it out"
+            )
+        return
+    directory = model_directory(config)
+    check_model(config, read_checkpoint(directory))
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        if not (directory / name).is_file():
+            raise CheckpointError(
+                f"a checkpoint directory must hold {name}, not found in {directory}; copy it from the model's "
+                "publisher, or write it with transformers' save_pretrained of a fast tokenizer"
+            )
+
+
+def model_directory(config: RunConfig) -> Path:
+    """Return the directory of a model that is not built in; one of the hub is fetched if it is not here."""
+    path = config.model.path
+    return fetch(path.removeprefix(HUB), _say) if path.startswith(HUB) else Path(path).expanduser()
+
+
+def known_directory(config: RunConfig) -> Path | None:
+    """Return the directory of a model as far as it is here; None for a built-in one, and one still to be fetched."""
+    path = config.model.path
+    if path.startswith(HUB):
+        return fetched(path.removeprefix(HUB))
+    directory = Path(path).expanduser()
+    return directory if not path.startswith(BUILTIN) and directory.is_dir() else None
+
+
+def _say(what: str) -> None:
+    print(what, file=sys.stderr, flush=True)
+
+
+def open_tokenizer(config: RunConfig) -> "PreTrainedTokenizerFast":
+    """Open the tokenizer of the run's model, without the model; a built-in one need not have been taught.
+
+    Raises:
+        CheckpointError: for a tokenizer that is missing, broken or without an end or padding token.
+    """
+    from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer  # a second to import
+
+    if config.model.path.startswith(BUILTIN):
+        return build_byte_tokenizer()
+    return load_tokenizer(model_directory(config), config.model.pad_token)
+
+
+def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
+    """Check that the model can do what the config asks of it.
+
+    Raises:
+        ConfigError: if sequences are longer than the model takes, or if it lacks modules, layers or experts.
+    """
+    longest = checkpoint.hf_config.get("max_position_embeddings")
+    if longest is not None and config.context_tokens > longest:
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_new_tokens must be <= {longest}, the model's context, got "
+            f"{config.data.max_prompt_tokens} + {config.rollout.max_new_tokens}; shorten one of them"
+        )
+    for_experts = {
+        "algorithm.routing_replay=true": config.algorithm.routing_replay,
+        "rollout.experts=fused": config.rollout.experts == "fused",
+    }
+    if not has_experts(checkpoint) and (asked := [setting for setting, is_set in for_experts.items() if is_set]):
+        raise ConfigError(f"{asked[0]} needs a model with experts, got a {checkpoint.family.model_type}; leave it out")
+    if config.model.lora.rank is not None:
+        adapted_modules(checkpoint, config.model.lora)
+    if config.model.train_layers is not None:
+        existing_layers(checkpoint, "model.train_layers", config.model.train_layers)
