@@ -48,6 +48,7 @@ BROAD_EXCEPTS = {
     "tpu_grpo/models/tokenizers.py:_load": "the tokenizers library raises the bare Exception; others are re-raised",
     "tpu_grpo/plugins.py:_load_file": "runs the user's code; re-raised with its name",
     "tpu_grpo/plugins.py:_load_module": "runs the user's code; re-raised with its name",
+    "tpu_grpo/prompts/locations.py:_explained": "file systems raise many types; re-raised with the address",
     "tpu_grpo/prompts/functions.py:call_function": "runs the user's code; re-raised with its name",
     "tpu_grpo/rewards/loading.py:_load_entry_point": "runs the user's code; re-raised with its name",
     "tpu_grpo/rewards/calling.py:_answer_batch": "runs the user's code; becomes a Problem, which on_error decides",

@@ -18,6 +18,7 @@ import tpu_grpo
 from tpu_grpo import api, errors, types
 from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import Hosts, StopRequest, Watch
+from tpu_grpo.run.data import OpenData
 
 
 def modules_after(code: str, tmp_path: Path) -> set[str]:
@@ -103,8 +104,9 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_train_starts_as_the_command_does(joined: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config, asked = tpu_grpo.parse_config({}), lambda: True
 
-    def train(given: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest) -> dict[str, Any]:
+    def train(given: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, data: OpenData) -> dict[str, Any]:
         assert (given, hosts.count, stop.asked) == (config, 1, True)
+        assert data.prompts.size == 7588
         joined.append("train")
         return {"steps": 3}
 

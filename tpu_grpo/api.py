@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.commands.on_end import PeopleTold
-from tpu_grpo.commands.starting import joined_hosts, prepare
+from tpu_grpo.commands.starting import joined_hosts, opened_data, prepare
 from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import Hosts, StopRequest, Watch
 
@@ -64,9 +64,10 @@ def train(
         if (summary := finished(config, hosts)) is not None:
             return summary
         told.begin(hosts)
+        data = opened_data(config, hosts, announced=True)
         from tpu_grpo import pipeline
 
-        return pipeline.train(config, hosts, watch, StopRequest(stop_requested))
+        return pipeline.train(config, hosts, watch, StopRequest(stop_requested), data)
 
 
 @contextmanager

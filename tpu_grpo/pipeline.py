@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpu_grpo.algorithms import notices
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import HUB, RunConfig
 from tpu_grpo.errors import Interrupted
 from tpu_grpo.evaluation import EvaluationLog, describe, write_samples
-from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch, here
+from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch, announce, here
 from tpu_grpo.metrics.compilations import CompilationCounter
 from tpu_grpo.metrics.jsonl import read_records
 from tpu_grpo.metrics.memory import memory_metrics
@@ -25,6 +25,7 @@ from tpu_grpo.metrics.values import rollout_metrics, sync_metrics, tokens_digest
 from tpu_grpo.models.adapters import write_adapters
 from tpu_grpo.prompts.drawing import PromptDraw
 from tpu_grpo.report.live import LiveReport
+from tpu_grpo.run.data import OpenData
 from tpu_grpo.run.directory import RunDirectory
 from tpu_grpo.run.exporting import export_at_end
 from tpu_grpo.run.parts import Parts, build_parts, evaluate_policy
@@ -38,17 +39,20 @@ KEPT_AT_LEAST = 0.9
 
 
 def train(
-    config: RunConfig, hosts: Hosts = ALONE, watch: Watch | None = None, stop: StopRequest | None = None
+    config: RunConfig,
+    hosts: Hosts = ALONE,
+    watch: Watch | None = None,
+    stop: StopRequest | None = None,
+    data: OpenData | None = None,
 ) -> dict[str, Any]:
     """Run the config to its end and leave its files in ``run.dir``; every host calls this, host 0 writes.
 
-    The hosts have already agreed on their settings (run/fingerprints.py).
-
     Args:
         config: the run.
-        hosts: this process among those of the run.
+        hosts: this process among those of the run, which have agreed on their settings (run/fingerprints.py).
         watch: is told which stage the process is in, for the message when another is lost.
         stop: once it is asked, the run ends early where nothing is lost, with a checkpoint.
+        data: the prompts, if they are open already.
 
     Returns:
         What summary.json holds.
@@ -58,22 +62,20 @@ def train(
         TpuGrpoError: for anything wrong with the config, the model, the data, a reward or a number.
     """
     with RunDirectory(config, hosts) as directory, CompilationCounter() as compilations:
-        parts = build_parts(config, hosts)
-        start = parts.learner.restored_step
-        notes = directory.begin(start, parts.task.prompts.describe())
+        parts = build_parts(config, hosts, data)
+        start, prompts = parts.learner.restored_step, parts.task.prompts
+        notes = [*directory.begin(start, prompts.describe(), prompts.digest_of_tokens), *prompts.notes]
         here.step = start
         with LiveReport(config, hosts, start, directory.is_ours) if hosts.is_first else nullcontext() as report:
             with (
                 open_run_log(config, start, report) if report else RunLog([]) as log,
                 closing(parts.task),
-                PromptDraw.open(config, parts.task.prompts, start, hosts) as draw,
+                PromptDraw.open(config, prompts, start, hosts) as draw,
             ):
                 best = "" if parts.task.held_out is None else parts.task.held_out.best
                 evaluations = EvaluationLog(config.run_dir, start, best, hosts)
-                stop = stop or StopRequest()
-                run = Run(config, hosts, watch or Watch(hosts), stop, parts, draw, log, evaluations, compilations)
-                if dropped := parts.task.prompts.dropped:
-                    notes.append(f"{dropped} prompts were dropped: longer than data.max_prompt_tokens")
+                watch, stop = watch or Watch(hosts), stop or StopRequest()
+                run = Run(config, hosts, watch, stop, parts, draw, log, evaluations, compilations)
                 run.train(start, notes)
             return run.finish()
 
@@ -102,6 +104,7 @@ class Run:
         self.stop.begin()
         if not start:
             self._evaluate_before_training()
+        announce(self.hosts, f"step {start + 1} begins, in which the update is compiled")
         profiled, step = self.config.logging.profile_steps, start
         with Timeline(profiled, self.config.run_dir / PROFILE_DIR, self.hosts.index, self.log.note) as timeline:
             while not self._is_last(step):
@@ -202,7 +205,9 @@ class Run:
             if adapters := self.parts.learner.adapters():
                 if self.hosts.is_first:
                     directory = self.config.run_dir / ADAPTERS_DIR / str(step)
-                    write_adapters(directory, adapters, self.config.model.lora, self.config.model.path)
+                    write_adapters(
+                        directory, adapters, self.config.model.lora, self.config.model.path.removeprefix(HUB)
+                    )
                 self.hosts.barrier(f"adapters of step {step}")
 
     def _stopped(self, step: int) -> Interrupted:

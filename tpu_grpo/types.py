@@ -17,8 +17,8 @@ from jaxtyping import Bool, Float, Integer
 FinishReason = Literal["stop", "length"]
 
 
-Conversation = Sequence[Mapping[str, str]]
-"""Messages, each with role and content."""
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages, each with role and content, and what chat templates know beside these, such as tool_calls."""
 
 
 @dataclass(frozen=True)

@@ -251,4 +251,4 @@ def test_who_starts_a_run_that_cannot_begin_hears_of_it(tmp_path: Path, capsys: 
     told = json.loads((tmp_path / "told").read_text())
     assert (told["status"], told["exit_code"], told["step"]) == ("failed", 2, None)
     assert f"{told['message']}\n" in capsys.readouterr().err
-    assert told["text"] == f"demo_cpu failed before its first step: {told['message']}"
+    assert told["text"] == f"run failed before its first step: {told['message']}"

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tpu_grpo.commands.starting import config_from_words
+from tpu_grpo.config import load_config
 from tpu_grpo.hosts.platform import TPU_DEVICE_FILES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,3 +46,25 @@ def test_a_command_imports_no_jax_before_it_is_called(command: str, tmp_path: Pa
         [sys.executable, "-c", program], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(REPOSITORY)}, timeout=100
     )
     assert done.returncode == 0
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.path=/models/x", "data.path=train.jsonl", "run.seed=3"],
+        ["model.path=hf:owner/x"],
+        ["data.path=train.jsonl"],
+        ["data.path=[a.jsonl, b.jsonl]"],
+        ["data.sources=[{path: a.jsonl}]"],
+    ],
+)
+def test_a_model_or_data_of_ones_own_without_a_config_is_not_the_demo(words: list[str]) -> None:
+    config = config_from_words(words)
+    assert config == load_config(None, words)
+    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.run.name) == (512, 256, "run")
+
+
+@pytest.mark.parametrize("words", [[], ["run.seed=3"], ["model.path=builtin:addition", "data.path='builtin:addition'"]])
+def test_without_them_it_is(words: list[str]) -> None:
+    config = config_from_words(words)
+    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens, config.run.name) == (12, 4, "demo_cpu")

@@ -18,9 +18,10 @@ import yaml
 
 from tpu_grpo import errors
 from tpu_grpo.commands import starting
-from tpu_grpo.commands.train import BUILDING, closing_lines, help_text, main
+from tpu_grpo.commands.train import closing_lines, help_text, main
 from tpu_grpo.config import OptimizerRule, RunConfig, SourceSpec, load_config
 from tpu_grpo.hosts import Hosts, StopRequest, Watch
+from tpu_grpo.run.data import OpenData
 from tpu_grpo.run.lock import RunLock
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -65,6 +66,17 @@ def test_nothing_heavy_is_imported_to_answer(tmp_path: Path, arguments: list[str
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
     assert {"tpu_grpo.commands.train", "tpu_grpo.config", "pydantic"} <= imported  # the list is of this command
     assert {name.partition(".")[0] for name in imported} & HEAVY == set()
+
+
+@pytest.mark.parametrize("flags", [(), ("--dry-run",)], ids=["run", "dry run"])
+def test_what_is_wrong_with_paths_is_said_before_jax_is_imported(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    done = run_script("data.path=nosuch.jsonl", *flags, cwd=tmp_path, python=("-X", "importtime"))
+    assert done.returncode == 2
+    assert "DataError: data.path: data file not found: nosuch.jsonl" in done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "tpu_grpo.run.early" in imported
+    assert {name.partition(".")[0] for name in imported} & (HEAVY - {"numpy"}) == set()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -193,13 +205,14 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., dict[st
 
 
 def raising(error: BaseException) -> Callable[..., dict[str, Any]]:
-    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop_requested: Callable[[], bool]) -> dict[str, Any]:
+    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, data: OpenData) -> dict[str, Any]:
         raise error
 
     return train
 
 
-NOTICE = f"demo_cpu: {BUILDING}\n"
+PROGRESS = r"\[ *\d+\.\d s\] "
+NOTICE = f"{PROGRESS}checking the data\n{PROGRESS}importing trainer and engine\n"
 CODES = {
     errors.TpuGrpoError: 1,
     errors.ConfigError: 2,
@@ -228,12 +241,16 @@ def test_exit_codes(
 ) -> None:
     pipeline(raising(error("what is wrong; what to do")))
     start = "" if error is errors.Interrupted else f"{error.__name__}: "
-    assert run_main(capsys) == (code, "", f"{NOTICE}{start}what is wrong; what to do\n")
+    got, out, err = run_main(capsys)
+    assert (got, out) == (code, "")
+    assert re.fullmatch(f"{NOTICE}{start}what is wrong; what to do\n", err)
 
 
 def test_ctrl_c_ends_without_a_traceback(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
     pipeline(raising(KeyboardInterrupt()))
-    assert run_main(capsys) == (1, "", f"{NOTICE}interrupted\n")
+    code, out, err = run_main(capsys)
+    assert (code, out) == (1, "")
+    assert re.fullmatch(f"{NOTICE}interrupted\n", err)
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), KeyError("x")])
@@ -249,15 +266,17 @@ def test_training_gets_the_config_and_ends_with_what_it_came_to(
 ) -> None:
     given: list[RunConfig] = []
 
-    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest) -> dict[str, Any]:
+    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, data: OpenData) -> dict[str, Any]:
         given.append(config)
+        assert data.prompts.size == 7588
         assert not stop.asked
         return {"steps": 3, "rewards/first_mean": 0.25, "rewards/last_mean": 0.5}
 
     pipeline(train)
     code, out, err = run_main(capsys, "run.max_steps=3", "run.dir=out")
     assert given == [load_config(REPOSITORY / "configs" / "demo_cpu.yaml", ["run.max_steps=3", "run.dir=out"])]
-    assert (code, err) == (0, NOTICE)
+    assert code == 0
+    assert re.fullmatch(NOTICE, err)
     assert out == (
         "done: 3 steps\nreward, mean of the first five steps 0.250, of the last five 0.500\nlook at out/report.html\n"
     )
@@ -269,7 +288,7 @@ def test_what_the_user_set_for_the_platform_is_kept(pipeline: Any, monkeypatch: 
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     seen: dict[str, str] = {}
 
-    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop_requested: Callable[[], bool]) -> dict[str, Any]:
+    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, data: OpenData) -> dict[str, Any]:
         seen.update({name: os.environ[name] for name in ("JAX_PLATFORMS", "HF_HUB_OFFLINE")})
         return {"steps": 0}
 
@@ -335,7 +354,7 @@ def test_a_dry_run_of_the_demo_finds_nothing_wrong_and_says_nothing_about_tpus(t
             "model.path=/nosuch/model",
             [
                 "CheckpointError: model.path must be a checkpoint directory on this machine, got /nosuch/model",
-                "fetch the checkpoint first and give its directory",
+                "name a model of the Hugging Face hub as hf:OWNER/NAME",
             ],
         ),
         (

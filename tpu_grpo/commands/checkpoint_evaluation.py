@@ -11,7 +11,7 @@ from contextlib import closing
 from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.evaluation import Evaluation, record_of, write_samples
-from tpu_grpo.hosts import Hosts, Watch
+from tpu_grpo.hosts import Hosts, Watch, keep_programs
 from tpu_grpo.learner import parameters
 from tpu_grpo.metrics.jsonl import write_json
 from tpu_grpo.metrics.run_files import EVALUATIONS_DIR
@@ -27,6 +27,7 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
     Raises:
         TpuGrpoError: for anything wrong with the config, the checkpoint, the data or a reward.
     """
+    keep_programs(config.run.compilation_cache, hosts)
     chosen = choose(config, which)
     hosts.agree("the checkpoint that is evaluated", chosen.name)
     checkpoint, tokenizer = open_model(config, hosts)

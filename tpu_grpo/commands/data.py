@@ -48,6 +48,9 @@ def show(config: RunConfig, console: Console, options: argparse.Namespace) -> No
         TpuGrpoError: for data, templates or a tokenizer that do not fit.
     """
     prepare(config)
+    from tpu_grpo.run.early import check_inputs
+
+    check_inputs(config)
     from tpu_grpo.commands.preview import open_preview, shown_value
 
     preview = open_preview(config)
@@ -71,6 +74,8 @@ def _sources(preview: "Preview") -> Table:
         lengths = Lengths.of(prompts)
         shown = (lengths.shortest, lengths.median, lengths.longest)
         table.add_row(name, str(len(prompts)), dropped, weight, *map(str, shown))
+        if lengths.of < len(prompts):
+            table.caption = f"lengths of {lengths.of} prompts, spread evenly"
     return table
 
 

@@ -3,31 +3,32 @@
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
 from tpu_grpo.algorithms import notices, objective_line, open_algorithm
 from tpu_grpo.config import BUILTIN, RunConfig
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
+from tpu_grpo.run.data import OpenData
 from tpu_grpo.run.meshes import build_meshes
-from tpu_grpo.run.parts import open_model, open_task, token_id
+from tpu_grpo.run.model import check_checkpoint, open_tokenizer
+from tpu_grpo.run.parts import open_task, token_id
 
 
-def check(config: RunConfig, devices: Sequence[Any] | None = None) -> list[str]:
+def check(config: RunConfig, devices: Sequence[Any] | None = None, data: OpenData | None = None) -> list[str]:
     """Check everything that can be checked without generating a token, and return what was found as lines of text.
 
-    ``devices`` are those of the run; when None they are this machine's, or those of all hosts.
+    ``devices`` are those of the run; when None they are this machine's, or those of all hosts. ``data`` is what of it
+    is open already.
 
     Raises:
         TpuGrpoError: for the first thing that cannot work.
     """
     algorithm = open_algorithm(config.algorithm)
-    tokenizer = _tokenizer(config)
+    check_checkpoint(config)
+    tokenizer = open_tokenizer(config)
     with open_abstract_checkpoint(config) as checkpoint:
         meshes = build_meshes(config, checkpoint, devices)
         run = AbstractRun(config, checkpoint, meshes, [token_id(tokenizer.eos_token_id)])
-        task, options = open_task(config, tokenizer, Hosts()), run.options
+        task, options = open_task(config, tokenizer, Hosts(), data), run.options
         origin = ", built in, taught on first use" if config.model.path.startswith(BUILTIN) else ""
         held_out = "none" if task.held_out is None else f"{len(task.held_out.prompts)} prompts"
         moved, *kinds = run.sync.describe()
@@ -50,8 +51,3 @@ def check(config: RunConfig, devices: Sequence[Any] | None = None) -> list[str]:
             f"sync       {moved}",
             *kinds,
         ]
-
-
-def _tokenizer(config: RunConfig) -> PreTrainedTokenizerFast:
-    """Open the run's tokenizer; this reads the whole checkpoint, but does not teach a built-in model."""
-    return build_byte_tokenizer() if config.model.path.startswith(BUILTIN) else open_model(config, Hosts())[1]

@@ -2,15 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from tpu_grpo.config import BUILTIN, RunConfig
-from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer
-from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts
+from tpu_grpo.config import RunConfig
+from tpu_grpo.prompts import PromptStream
+from tpu_grpo.run.data import open_data
+from tpu_grpo.run.model import open_tokenizer
 from tpu_grpo.types import Prompt
+
+MEASURED = 10_000
+"""Of more prompts than these, only so many are measured, because every one has to be made into tokens for it."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +43,16 @@ class Lengths:
     shortest: int
     median: int
     longest: int
+    of: int
+    """So many prompts were measured, spread evenly over all."""
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt]) -> "Lengths":
-        """Measure some prompts; the median of an even number is the upper of the two in the middle."""
-        lengths = sorted(len(prompt.token_ids) for prompt in prompts)
-        return cls(lengths[0], lengths[len(lengths) // 2], lengths[-1])
+        """Measure prompts, at most MEASURED; the median of an even number is the upper of the two in the middle."""
+        count = min(len(prompts), MEASURED)
+        chosen = prompts if count == len(prompts) else (prompts[n * len(prompts) // count] for n in range(count))
+        lengths = sorted(len(prompt.token_ids) for prompt in chosen)
+        return cls(lengths[0], lengths[len(lengths) // 2], lengths[-1], count)
 
 
 def open_preview(config: RunConfig) -> Preview:
@@ -54,13 +61,9 @@ def open_preview(config: RunConfig) -> Preview:
     Raises:
         TpuGrpoError: for data, templates or a tokenizer that do not fit.
     """
-    if config.model.path.startswith(BUILTIN):
-        tokenizer = build_byte_tokenizer()
-    else:
-        tokenizer = load_tokenizer(Path(config.model.path).expanduser())
-    stream = open_prompts(config.data, config.run.seed, tokenizer)
-    held_out = open_evaluation_prompts(config.evaluation, config.data, tokenizer)
-    return Preview(stream, held_out or (), tokenizer)
+    tokenizer = open_tokenizer(config)
+    data = open_data(config, tokenizer)
+    return Preview(data.prompts, data.held_out or (), tokenizer)
 
 
 def shown_value(value: Any, most: int = 200) -> str:

@@ -13,25 +13,37 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tpu_grpo.commands.output import lasting_output
-from tpu_grpo.config import HUB, RunConfig, load_config
+from tpu_grpo.config import BUILTIN, HUB, RunConfig, load_config
 from tpu_grpo.errors import ConfigError, TpuGrpoError, disk_errors_explained, say
-from tpu_grpo.hosts import Hosts, Watch, choose_platform, in_time, start
+from tpu_grpo.hosts import Hosts, Watch, announce, choose_platform, in_time, start
 from tpu_grpo.metrics.run_files import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from tpu_grpo.run.data import OpenData
 
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu.yaml"
 """The config of a command that names none."""
+DEMO_NEEDS = ("model.path", "data.path", "data.sources")
+"""A command without a config is the demo as long as these are built in."""
 
 
 def config_from_words(words: Sequence[str]) -> RunConfig:
-    """Load the config file that the first word names, or else the default one, with the overrides that follow.
+    """Load the config file that the first word names, with the overrides that follow.
+
+    Without a file it is the demo's; but where the overrides name a model or data that is not built in, every other
+    setting has its own default, because the demo's lengths suit two-digit sums only.
 
     Raises:
         ConfigError: for a file, a setting or an override that is wrong, or a default config that is not there.
     """
     if words and "=" not in words[0]:
         return load_config(Path(words[0]), list(words[1:]))
+    given = dict(word.partition("=")[::2] for word in words)
+    if any(not given.get(name, BUILTIN).strip("'\" ").startswith(BUILTIN) for name in DEMO_NEEDS):
+        return load_config(None, list(words))
     if not DEFAULT_CONFIG.is_file():
         raise ConfigError(
             f"without a config a run takes {DEFAULT_CONFIG}, which is not there: the shipped configs come with the "
@@ -67,7 +79,7 @@ def prepare(config: RunConfig) -> None:
     choose_platform()
     _tell_jax_the_platform()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # errors of the compiler only
-    if not any(path.startswith(HUB) for path in config.data_paths.values()):
+    if not any(path.startswith(HUB) for path in (config.model.path, *config.data_paths.values())):
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # every file a run reads is named in its config
     logging.getLogger("absl").setLevel(logging.ERROR)
     logging.raiseExceptions = False  # a log that cannot be written is no reason to print a traceback for every line
@@ -101,6 +113,28 @@ def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
 
             hosts.agree_all(fingerprints(config))
         yield hosts, watch
+
+
+def opened_data(config: RunConfig, hosts: Hosts, *, announced: bool) -> "OpenData":
+    """See at once whether a run can start, as far as that is quick, and open its data; every host calls this.
+
+    Args:
+        config: the run.
+        hosts: the processes of the run.
+        announced: whether to say on stderr when the data is opened.
+
+    Raises:
+        TpuGrpoError: for a model, data, templates, rewards or a directory that cannot work.
+    """
+    from tpu_grpo.run.early import check_early
+
+    check_early(config, hosts)
+    if announced:
+        announce(hosts, "checking the data")
+    from tpu_grpo.run.data import open_data
+    from tpu_grpo.run.model import open_tokenizer
+
+    return open_data(config, open_tokenizer(config))
 
 
 @contextmanager

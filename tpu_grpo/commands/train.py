@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from tpu_grpo.commands.on_end import PeopleTold
-from tpu_grpo.commands.starting import config_from_words, exit_code_of, joined_hosts, prepare
+from tpu_grpo.commands.starting import config_from_words, exit_code_of, joined_hosts, opened_data, prepare
 from tpu_grpo.config import RunConfig, settings
 from tpu_grpo.errors import ConfigError
-from tpu_grpo.hosts import SignalledStop
+from tpu_grpo.hosts import SignalledStop, announce
 from tpu_grpo.metrics.run_files import REPORT_FILE
 
 ABOUT = """Trains a language model by GRPO with the rewards of the config.
@@ -23,7 +23,6 @@ Without a config it runs configs/demo_cpu.yaml, which shows a small model learni
 --print-config shows the resolved config; --dry-run checks everything that can be checked without generating a token,
 with --slice also whether the run fits that TPU slice, which need not be there. --replay does an update of a run again
 whose loss or gradient was not finite, and says where that comes from."""
-BUILDING = "building model and engine, then compiling; this takes a while"
 USAGE = """python scripts/run.py [CONFIG.yaml] [section.key=value ...] [--dry-run [--slice v5e-16] | --print-config]
        python scripts/run.py --replay runs/NAME/non_finite/STEP.npz [section.key=value ...]"""
 
@@ -90,9 +89,10 @@ def _dry_run(config: RunConfig) -> int:
         from tpu_grpo.run.earlier import describe
 
         there = describe(config, hosts)
+        data = opened_data(config, hosts, announced=False)
         from tpu_grpo.commands.dry_run import check
 
-        found = check(config)
+        found = check(config, data=data)
         if hosts.is_first:
             print("\n".join([*there, *found, "ok: nothing wrong found"]))
     return 0
@@ -139,11 +139,11 @@ def _train_until(config: RunConfig, stop: SignalledStop) -> int:
             return 0
         told.begin(hosts)
         stop.tell_others = watch.report_failure
-        if hosts.is_first:
-            print(f"{config.run.name}: {BUILDING}", file=sys.stderr)
+        data = opened_data(config, hosts, announced=True)
+        announce(hosts, "importing trainer and engine")
         from tpu_grpo.pipeline import train
 
-        summary = train(config, hosts, watch, stop)
+        summary = train(config, hosts, watch, stop, data)
     if hosts.is_first:
         print(closing_lines(config, summary))
     return 0
