@@ -40,8 +40,8 @@ def test_a_row_that_no_reward_applies_to_takes_the_mean_of_its_group(caplog: pyt
     np.testing.assert_array_equal(scores.scored, [True, True, False, True, True, True])
     assert scores.figures["rewards/unscored"].value == 1
     assert (
-        "step 3: no reward of r0, r1 applies to row 2 (prompt 'p0', completion 'c'); it takes the mean of its group"
-        in caplog.text
+        "step 3: no reward of r0, r1 applies to row 2 (prompt 'p0', completion 'c'); such a row takes the mean of its "
+        "group" in caplog.text
     )
 
 

@@ -57,7 +57,7 @@ def add_up(
     if not set(results) - set(of_tokens):
         scored_B[:] = True  # all totals are 0, as they should be
     if rows := np.flatnonzero(~any_B & ~skipped_B).tolist():
-        LOG.warning("step %d: %s; it takes the mean of its group", table.step, _lacking(list(results), rows, table))
+        LOG.warning("step %d: %s; such a row takes the mean of its group", table.step, _lacking(results, rows, table))
     return Totals(_filled(~scored_B, total_B, table.group_size), ~scored_B, ~any_B)
 
 
@@ -79,7 +79,7 @@ def check_some_scored(rollout: Rollout, scores: Scores) -> None:
     )
 
 
-def _lacking(names: Sequence[str], rows: Sequence[int], table: Table) -> str:
+def _lacking(names: Collection[str], rows: Sequence[int], table: Table) -> str:
     others = f", and {len(rows) - 1} more rows" if len(rows) > 1 else ""
     return f"no reward of {', '.join(names)} applies to {describe_row(rows[0], table)}{others}"
 
