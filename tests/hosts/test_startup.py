@@ -1,0 +1,27 @@
+"""The start of a run says what it does, on host 0, and counts what takes long."""
+
+import re
+
+import pytest
+
+from tpu_grpo.hosts import Hosts, announce, counted, startup
+
+
+def test_host_0_speaks_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+    announce(Hosts(), "checking the data")
+    other = Hosts()
+    other.index = 1
+    announce(other, "checking the data")
+    assert re.fullmatch(r"\[ *\d+\.\d s\] checking the data\n", capsys.readouterr().err)
+
+
+def test_what_is_counted_is_said_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [startup._BEGAN]
+    monkeypatch.setattr(startup.time, "monotonic", lambda: clock[0])
+    with counted(Hosts(), "compiling") as tell:
+        for _ in range(5):
+            clock[0] += 2.0  # said again after 6 seconds, and not before
+            tell()
+    assert capsys.readouterr().err == "[   0.0 s] compiling\n[   6.0 s] compiling: 3 done\n"
