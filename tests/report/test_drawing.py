@@ -75,6 +75,14 @@ def test_what_shows_on_hover_has_four_digits_and_steps_of_its_own_where_they_dif
     assert (data["x"], data["log"]) == ([0, 3], False)
 
 
+def test_a_long_line_has_its_moving_mean_above_it() -> None:
+    assert "trend" not in draw(Chart("t", "n", [line([0.5, 0.7] * 100)])).svg
+    svg = draw(Chart("t", "n", [line([0.0, 1.0] * 160)], "share")).svg
+    assert svg.index('class="line"') < svg.index('class="trend"')
+    heights = [int(point.split()[1]) for point in re.split("[ML]", paths(svg, "trend")[0])[1:]]
+    assert set(heights[4:-4]) == {2000}  # windows of 8 steps, half of them 0 and half 1
+
+
 def test_the_first_line_lies_above_the_others() -> None:
     drawing = draw(Chart("t", "n", [line([0.5]), line([0.5], colour=1)], "share"))
     assert re.findall(r"--c:var\(--c(\d)\)", drawing.svg) == ["1", "0"]

@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
 
-from tpu_grpo.report.thinning import kept
+from tpu_grpo.report.thinning import kept, moving_mean
+
+NAN = float("nan")
 
 
 def test_few_points_are_all_kept() -> None:
@@ -29,3 +31,8 @@ def test_a_long_line_loses_no_peak_and_keeps_few_points(count: int) -> None:
     assert {0, count - 1, int(values.argmax()), int(values.argmin())} <= set(places.tolist())
     for window in np.array_split(np.arange(count), 400):  # every bucket's own peaks, too
         assert int(window[values[window].argmax()]) in places
+
+
+def test_a_moving_mean_is_over_what_is_known_in_its_window() -> None:
+    found = moving_mean(np.array([0.0, 3.0, NAN, 5.0, NAN, NAN, NAN]), 3)
+    np.testing.assert_allclose(found, [1.5, 1.5, 4.0, 5.0, 5.0, NAN, NAN])

@@ -16,11 +16,13 @@ from jaxtyping import Bool, Float
 from markupsafe import Markup
 
 from tpu_grpo.report.axes import X_LABELS, Y_LABELS, Axis, Scale, steps_axis, values_axis
-from tpu_grpo.report.thinning import kept
+from tpu_grpo.report.thinning import kept, moving_mean
 
 SIDE = 4000
 COLOURS = 8
 """The style sheet has so many."""
+TREND_FROM, TREND_WINDOWS = 200, 40
+"""A line of more steps also gets its moving mean, over a fortieth of its length."""
 MARKED_POINTS = 24
 """Where no line has more, points are marked."""
 
@@ -101,7 +103,8 @@ def draw(chart: Chart) -> Drawing:
         reach = _usual(values) if chart.is_cut else _reach(lines)
         x, y = steps_axis(steps.min(), steps.max()), values_axis(reach, chart.scale)
         marked = max(len(line.steps) for line in lines) <= MARKED_POINTS
-        paths = (p for line in reversed(lines) for p in _line(line, x, y, marked))  # the first one above the others
+        both = reversed(list(zip(lines, chart.lines, strict=True)))  # the first one above the others
+        paths = (path for line, whole in both for path in [*_line(line, x, y, marked), *_trend(whole, x, y)])
     labels = y.labels(Y_LABELS)
     grid = "".join(f"M0 {SIDE - unit}H{SIDE}" for unit in _units(np.array([place for place, _ in labels])))
     return Drawing(
@@ -140,12 +143,25 @@ def _line(line: Line, x: Axis, y: Axis, marked: bool) -> Iterator[str]:
             yield f'<path class="band" {style} d="M{"L".join([*there, *back])}Z"/>'
     places = y.place(line.values)
     runs = _runs(places)
-    if d := "".join(f"M{'L'.join(_points(at[run], places[run]))}" for run in runs if len(run) > 1):
+    if d := _strokes(at, places):
         yield f'<path class="line{" strong" if line.is_strong else ""}" {style} d="{d}"/>'
     alone = [run[0] for run in runs if len(run) == 1]
     if dots := [place for run in runs for place in run] if marked else alone:
         d = "".join(f"M{point}h0" for point in _points(at[dots], places[dots]))
         yield f'<path class="dots" {style} d="{d}"/>'
+
+
+def _trend(line: Line, x: Axis, y: Axis) -> Iterator[str]:
+    """Draw the moving mean of a long line above it; the style sheet pales a line before it."""
+    if len(line.steps) > TREND_FROM:
+        mean = replace(line, values=moving_mean(line.values, len(line.values) // TREND_WINDOWS), low=None, high=None)
+        mean = mean.thinned()
+        style = f'style="--c:var(--c{line.colour % COLOURS})"'
+        yield f'<path class="trend" {style} d="{_strokes(x.place(mean.steps), y.place(mean.values))}"/>'
+
+
+def _strokes(at: Float[np.ndarray, " N"], places: Float[np.ndarray, " N"]) -> str:
+    return "".join(f"M{'L'.join(_points(at[run], places[run]))}" for run in _runs(places) if len(run) > 1)
 
 
 def _runs(values: Float[np.ndarray, " N"]) -> list[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Keeps few of many points, so that a page of 20,000 steps stays small, and no peak is lost."""
+"""Keeps few of many points, so that a page of 20,000 steps stays small, and no peak is lost; and smooths many."""
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -27,3 +27,15 @@ def kept(values_N: Float[np.ndarray, " N"], buckets: int = BUCKETS) -> Int[np.nd
         if not gaps.all():
             found |= {int(places[low_N[here].argmin()]), int(places[high_N[here].argmax()])}
     return np.array(sorted(found))
+
+
+def moving_mean(values_N: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]:
+    """Average the known values in a window around each point, of which there is less at the ends; NaN where none is.
+
+    >>> moving_mean(np.array([0.0, 3.0, np.nan, 5.0]), 3).tolist()
+    [1.5, 1.5, 4.0, 5.0]
+    """
+    known_N, ones = ~np.isnan(values_N), np.ones(window)
+    sums_N = np.convolve(np.where(known_N, values_N, 0.0), ones, "same")
+    counts_N = np.convolve(known_N, ones, "same")
+    return np.where(counts_N > 0.5, sums_N / np.maximum(counts_N, 1.0), np.nan)
