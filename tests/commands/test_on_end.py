@@ -18,7 +18,7 @@ from tests.hosts.processes import REPOSITORY
 from tpu_grpo.commands.on_end import PeopleTold
 from tpu_grpo.commands.train import main
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.errors import Interrupted, LockstepError
+from tpu_grpo.errors import ConfigError, Interrupted, LockstepError
 from tpu_grpo.hosts import End, Hosts, here
 
 
@@ -147,6 +147,17 @@ def test_an_address_may_come_from_the_environment(
     monkeypatch.setenv("MY_CHAT", chats[0].address)
     end_by(config_of(tmp_path, "$MY_CHAT"), None)
     assert len(chats[0].posted) == 1
+
+
+def test_an_address_that_the_environment_lacks_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MY_CHAT", raising=False)
+    with (
+        pytest.raises(ConfigError, match=r"on_end=\$\{MY_CHAT\} needs the variable MY_CHAT, which the environment of"),
+        PeopleTold(config_of(tmp_path, "${MY_CHAT}")) as told,
+    ):
+        told.begin(Hosts())
 
 
 def test_files_of_another_run_are_not_told(tmp_path: Path, chats: list[Chat]) -> None:

@@ -6,6 +6,7 @@ of how the run ends.
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import DataError
+from tpu_grpo.errors import ConfigError, DataError
 from tpu_grpo.hosts import End, Hosts, here
 from tpu_grpo.metrics.run_files import BEST_FILE, METRICS_FILE, REPORT_FILE
 
@@ -45,8 +46,13 @@ class PeopleTold:
         self._due = False
 
     def begin(self, hosts: Hosts) -> None:
-        """From now on there is something to tell."""
+        """From now on there is something to tell.
+
+        Raises:
+            ConfigError: for a variable that the environment does not have.
+        """
         if hosts.is_first and self._config.logging.on_end is not None:
+            _address(self._config.logging.on_end)
             self._due = True
             here.at_end[NAME] = self.tell
 
@@ -109,9 +115,15 @@ def _line(config: RunConfig, end: End, steps: int | None, known: dict[str, Any])
 
 def _address(setting: str) -> str:
     """Return the setting, or for ``$NAME`` what the environment holds under that name."""
-    name = setting.strip()
-    found = os.environ.get(name[1:].strip("{}")) if name.startswith("$") else None
-    return found.strip() if found and found.strip().startswith(("http://", "https://")) else setting
+    if not (named := re.fullmatch(r"\$(\w+|\{\w+\})", setting.strip())):
+        return setting.strip()
+    name = named[1].strip("{}")
+    if not (found := os.environ.get(name, "").strip()):
+        raise ConfigError(
+            f"{NAME}={setting} needs the variable {name}, which the environment of host 0 does not have; set it to an "
+            "address or a command, or leave the setting out"
+        )
+    return found
 
 
 def _tell(where: str, config: RunConfig, told: dict[str, Any], seconds: float) -> None:
