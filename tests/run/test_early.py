@@ -9,6 +9,7 @@ import pytest
 from tpu_grpo.config import parse_config
 from tpu_grpo.errors import CheckpointError, ConfigError, DataError, RewardError, TpuGrpoError
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.run.earlier import finished
 from tpu_grpo.run.early import check_early
 
 ROWS = [{"problem": "1+1=", "answer": "2", "level": 1}, {"problem": "2+2=", "answer": "4", "level": 2}]
@@ -87,6 +88,7 @@ def test_where_the_run_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="run.dir must be a directory this process can write, got .*is no directory"):
         check(tmp_path, run={"dir": str(tmp_path / "file" / "run")})
+    assert finished(parse_config({"run": {"dir": str(tmp_path / "file" / "run")}}), Hosts()) is None  # asked before
     with pytest.raises(CheckpointError, match="checkpoint.resume=require needs a checkpoint"):
         check(tmp_path, checkpoint={"resume": "require"})
     (tmp_path / "run").mkdir()

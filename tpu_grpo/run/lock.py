@@ -138,7 +138,7 @@ def holder(directory: Path, *, guess: bool = False) -> Owner | None:
     path = directory / LOCK_FILE
     try:
         file = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     try:
         held = _is_held(file, fcntl.LOCK_SH)
