@@ -2,20 +2,15 @@
 
 import functools
 import hashlib
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import batched
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, UInt32
 
 from tpu_grpo.hosts.bit_sums import bit_sum
-
-SUMMED_TOGETHER = 16
-"""So many arrays of one shape and type one program sums: each alone takes a launch, all of them long to compile."""
+from tpu_grpo.hosts.leaf_numbers import leaf_numbers
 
 
 def params_digest(leaves: Mapping[str, jax.Array]) -> str:
@@ -32,23 +27,8 @@ def params_digest(leaves: Mapping[str, jax.Array]) -> str:
 
 
 def checksums(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
-    """Compute the `bit_sum` of every leaf, by name: weaker than a digest, but computed where the leaf is.
-
-    Each program is waited for: XLA's CPU backend aborts when many programs with collectives are under way.
-    """
-    alike: dict[Any, list[str]] = defaultdict(list)
-    for name in sorted(leaves):
-        alike[leaves[name].shape, leaves[name].dtype].append(name)
-    sums: dict[str, int] = {}
-    for names in (some for group in alike.values() for some in batched(group, SUMMED_TOGETHER)):
-        found = jax.device_get(_bit_sums([leaves[name] for name in names]))
-        sums |= dict(zip(names, map(int, found), strict=True))
-    return sums
-
-
-@jax.jit
-def _bit_sums(leaves: Sequence[Array]) -> list[UInt32[Array, ""]]:
-    return [bit_sum(leaf) for leaf in leaves]
+    """Compute the `bit_sum` of every leaf, by name: weaker than a digest, but computed where the leaf is."""
+    return {name: int(value) for name, value in leaf_numbers(bit_sum, leaves).items()}
 
 
 def whole(value: jax.Array) -> np.ndarray:

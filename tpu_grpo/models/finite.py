@@ -5,10 +5,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from tpu_grpo.errors import CheckpointError
+from tpu_grpo.hosts.leaf_numbers import leaf_numbers
 from tpu_grpo.models.messages import listed
 
 
@@ -18,20 +17,14 @@ def check_finite(model: nnx.Module, directory: Path) -> None:
     Raises:
         CheckpointError: naming the parameters that are not, by their paths in the model.
     """
-    leaves = jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
-    answers = {".".join(str(getattr(key, "key", key)) for key in path): _is_finite(leaf) for path, leaf in leaves}
-    if wrong := [name for name, finite in answers.items() if not bool(finite)]:
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    leaves = {".".join(map(str, path)): leaf.get_raw_value() for path, leaf in state}
+    answers = leaf_numbers(_all_finite, leaves)
+    if wrong := [name for name, finite in answers.items() if not finite]:
         raise CheckpointError(
             f"the weights in {directory} must be finite numbers, got NaN or infinity in {len(wrong)} of {len(answers)} "
             f"parameters: {listed(wrong)}; copy the checkpoint again, or take one that was saved before they came"
         )
-
-
-def _is_finite(leaf: jax.Array) -> jax.Array:
-    """Compute it where the parameter lies; every host gets the answer."""
-    mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
-    told = {} if mesh is None else {"out_shardings": NamedSharding(mesh, P())}
-    return jax.jit(_all_finite, **told)(leaf)
 
 
 def _all_finite(leaf: jax.Array) -> jax.Array:

@@ -175,8 +175,9 @@ class RunDirectory:
         if not start or not path.exists():
             return []
         before = read_json(path)
-        of_tokens = digest_of_tokens is not None and before.get("digest_of") != data.get("digest_of")
-        was, now = before["digest"], digest_of_tokens() if of_tokens else data["digest"]
+        was, now = before["digest"], data["digest"]
+        if digest_of_tokens is not None and before.get("digest_of") != data.get("digest_of"):
+            now = digest_of_tokens()
         if was == now:
             return []
         change = Change("data", f"digest {was[:16]}", f"digest {now[:16]}", "results")

@@ -1,0 +1,37 @@
+"""Numbers of many arrays, such as sums of their bits, each computed where its array lies."""
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from itertools import batched
+from typing import Any
+
+import jax
+import numpy as np
+
+TOGETHER = 16
+"""So many arrays of one shape and type one program looks at: each alone takes a launch, all of them long to compile."""
+
+Number = Callable[[jax.Array], jax.Array]
+"""Computes a scalar of an array."""
+
+
+def leaf_numbers(number: Number, leaves: Mapping[str, jax.Array]) -> dict[str, np.ndarray]:
+    """Compute a number of every leaf, by name; all hosts that hold the leaves must call it, and get all numbers.
+
+    Each program is waited for: XLA's CPU backend aborts when many programs with collectives are under way.
+    """
+    alike: dict[Any, list[str]] = defaultdict(list)
+    for name in sorted(leaves):
+        alike[leaves[name].shape, leaves[name].dtype].append(name)
+    found: dict[str, np.ndarray] = {}
+    for names in (some for group in alike.values() for some in batched(group, TOGETHER)):
+        values = jax.device_get(_of_each(number)([leaves[name] for name in names]))
+        found |= dict(zip(names, values, strict=True))
+    return found
+
+
+@functools.cache
+def _of_each(number: Number) -> Any:
+    """Make the program for several leaves; one for all calls, so that none is compiled twice."""
+    return jax.jit(lambda leaves: [number(leaf) for leaf in leaves])
