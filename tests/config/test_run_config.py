@@ -109,10 +109,18 @@ def test_the_cache_holds_one_whole_request(page_size: int, needed: int) -> None:
     sizes = ["data.max_prompt_tokens=100", "rollout.max_new_tokens=40", f"rollout.page_size={page_size}"]
     assert message(*sizes, f"rollout.kv_tokens={needed - 1}") == (
         f"rollout.kv_tokens must hold one whole request: >= {needed} tokens (data.max_prompt_tokens=100 + "
-        f"rollout.max_new_tokens=40, 2 spare, whole pages of {page_size}), got {needed - 1}; raise it or shorten "
-        "prompts or completions"
+        f"rollout.max_new_tokens=40, 2 spare, and 7 beside a prompt, whole pages of {page_size}), got {needed - 1}; "
+        "raise it or shorten prompts or completions"
     )
     assert load_config(None, [*sizes, f"rollout.kv_tokens={needed}"]).rollout.kv_tokens == needed
+
+
+def test_the_cache_takes_the_longest_prompt() -> None:
+    sizes = ["data.max_prompt_tokens=12", "rollout.max_new_tokens=4"]
+    assert "must hold one whole request: >= 19 tokens (data.max_prompt_tokens=12 + rollout.max_new_tokens=4" in message(
+        *sizes, "rollout.kv_tokens=18"
+    )
+    assert load_config(None, [*sizes, "rollout.kv_tokens=19"]).rollout.kv_tokens == 19
 
 
 def test_a_timeline_is_of_steps_that_come() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tpu_grpo.errors import CheckpointError
-from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer, stop_token_ids
+from tpu_grpo.models.tokenizers import TextStream, build_byte_tokenizer, load_tokenizer, stop_token_ids
 
 TOKENIZER = build_byte_tokenizer()
 PAD, END, SYSTEM, USER, ASSISTANT = range(256, 261)
@@ -164,3 +164,29 @@ def test_stop_tokens_that_are_no_ids_are_refused(directory: Path) -> None:
     (directory / "config.json").write_text('{"eos_token_id": ["</s>"]}')
     with pytest.raises(CheckpointError, match=r"config\.json must be a token id.*'</s>'"):
         stop_token_ids(TOKENIZER, directory)
+
+
+# --- text as it comes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["a€b", "née", "🙂🙂 ok", "plain . text ?", "", "ends in half \ufffd"])
+def test_text_comes_in_whole_characters_and_adds_up(text: str) -> None:
+    tokenizer = build_byte_tokenizer()
+    ids, stream = tokenizer.encode(text, add_special_tokens=False), TextStream(tokenizer)
+    parts = [stream.more(ids[:count], ended=False) for count in range(1, len(ids) + 1)]
+    assert all("\ufffd" not in part for part in parts)
+    assert "".join(parts) + stream.more(ids, ended=True) == text
+    assert stream.more(ids, ended=True) == ""
+
+
+def test_bytes_that_are_no_character_are_told_at_the_end_only() -> None:
+    tokenizer = build_byte_tokenizer()
+    ids, stream = [*tokenizer.encode("x"), *b"\xe2\x82"], TextStream(tokenizer)
+    assert stream.more(ids[:2], ended=False) == "x"
+    assert stream.more(ids, ended=False) == ""
+    assert stream.more(ids, ended=True) == tokenizer.decode(ids)[1:] != ""
+
+
+def test_tokens_that_end_an_answer_are_not_text() -> None:
+    tokenizer = build_byte_tokenizer()
+    assert TextStream(tokenizer).more([*tokenizer.encode("85"), 257], ended=True) == "85"

@@ -5,6 +5,7 @@ train.py     scripts/run.py, with dry_run.py for --dry-run; on_end.py tells peop
 evaluate.py  scripts/eval.py, with checkpoint_evaluation.py for the work
 export.py    scripts/export.py, with checkpoint_export.py for the work
 report.py    scripts/report.py
+sample.py    scripts/sample.py, with naming.py, talking.py, chat.py and answers.py for the work
 data.py      scripts/data.py, with preview.py for the work
 rewards.py   scripts/rewards.py
 plan.py      scripts/plan.py

@@ -16,6 +16,7 @@ COMMANDS = {
     "eval": ("evaluate", "evaluate a checkpoint of a run on held-out prompts, without training"),
     "export": ("export", "write the model of a checkpoint as a Hugging Face directory"),
     "report": ("report", "write a page that shows a run, or compares several; also while they go on"),
+    "sample": ("sample", "let the model of a run, an export or any other answer prompts, or talk"),
     "data": ("data", "show the first prompts of a config as the model will see them"),
     "rewards": ("rewards", "try the rewards of a config on completions of a file"),
     "launch": ("launch", "run on a Cloud TPU slice: create, setup, run, status, logs, stop, delete, babysit"),

@@ -41,7 +41,7 @@ from tpu_grpo.config.learning import (
 )
 from tpu_grpo.config.listing import settings
 from tpu_grpo.config.loading import changed_config, load_config, parse_config
-from tpu_grpo.config.rules import CACHE_MARGIN_TOKENS
+from tpu_grpo.config.rules import CACHE_MARGIN_TOKENS, PROMPT_MARGIN_TOKENS
 from tpu_grpo.config.run_config import MICRO_BATCHES, RunConfig
 from tpu_grpo.config.section import Section, parse_layers
 from tpu_grpo.config.sections import (
@@ -65,6 +65,7 @@ __all__ = [
     "GYM",
     "HUB",
     "MICRO_BATCHES",
+    "PROMPT_MARGIN_TOKENS",
     "AdvantageName",
     "AlgorithmSection",
     "CheckpointSection",

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
 
 CACHE_MARGIN_TOKENS = 2
 """sglang-jax cuts a completion short when the cache has fewer tokens than this beside it."""
+PROMPT_MARGIN_TOKENS = 7
+"""sglang-jax takes another prompt in the place of one beside which the cache has fewer tokens than this."""
 
 
 def _batches_divide(config: "RunConfig") -> None:
@@ -44,12 +46,13 @@ def _rewards_fit_together(config: "RunConfig") -> None:
 
 def _cache_fits(config: "RunConfig") -> None:
     rollout, page = config.rollout, config.rollout.page_size
-    needed = -(-(config.context_tokens + CACHE_MARGIN_TOKENS) // page) * page
+    tokens = max(config.context_tokens + CACHE_MARGIN_TOKENS, config.data.max_prompt_tokens + PROMPT_MARGIN_TOKENS)
+    needed = -(-tokens // page) * page
     if rollout.kv_tokens is not None and rollout.kv_tokens < needed:
         raise ValueError(
             f"rollout.kv_tokens must hold one whole request: >= {needed} tokens (data.max_prompt_tokens="
             f"{config.data.max_prompt_tokens} + rollout.max_new_tokens={rollout.max_new_tokens}, "
-            f"{CACHE_MARGIN_TOKENS} spare, whole pages of {page}), got "
+            f"{CACHE_MARGIN_TOKENS} spare, and {PROMPT_MARGIN_TOKENS} beside a prompt, whole pages of {page}), got "
             f"{rollout.kv_tokens}; raise it or shorten prompts or completions"
         )
 

@@ -11,7 +11,7 @@ Text that happens to spell a marker is read as that marker, as with every chat t
 with ``split_special_tokens=True`` reads it byte by byte instead.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import cast
@@ -26,6 +26,8 @@ from tpu_grpo.models.json_files import read_json
 
 PAD, END = "<pad>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
+REPLACEMENT = "\ufffd"
+"""Stands in a text for bytes that are no character, or not all of one."""
 _MARKERS = tuple(f"<|im_start|>{role}" for role in ROLES)
 _RESERVED = tuple(f"<|reserved_{i}|>" for i in range(3))  # 256 + 8: a vocabulary that 2, 4 and 8 devices can split
 
@@ -109,6 +111,26 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerFast, directory: Path | str) ->
         if (path := Path(directory) / name).is_file():
             found.update(_ends_in(path))
     return tuple(sorted(found))
+
+
+class TextStream:
+    """Tells the text of tokens as they come; what was told stays as it is.
+
+    A character whose bytes have not all come is held back. The parts together are the text of all tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast):
+        self._tokenizer = tokenizer
+        self._told = ""
+
+    def more(self, token_ids: Sequence[int], *, ended: bool) -> str:
+        """Return what is new in the text of all tokens so far."""
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        if not ended:
+            text = text.rstrip(REPLACEMENT)
+        assert text.startswith(self._told), f"the tokenizer took back what it had told: {self._told!r}, now {text!r}"
+        new, self._told = text[len(self._told) :], text
+        return new
 
 
 def _ends_in(path: Path) -> Iterator[int]:

@@ -11,12 +11,15 @@ drawing.py      which of them a step samples, by what the history.py knows
 opening.py      all of it, from the config
 """
 
+from tpu_grpo.prompts.messages import record_of
 from tpu_grpo.prompts.opening import open_evaluation_prompts, open_prompts
 from tpu_grpo.prompts.rendering import PromptRenderer
 from tpu_grpo.prompts.sources import Source, read_records
 from tpu_grpo.prompts.stream import Part, PromptStream, prompts_digest
+from tpu_grpo.prompts.turns import Message
 
 __all__ = [
+    "Message",
     "Part",
     "PromptRenderer",
     "PromptStream",
@@ -25,4 +28,5 @@ __all__ = [
     "open_prompts",
     "prompts_digest",
     "read_records",
+    "record_of",
 ]

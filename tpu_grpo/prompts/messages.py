@@ -90,6 +90,23 @@ class Conversation:
         return messages
 
 
+def record_of(text: str, known: Record, data: DataSection) -> dict[str, Any]:
+    """Make the record whose prompt a text is: it fills the one column of the template that is not known.
+
+    Raises:
+        ConfigError: when no column is left, or several are.
+    """
+    if data.messages is not None:
+        return {**known, data.messages: [{"role": "user", "content": text}]}
+    left = [name for name in Template("data.prompt_template", data.prompt_template).fields if name not in known]
+    if len(left) != 1:
+        raise ConfigError(
+            f"a prompt must be what one column of data.prompt_template={data.prompt_template!r} is left for, got "
+            f"{', '.join(left) or 'none'}; give the other columns, and no more, with --column name=value"
+        )
+    return {**known, left[0]: text}
+
+
 class Template:
     """A Template is a Python format string over columns, checked once.
 
@@ -106,6 +123,11 @@ class Template:
     def only_column(self) -> str | None:
         """Return the column that is the whole template, such as question of ``{question}``; None for any other."""
         return self._fields[0] if len(self._fields) == 1 and self._text == f"{{{self._fields[0]}}}" else None
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The columns that it uses."""
+        return self._fields
 
     def fill(self, record: Record, where: str) -> str:
         """Return the text for a record, which errors call ``where``.

@@ -7,7 +7,7 @@ serving.py           a batch of requests on all replicas: dealt, advanced from o
 dealing.py           which replica serves which group, and in which order
 engine.py            one engine: build it, install weights, generate, release
 options.py           the sizes and settings of an engine
-generation.py        a batch of requests while an engine serves it
+generation.py        a batch of requests while an engine serves it;  streaming.py: told of after every launch
 scheduler.py         sglang-jax's scheduler, stepped on the calling thread; quiet_scheduler.py: without its server
 decode_loop.py       several decode steps in one launch;  reservation.py: their cache slots
 decisions.py         what an engine decided and sampled, as a digest

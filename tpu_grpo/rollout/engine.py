@@ -20,6 +20,7 @@ from jaxtyping import Array
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.server_args import ServerArgs
 
+from tpu_grpo.config import PROMPT_MARGIN_TOKENS
 from tpu_grpo.errors import RequestError
 from tpu_grpo.rollout import repairs
 from tpu_grpo.rollout.dealing import expected_tokens, make_groups, places_for
@@ -236,7 +237,7 @@ class Engine:
                 f"request {index}: {prompt} prompt tokens and max_new_tokens={new} exceed the engine's context of "
                 f"{options.context_tokens}; shorten the prompt or raise data.max_prompt_tokens"
             )
-        needed = options.tokens_of_request(prompt + new)
+        needed = max(options.tokens_of_request(prompt + new), prompt + PROMPT_MARGIN_TOKENS)
         if needed > options.cache_tokens:
             raise RequestError(
                 f"request {index}: {prompt} prompt tokens and max_new_tokens={new} need {needed} cache tokens, the "

@@ -8,6 +8,7 @@ held. Time is counted in decode steps, which are the same on every machine.
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from tpu_grpo.rollout.dealing import Group, Load
 from tpu_grpo.rollout.running import RunningRequest
@@ -18,6 +19,14 @@ POLL_SECONDS = 0.0002
 """While no engine is ready, this long passes between two looks."""
 Finished = Callable[[int, Completion], None]
 """Is told the index of a request and its completion, once, as soon as it has ended; on the thread that generates."""
+
+
+class Partial(NamedTuple):
+    """Holds what there is of an answer."""
+
+    token_ids: Sequence[int]
+    completion: Completion | None
+    """The whole completion, once it has ended."""
 
 
 class Generation:
@@ -104,6 +113,23 @@ class Generation:
             for index, completion in ended.items():
                 self._finished(index, completion)
         return going_on
+
+    def partial(self, index: int) -> Partial:
+        """Return what there is of a request's answer; nothing of one that has not been started."""
+        if (completion := self.completions.get(index)) is not None:
+            return Partial(completion.token_ids.tolist(), completion)
+        running = self._running.get(index)
+        return Partial(() if running is None else list(running.req.output_ids), None)
+
+    def cancel(self) -> None:
+        """Let every request end with the tokens that it has after the launch in flight, and start no other.
+
+        The scheduler takes each for one that has reached its last token; ``advance`` still has to be called.
+        """
+        self._held.clear()
+        self._followers.clear()
+        for running in self._running.values():
+            running.req.sampling_params.max_new_tokens = 1
 
     def pause(self, point: int) -> Load:
         """Say at an agreed point what there is to do; an engine that had nothing to do before it was idle until now."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tpu_grpo.config import CACHE_MARGIN_TOKENS, RunConfig
+from tpu_grpo.config import CACHE_MARGIN_TOKENS, PROMPT_MARGIN_TOKENS, RunConfig
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.rollout.attention import AttentionName
 from tpu_grpo.rollout.experts import ExpertsName
@@ -83,11 +83,15 @@ class EngineOptions:
         """Size of the KV cache in tokens, rounded down to whole pages."""
         if self.kv_tokens is not None:
             return self.kv_tokens // self.page_size * self.page_size
-        return self.max_running_requests * self.tokens_of_request(self.context_tokens)
+        longest_prompt = self._whole_pages(self.context_tokens - 1 + PROMPT_MARGIN_TOKENS)
+        return max(self.max_running_requests * self.tokens_of_request(self.context_tokens), longest_prompt)
 
     def tokens_of_request(self, tokens: int) -> int:
         """Return the cache tokens that a request of ``tokens`` needs, with the library's margin, in whole pages."""
-        return -(-(tokens + CACHE_MARGIN_TOKENS) // self.page_size) * self.page_size
+        return self._whole_pages(tokens + CACHE_MARGIN_TOKENS)
+
+    def _whole_pages(self, tokens: int) -> int:
+        return -(-tokens // self.page_size) * self.page_size
 
 
 def choose_attention(name: Literal["auto", "flash", "gather", "native"], platform: str) -> AttentionName:

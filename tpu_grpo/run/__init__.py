@@ -8,6 +8,7 @@ engines.py       engines that take the trainer's parameters
 probe.py         proof that engines and trainer hold the same policy
 failures.py      an update whose loss or gradient is not finite, kept;  replay.py: done again
 saved.py         a checkpoint that a user names, and its policy;  exporting.py: a policy leaves for others to load
+answering.py     a model that answers the prompts of people
 timeline.py      what host and devices do in chosen steps, recorded
 directory.py     run.dir: made, continued, or moved aside
 earlier.py       what lies there before the start: a run that is done, that goes on, or another one
