@@ -33,12 +33,14 @@ def test_tokens_are_ids_with_their_texts() -> None:
 
 @pytest.mark.parametrize(("lengths", "found"), [([5, 1, 3], (1, 3, 5)), ([4, 1, 3, 2], (1, 3, 4)), ([2], (2, 2, 2))])
 def test_lengths(lengths: list[int], found: tuple[int, int, int]) -> None:
-    assert Lengths.of([Prompt("", (0,) * n) for n in lengths]) == Lengths(*found, of=len(lengths))
+    assert Lengths.of([Prompt("", (0,) * n) for n in lengths]) == Lengths(*found, measured=len(lengths))
 
 
 def test_of_many_prompts_some_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tpu_grpo.commands.preview.MEASURED", 3)
-    assert Lengths.of([Prompt("", (0,) * n) for n in range(1, 10)]) == Lengths(1, 4, 7, of=3)  # 1, 4 and 7 of 1 to 9
+    assert Lengths.of([Prompt("", (0,) * n) for n in range(1, 10)]) == Lengths(
+        1, 4, 7, measured=3
+    )  # 1, 4 and 7 of 1 to 9
 
 
 def test_a_value_is_one_short_line() -> None:

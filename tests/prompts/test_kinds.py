@@ -19,7 +19,7 @@ needs_datasets = pytest.mark.skipif(
 
 
 def read(path: Path | str, use: Any = "train", setting: str = "data.path", **reading: Any) -> list[dict[str, Any]]:
-    return read_records(Source(str(path), ReadingSection(**reading), use, setting))
+    return [dict(record) for record in read_records(Source(str(path), ReadingSection(**reading), use, setting))]
 
 
 def message(error: type[TpuGrpoError], path: Path | str, **reading: Any) -> str:

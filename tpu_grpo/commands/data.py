@@ -74,8 +74,8 @@ def _sources(preview: "Preview") -> Table:
         lengths = Lengths.of(prompts)
         shown = (lengths.shortest, lengths.median, lengths.longest)
         table.add_row(name, str(len(prompts)), dropped, weight, *map(str, shown))
-        if lengths.of < len(prompts):
-            table.caption = f"lengths of {lengths.of} prompts, spread evenly"
+        if lengths.measured < len(prompts):
+            table.caption = f"lengths of {lengths.measured} prompts, spread evenly"
     return table
 
 

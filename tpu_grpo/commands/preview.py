@@ -43,7 +43,7 @@ class Lengths:
     shortest: int
     median: int
     longest: int
-    of: int
+    measured: int
     """So many prompts were measured, spread evenly over all."""
 
     @classmethod

@@ -41,7 +41,7 @@ def config_from_words(words: Sequence[str]) -> RunConfig:
     """
     if words and "=" not in words[0]:
         return load_config(Path(words[0]), list(words[1:]))
-    given = dict(word.partition("=")[::2] for word in words)
+    given = {name: value for name, _, value in (word.partition("=") for word in words)}
     if any(not given.get(name, BUILTIN).strip("'\" ").startswith(BUILTIN) for name in DEMO_NEEDS):
         return load_config(None, list(words))
     if not DEFAULT_CONFIG.is_file():
