@@ -152,7 +152,9 @@ def _post(address: str, data: bytes, seconds: float) -> str:
         except urllib.error.HTTPError as error:
             answer.append(f"{shown} answered {error.code} {error.reason}")
         except (OSError, HTTPException, ValueError) as error:
-            answer.append(f"{shown} did not take it: {getattr(error, 'reason', None) or type(error).__name__}")
+            reason = getattr(error, "reason", None)
+            if not isinstance(reason or error, TimeoutError):  # that is what no answer means
+                answer.append(f"{shown} did not take it: {reason or type(error).__name__}")
 
     thread = threading.Thread(target=post, daemon=True)  # a server that answers a byte at a time meets no timeout
     thread.start()
