@@ -46,14 +46,16 @@ class Location:
     @property
     def suffix(self) -> str:
         """Return what says how the file is read: .jsonl of train.jsonl.gz."""
-        stem = self.name.partition("?")[0] if self.is_remote else self.name
-        return os.path.splitext(stem.removesuffix(self.packed))[1]
+        return os.path.splitext(self._without_query.removesuffix(self.packed))[1]
 
     @property
     def packed(self) -> str:
         """Return the suffix of the compression, or an empty text."""
-        stem = self.name.partition("?")[0] if self.is_remote else self.name
-        return next((suffix for suffix in PACKED if stem.endswith(suffix)), "")
+        return next((suffix for suffix in PACKED if self._without_query.endswith(suffix)), "")
+
+    @property
+    def _without_query(self) -> str:
+        return self.name.partition("?")[0] if self.is_remote else self.name
 
     def open(self) -> IO[bytes]:
         """Open the content, unpacked, as a file that is here: the file itself, or a temporary copy.

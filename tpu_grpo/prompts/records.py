@@ -11,6 +11,7 @@ All are checked when they are opened: what cannot be read is said at the start o
 import json
 import os
 import tempfile
+from abc import abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,9 +34,9 @@ ROWS = 1000
 class Lazy(Sequence[Record]):
     """A sequence of records that reads each one when it is asked for; equal to any sequence of equal records."""
 
+    @abstractmethod
     def at(self, index: int) -> Record:
         """Read one record, of an index that is there."""
-        raise NotImplementedError
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from tpu_grpo.config import BUILTIN_TASK, DataSection, RewardSpec, RunConfig
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.metrics.run_files import CHECKPOINTS_DIR
+from tpu_grpo.metrics.run_files import CHECKPOINTS_DIR, saved_steps
 from tpu_grpo.prompts.messages import Conversation
 from tpu_grpo.prompts.opening import with_template
 from tpu_grpo.prompts.records import Record
@@ -18,7 +18,7 @@ from tpu_grpo.prompts.sources import Source, glance
 from tpu_grpo.rewards import load_reward
 from tpu_grpo.run.earlier import changes_since, check_required, must_move
 from tpu_grpo.run.model import check_checkpoint
-from tpu_grpo.run.sharing import first_does, saved_steps
+from tpu_grpo.run.sharing import first_does
 
 
 def check_early(config: RunConfig, hosts: Hosts) -> None:
