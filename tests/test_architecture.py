@@ -17,10 +17,12 @@ import pytest
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 LEVELS = (
+    {"episode"},
+    {"completion"},
     {"types", "errors"},
     {"config", "plugins"},
-    {"tasks", "hosts", "metrics", "families", "algorithms", "launching", "thresholds"},
-    {"models", "prompts", "rollout", "rewards", "weights", "learner", "report"},
+    {"tasks", "hosts", "metrics", "families", "algorithms", "launching", "thresholds", "workers"},
+    {"models", "prompts", "rollout", "rewards", "environments", "weights", "learner", "report"},
     {"evaluation", "tunix_loop"},
     {"run"},
     {"pipeline", "planning"},

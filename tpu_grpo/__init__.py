@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tpu_grpo.api import start, train
     from tpu_grpo.config import RunConfig, load_config, parse_config
+    from tpu_grpo.episode import Episode, Turn
     from tpu_grpo.errors import (
         CheckpointError,
         ConfigError,
         DataError,
         DiskError,
+        EpisodeError,
         Interrupted,
         LaunchError,
         LockstepError,
@@ -55,6 +57,8 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DiskError",
+    "Episode",
+    "EpisodeError",
     "Figure",
     "Interrupted",
     "LaunchError",
@@ -74,6 +78,7 @@ __all__ = [
     "Scores",
     "SyncResult",
     "TpuGrpoError",
+    "Turn",
     "UpdateResult",
     "WeightsError",
     "load_config",
@@ -82,7 +87,11 @@ __all__ = [
     "train",
 ]
 
-_HOMES = {"train": "api", "start": "api", "RunConfig": "config", "load_config": "config", "parse_config": "config"}
+_HOMES = {
+    **dict.fromkeys(("train", "start"), "api"),
+    **dict.fromkeys(("RunConfig", "load_config", "parse_config"), "config"),
+    **dict.fromkeys(("Episode", "Turn"), "episode"),
+}
 """Modules of the names that are neither an error nor a record of a stage."""
 
 

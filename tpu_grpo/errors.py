@@ -43,6 +43,12 @@ class RewardError(TpuGrpoError, RuntimeError):
     exit_code = 2
 
 
+class EpisodeError(TpuGrpoError, RuntimeError):
+    """An environment that cannot be loaded, or that failed in a conversation."""
+
+    exit_code = 2
+
+
 class RequestError(TpuGrpoError, ValueError):
     """A generation request the engine can never serve: empty, too long, or larger than its cache."""
 

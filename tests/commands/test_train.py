@@ -219,6 +219,7 @@ CODES = {
     errors.CheckpointError: 2,
     errors.DataError: 2,
     errors.RewardError: 2,
+    errors.EpisodeError: 2,
     errors.RequestError: 2,
     errors.WeightsError: 2,
     errors.NonFiniteError: 1,

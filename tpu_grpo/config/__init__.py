@@ -6,6 +6,7 @@
     learning.py     the settings of algorithm and optimizer
     choosing.py     the settings of which prompts are sampled and learnt from
     data.py         the settings of data, rewards and evaluation
+    environment.py  the settings of environments: tools and turns
     run_config.py   all sections together, and the sizes derived from them
     effects.py      what a setting that is changed while a run is continued does to its results
     rules.py        what must hold between settings of different sections
@@ -31,6 +32,7 @@ from tpu_grpo.config.data import (
     check_rewards,
 )
 from tpu_grpo.config.effects import EFFECTS, Effect, effect_of, listed_name
+from tpu_grpo.config.environment import EnvironmentSection
 from tpu_grpo.config.learning import (
     AdvantageName,
     AlgorithmSection,
@@ -71,6 +73,7 @@ __all__ = [
     "CheckpointSection",
     "DataSection",
     "Effect",
+    "EnvironmentSection",
     "EvaluationSection",
     "ExportSection",
     "HostsSection",

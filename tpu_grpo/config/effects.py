@@ -18,6 +18,7 @@ _NONE = """
 run.name run.dir run.max_steps run.compilation_cache
 rollout.release_during_update
 rewards[i].workers rewards[i].early rewards[i].timeout rewards[i].recycle rewards[i].memory_gb rewards[i].deterministic
+environment.workers environment.timeout environment.memory_gb environment.recycle
 meshes.sync_temporary_mib meshes.probe_every meshes.probe_bound
 hosts.coordinator hosts.index hosts.check hosts.start_timeout_seconds hosts.lost_timeout_seconds
 checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.resume checkpoint.allow_changes
@@ -30,6 +31,7 @@ _ROUNDING = """
 model.attention model.remat
 rollout.attention rollout.experts rollout.max_running_requests rollout.kv_tokens rollout.page_size
 rollout.prefill_tokens rollout.prefix_cache rollout.batch_paddings rollout.steps_per_launch
+environment.tool_steps
 algorithm.row_tokens algorithm.micro_batch_prompts
 meshes.layout meshes.trainer.fsdp meshes.trainer.tp meshes.sampler.tensor meshes.sampler.shard_vocab
 hosts.count
@@ -46,6 +48,9 @@ data.chat_template data.thinking data.prompts_per_step data.max_prompt_tokens da
 data.dynamic.extra data.dynamic.rounds data.pools.edges data.pools.weights data.retire.at data.retire.times
 data.pass_rate
 rollout.temperature rollout.top_k rollout.top_p rollout.min_p rollout.max_new_tokens rollout.kv_dtype
+environment.name environment.options environment.max_turns environment.max_turn_tokens
+environment.max_observation_tokens environment.tool_format environment.on_error environment.error_value
+environment.turn_credit
 rewards rewards[i].name rewards[i].label rewards[i].weight rewards[i].options rewards[i].only_if rewards[i].on_error
 rewards[i].error_value rewards[i].messages
 algorithm.preset algorithm.name algorithm.options algorithm.group_size algorithm.beta algorithm.iterations

@@ -7,6 +7,7 @@ from pydantic import model_validator
 
 from tpu_grpo.config.data import DataSection, EvaluationSection, RewardSpec
 from tpu_grpo.config.dialect import Dumper
+from tpu_grpo.config.environment import EnvironmentSection
 from tpu_grpo.config.learning import AlgorithmSection, OptimizerSection, UpdateSection
 from tpu_grpo.config.rules import RULES
 from tpu_grpo.config.section import Section
@@ -33,6 +34,7 @@ class RunConfig(Section):
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     rollout: RolloutSection = RolloutSection()
+    environment: EnvironmentSection = EnvironmentSection()
     rewards: tuple[RewardSpec, ...] = (RewardSpec(name="exact_answer"),)
     """Score completions with these rewards, summed with their weights."""
     algorithm: AlgorithmSection = AlgorithmSection()
