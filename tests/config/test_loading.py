@@ -64,7 +64,7 @@ def test_loading_the_same_overrides_twice_gives_equal_configs() -> None:
         (
             "foo.bar=1",
             "foo is not a setting (got {'bar': 1}); known sections: run, model, data, rollout, environment, algorithm, "
-            "update, meshes, hosts, checkpoint, evaluation, export, logging, rewards",
+            "optimizer, update, meshes, hosts, checkpoint, evaluation, export, logging, rewards",
         ),
         (
             "hosts.zzzzzzzzz=1",
