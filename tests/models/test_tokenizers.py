@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tpu_grpo.errors import CheckpointError
-from tpu_grpo.models.tokenizers import TextStream, build_byte_tokenizer, load_tokenizer, stop_token_ids
+from tpu_grpo.models.tokenizers import (
+    TextStream,
+    build_byte_tokenizer,
+    build_tool_tokenizer,
+    load_tokenizer,
+    stop_token_ids,
+)
 
 TOKENIZER = build_byte_tokenizer()
 PAD, END, SYSTEM, USER, ASSISTANT = range(256, 261)
@@ -68,6 +74,54 @@ def test_whole_conversation() -> None:
 def test_unknown_role_is_refused() -> None:
     with pytest.raises(Exception, match="roles are system, user and assistant, got tool"):
         TOKENIZER.apply_chat_template([{"role": "tool", "content": "x"}])
+
+
+def tool(name: str, *parameters: str) -> dict[str, object]:
+    properties = {each: {"type": "integer"} for each in parameters}
+    return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+
+
+def test_conversation_with_a_tool() -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 47, "b": 38}}}
+    messages = [
+        {"role": "user", "content": "47+38="},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "85"},
+        {"role": "assistant", "content": "85"},
+    ]
+    tokenizer = build_tool_tokenizer()
+    ids = tokenizer.apply_chat_template(messages, tools=[tool("add", "a", "b")])
+    answers, begins, ends = 261, 262, 263
+    first = [answers, *b"add(a,b)", USER, *b"47+38="]
+    assert ids == [
+        *(*first, ASSISTANT, begins, *b"add(47,38)", ends, END),
+        *(answers, *b"85", ASSISTANT, *b"85", END),
+    ]
+    asked = tokenizer.apply_chat_template(messages[:1], tools=[tool("add", "a", "b")], add_generation_prompt=True)
+    assert (asked, len(tokenizer)) == ([*first, ASSISTANT], 264)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "written"),
+    [
+        ({"a": 1, "b": "x\n"}, '1,"x\\n"'),
+        ({"b": 2, "a": 1}, "b=2,a=1"),
+        ({"a": 1, "c": 3, "b": 2}, "1,c=3,b=2"),
+        ({}, ""),
+    ],
+)
+def test_arguments_out_of_order_are_named(arguments: dict[str, object], written: str) -> None:
+    calls = [{"function": {"name": "f", "arguments": arguments}}]
+    messages = [{"role": "assistant", "content": "", "tool_calls": calls}]
+    tools = [tool("g", "b"), tool("f", "a", "b", "c")]
+    text = build_tool_tokenizer().apply_chat_template(messages, tools=tools, tokenize=False)
+    listed = "<|im_start|>toolg(b)<|im_start|>toolf(a,b,c)"
+    assert text == f"{listed}<|im_start|>assistant<|call|>f({written})<|end_call|><|im_end|>"
+
+
+def test_without_tools_both_templates_write_the_same() -> None:
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    assert build_tool_tokenizer().apply_chat_template(messages) == TOKENIZER.apply_chat_template(messages)
 
 
 def test_saved_tokenizer_loads_the_same(directory: Path) -> None:

@@ -9,6 +9,12 @@ prompts stay short:
 
 Text that happens to spell a marker is read as that marker, as with every chat template that goes through text. A call
 with ``split_special_tokens=True`` reads it byte by byte instead.
+
+The second one knows tools. It lists each in a message of its own, and calls are written as in Python:
+
+    "<|im_start|>tooladd(a,b)<|im_start|>user47+38=<|im_start|>assistant"      17 tokens
+    and the model's answer is "<|call|>add(47,38)<|end_call|><|im_end|>"       13 tokens
+    then come "<|im_start|>tool85<|im_start|>assistant" and "85<|im_end|>"     4 and 3 tokens
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,6 +36,7 @@ REPLACEMENT = "\ufffd"
 """Stands in a text for bytes that are no character, or not all of one."""
 _MARKERS = tuple(f"<|im_start|>{role}" for role in ROLES)
 _RESERVED = tuple(f"<|reserved_{i}|>" for i in range(3))  # 256 + 8: a vocabulary that 2, 4 and 8 devices can split
+_FOR_TOOLS = ("<|im_start|>tool", "<|call|>", "<|end_call|>")  # in place of the reserved ones, so that it stays 256 + 8
 
 # A marker opens a message; only the assistant's is closed, because that is what the model has to learn to write.
 CHAT_TEMPLATE = (
@@ -43,6 +50,34 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
 )
 
+# Arguments are written by position as far as they stand in the order of the tool's parameters, and by name from there.
+TOOL_CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}"
+    "{{ '<|im_start|>tool' + tool.function.name + '(' + tool.function.parameters.properties | join(',') + ')' }}"
+    "{% endfor %}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
+    "{{ raise_exception('roles are system, user, assistant and tool, got ' + message['role']) }}"
+    "{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + (message['content'] or '') }}"
+    "{% for call in message.tool_calls or [] %}"
+    "{% set f = call.function if call.function else call %}"
+    "{% set known = namespace(names=[], named=false) %}"
+    "{% for tool in tools or [] if tool.function.name == f.name %}"
+    "{% set known.names = tool.function.parameters.properties | list %}"
+    "{% endfor %}"
+    "{{ '<|call|>' + f.name + '(' }}"
+    "{% for name, value in f.arguments.items() %}"
+    "{% set known.named = known.named or known.names[loop.index0] != name %}"
+    "{{ ('' if loop.first else ',') + (name + '=' if known.named else '') + value | tojson }}"
+    "{% endfor %}"
+    "{{ ')<|end_call|>' }}"
+    "{% endfor %}"
+    "{% if message['role'] == 'assistant' %}{{ '<|im_end|>' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif %}"
+)
+
 
 def build_byte_tokenizer() -> PreTrainedTokenizerFast:
     """Build a tokenizer of 264 tokens: 256 bytes, padding, the end of a turn, three role markers, three reserved.
@@ -50,6 +85,18 @@ def build_byte_tokenizer() -> PreTrainedTokenizerFast:
     Decoding what was encoded gives the text back, whatever it is (apart from markers, see the module). ``<|im_end|>``
     is the end token; padding is a token of its own.
     """
+    return _byte_tokenizer((*_MARKERS, *_RESERVED), CHAT_TEMPLATE)
+
+
+def build_tool_tokenizer() -> PreTrainedTokenizerFast:
+    """Build a tokenizer like that of `build_byte_tokenizer`, whose chat template knows tools.
+
+    The three reserved tokens are the marker of the role tool, and what opens and closes a call.
+    """
+    return _byte_tokenizer((*_MARKERS, *_FOR_TOOLS), TOOL_CHAT_TEMPLATE)
+
+
+def _byte_tokenizer(markers: tuple[str, ...], chat_template: str) -> PreTrainedTokenizerFast:
     bytes_in_order = bytes_to_unicode()
     vocabulary = {bytes_in_order[byte]: byte for byte in range(256)}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -58,15 +105,15 @@ def build_byte_tokenizer() -> PreTrainedTokenizerFast:
         add_prefix_space=False, use_regex=False
     )
     core.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
-    core.add_special_tokens([PAD, END, *_MARKERS, *_RESERVED])
+    core.add_special_tokens([PAD, END, *markers])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,
         eos_token=END,
-        additional_special_tokens=[*_MARKERS, *_RESERVED],
+        additional_special_tokens=list(markers),
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template
     return tokenizer
 
 
