@@ -101,15 +101,15 @@ class Rollout:
 
     @property
     def mean_tokens(self) -> tuple[float, ...]:
-        """The mean length of every prompt's completions."""
-        lengths = [len(c.token_ids) for c in self.completions]
+        """The mean of the sampled tokens of every prompt's completions."""
+        lengths = [c.sampled_tokens for c in self.completions]
         starts = range(0, len(lengths), self.group_size)
         return tuple(sum(lengths[start : start + self.group_size]) / self.group_size for start in starts)
 
     @property
     def total_tokens(self) -> int:
         """Sampled tokens over all rows."""
-        return sum(len(c.token_ids) for c in self.completions)
+        return sum(c.sampled_tokens for c in self.completions)
 
     def rows_of(self, prompts: Sequence[int]) -> list[int]:
         """List the rows of some of the prompts, by their numbers in the batch."""

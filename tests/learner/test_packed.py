@@ -1,8 +1,9 @@
-"""Packed rows give the loss and the gradient of padded ones: every family, adapters, experts, a KL penalty.
+"""Packed rows give the loss and the gradient of padded ones: every family, experts, adapters and turns, a KL penalty.
 
 What is compared to is Tunix's forward pass over one sequence a row, padded on both sides, with whole logits.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,16 @@ def sequences() -> dict[str, Any]:
     return {"prompts": prompts, "completions": completions, "advantages": rng.normal(size=len(LENGTHS))}
 
 
+def with_answers(sequences: dict[str, Any]) -> dict[str, Any]:
+    """The same, with some tokens of the longer completions not sampled, but answered by an environment."""
+    answered = [np.isin(np.arange(count), (1, 2, 6)) & (count > 4) for _, count in LENGTHS]
+    completions = [
+        replace(completion, sampled=~mask, logprobs=np.where(mask, np.float32(0), completion.logprobs))
+        for completion, mask in zip(sequences["completions"], answered, strict=True)
+    ]
+    return {**sequences, "completions": completions}
+
+
 def packed_table(lines: list[np.ndarray], packing: Packing) -> jax.Array:
     table = np.zeros((packing.count, SHAPE.tokens), np.float32)
     for line, (prompt, count), row, start in zip(lines, LENGTHS, packing.rows, packing.starts, strict=True):
@@ -73,8 +84,10 @@ def padded_gradient(model: Any, kind: Any, sequences: Any, settings: LossSetting
     prompts, completions, advantages = sequences.values()
     ids = np.array([[PAD] * (7 - len(p)) + p for p in prompts])
     answers = np.array([[*c.token_ids, *[PAD] * (12 - len(c.token_ids))] for c in completions])
-    counts = np.array([len(c.token_ids) for c in completions])
-    weights = token_weights(counts, "sequence-mean-token-mean", 12)[:, None] * (np.arange(12) < counts[:, None])
+    sampled = np.zeros((len(LENGTHS), 12), bool)
+    for line, completion in zip(sampled, completions, strict=True):
+        line[: len(completion.token_ids)] = True if completion.sampled is None else completion.sampled
+    weights = token_weights(sampled.sum(axis=1), "sequence-mean-token-mean", 12)[:, None] * sampled
     old = jnp.asarray([np.pad(c.logprobs, (0, 12 - len(c.logprobs))) for c in completions])
     penalty = None if reference is None else jnp.asarray([np.pad(r, (0, 12 - len(r))) for r in reference])
     definition, trained, others = nnx.split(model, kind, ...)
@@ -113,7 +126,8 @@ def test_packed_rows_give_the_gradient_of_padded_ones(tmp_path: Path, sequences:
     options: dict[str, Any] = {"num_experts_per_tok": 2} if family == "qwen3_moe" else {}
     checkpoint = read_checkpoint(write_random(family, tmp_path / "model", vocab=VOCAB, tied=case == "qwen3", **options))
     model, kind = load_model(checkpoint, make_mesh(1), dtype=jnp.dtype("float32"), remat="none"), nnx.Param
-    if case == "lora":
+    if case == "lora":  # and conversations, whose observed tokens are context
+        sequences = with_answers(sequences)
         section = LoraSection(rank=2, alpha=4.0)
         model, kind = apply_lora(model, adapted_modules(checkpoint, section), section, seed=0), nnx.LoRAParam
         state = nnx.state(model, kind)

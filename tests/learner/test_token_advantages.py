@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import RewardError
 from tpu_grpo.learner.rows import RowShape, train_rows
 from tpu_grpo.learner.token_advantages import token_advantages
@@ -25,16 +26,16 @@ def scored(per_token: Any) -> ScoredRollout:
 
 
 def test_by_hand() -> None:
-    found = token_advantages(ADVANTAGES, scored(PER_TOKEN))
+    found = token_advantages(ADVANTAGES, scored(PER_TOKEN), RunConfig())
     assert [line.tolist() for line in found] == [[0.5, 0.75, -0.5], [-0.5, 0.0], [3.0], [-1.0, -1.0]]
-    assert token_advantages(ADVANTAGES, scored(())) is ADVANTAGES
+    assert token_advantages(ADVANTAGES, scored(()), RunConfig()) is ADVANTAGES
 
 
 def test_rows_hold_them_and_mini_batches_take_their_own() -> None:
     for chosen in ([0, 1], [1]):
         part = scored(PER_TOKEN).select(chosen)
         rows_B = scored(PER_TOKEN).rollout.rows_of(chosen)
-        found = token_advantages(ADVANTAGES[rows_B], part)
+        found = token_advantages(ADVANTAGES[rows_B], part, RunConfig())
         prompts = [PROMPTS[row] for row in rows_B]
         rows, packing = train_rows(prompts, part.rollout.completions, found, RowShape(2, 3, 8, 1))
         for place, row in enumerate(rows_B):
@@ -54,7 +55,7 @@ def test_rows_hold_them_and_mini_batches_take_their_own() -> None:
 def test_what_does_not_fit_is_refused(row: int, values: Any, message: str) -> None:
     per_token = tuple(values if index == row else line for index, line in enumerate(PER_TOKEN))
     with pytest.raises(RewardError, match=message):
-        token_advantages(ADVANTAGES, scored(per_token))
+        token_advantages(ADVANTAGES, scored(per_token), RunConfig())
     short = replace(scored(PER_TOKEN), scores=replace(scored(PER_TOKEN).scores, per_token=PER_TOKEN[:3]))
     with pytest.raises(RewardError, match="for every completion, got 3 for 4; give zeros"):
-        token_advantages(ADVANTAGES, short)
+        token_advantages(ADVANTAGES, short, RunConfig())

@@ -1,7 +1,9 @@
 """Rewards of single tokens meet algorithms: which take them, and what the advantages of completions see of them."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from tpu_grpo.config import parse_config
 from tpu_grpo.errors import ConfigError, RewardError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
-from tpu_grpo.run.parts import Task, open_task
+from tpu_grpo.run.parts import Task, _check_token_rewards, open_task
 from tpu_grpo.types import ScoredRollout, Scores
 
 REWARD = """
@@ -44,6 +46,20 @@ def test_one_ratio_for_a_whole_completion_is_refused(tmp_path: Path) -> None:
         open_with(tmp_path, name="gspo")
     for algorithm in ({"name": "gspo", "options": {"per_token": True}}, {"name": "grpo"}, {"name": "cispo"}):
         open_with(tmp_path, **algorithm).close()
+
+
+def test_one_ratio_for_a_whole_completion_does_not_go_with_advantages_of_turns() -> None:
+    rewards: Any = SimpleNamespace(token_rewards=())
+    for environment, algorithm, refused in (
+        ({"name": "toy.py:Toy", "turn_credit": "turn"}, {"name": "gspo"}, True),
+        ({"name": "toy.py:Toy", "turn_credit": "turn"}, {"name": "gspo", "options": {"per_token": True}}, False),
+        ({"name": "toy.py:Toy"}, {"name": "gspo"}, False),
+        ({"turn_credit": "turn"}, {"name": "gspo"}, False),
+    ):
+        config = parse_config({"environment": environment, "algorithm": algorithm})
+        message = "over all tokens of a completion what environment.turn_credit=turn gives those of a turn, because"
+        with pytest.raises(ConfigError, match=message) if refused else nullcontext():
+            _check_token_rewards(config, rewards)
 
 
 def test_advantages_take_rewards_of_completions_one_by_one_without_those_of_tokens(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ ON_REQUEST: Mapping[str, tuple[str, ...]] = {
 }
 """What a method also gets, by name, if it has a parameter of that name.
 
-lengths_PG: the tokens of each completion. rewards_NPG: the rewards of the config one by one, before weighting, NaN
-where one does not apply. weights_N: their weights at this step. sequences: see `Sequences`.
+lengths_PG: the sampled tokens of each completion. rewards_NPG: the rewards of the config one by one, before weighting,
+NaN where one does not apply. weights_N: their weights at this step. sequences: see `Sequences`.
 """
 
 
@@ -50,7 +50,8 @@ class Sequences:
 
     Values [[1 3 5 | 2 4]] of two sequences in a row, of which all tokens count but the first, have the sums
     [[8 8 8 | 6 6]] and the means [[4 4 4 | 3 3]]. The program is the same for all lengths; it takes 2 log2 T steps over
-    the row, and moves nothing between devices. The tokens of a sequence lie side by side.
+    the row, and moves nothing between devices. The tokens of a sequence lie side by side. A conversation is a sequence,
+    whose answers of the environment do not count; where the chat template changed its past, it is several.
     """
 
     segments_BT: Int[Array, "B T"]

@@ -2,8 +2,9 @@
 
 learner.py         what the pipeline drives: read this
 packing.py         where sequences lie in training rows of fixed length
-rows.py            a scored rollout becomes packed rows;  token_weights.py: how much each token counts
-token_advantages.py  what scores add to the advantages of single tokens
+sequences.py       what of a completion is trained on: a conversation is one sequence or several
+rows.py            sequences become packed rows;  token_weights.py: how much each token counts
+token_advantages.py  what is added to the advantages of single tokens;  turn_credit.py: what turns were worth
 signal.py          which groups can be learnt from, and which completions count in the loss
 mini_batches.py    which prompts each of several updates learns from
 routing.py         routing replay: the trainer's tokens pass the experts that the engine chose

@@ -115,7 +115,7 @@ class Learner:
     def logprobs(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> Float[np.ndarray, "B T"]:
         """Compute the policy's log-probability of every completion token, at the rollout's temperature, on every host.
 
-        T is ``rollout.max_new_tokens``; values past a completion's end are 0.
+        T is ``rollout.max_new_tokens``; values past a completion's end, and of tokens that were not sampled, are 0.
         """
         found = self._per_token(prompts, completions, lambda rows: {"policy": self._batches.policy_logprobs(rows)})
         return found["policy"]
@@ -193,7 +193,7 @@ class Learner:
         asked, groups = self._algorithm.asked, (-1, self._config.algorithm.group_size)
         found: dict[str, np.ndarray] = {}
         if "lengths_PG" in asked:
-            found["lengths_PG"] = np.array([len(c.token_ids) for c in scored.rollout.completions]).reshape(groups)
+            found["lengths_PG"] = np.array([c.sampled_tokens for c in scored.rollout.completions]).reshape(groups)
         if "rewards_NPG" in asked or "weights_N" in asked:
             by_name, of_tokens = scored.scores.by_name, scored.scores.token_rewards
             specs = [spec for spec in self._config.rewards if spec.shown not in of_tokens]
@@ -241,7 +241,7 @@ class Learner:
         """Pack and place the rows of an update, with what is ``known`` of their tokens by the names in `TrainRows`."""
         prompts = [prompt.token_ids for prompt in scored.rollout.row_prompts]
         completions, aggregation, shape = scored.rollout.completions, self._algorithm.aggregation, self._shape
-        of_tokens = token_advantages(advantages, scored)
+        of_tokens = token_advantages(advantages, scored, self._config)
         rows, packing = train_rows(prompts, completions, of_tokens, shape, aggregation, counted_B)
         fields: dict[str, Any] = {
             name: repacked(values_BT, packing, prompts, completions, shape.tokens)
@@ -269,7 +269,7 @@ class Learner:
         completions: Sequence[Completion],
         compute: Callable[[TrainRows], Mapping[str, jax.Array]],
     ) -> dict[str, Float[np.ndarray, "B T"]]:
-        """Compute values of every completion token, by name, on every host; 0 past a completion's end."""
+        """Compute values of every sampled token, by name, on every host; 0 elsewhere and past a completion's end."""
         rows, packing = train_rows(prompts, completions, np.zeros(len(prompts)), self._shape)
         parts = [
             {name: whole(values) for name, values in compute(part).items()}

@@ -24,7 +24,8 @@ from jaxtyping import Array, Float, Integer
 
 from tpu_grpo.errors import DataError
 from tpu_grpo.learner.packing import Packing
-from tpu_grpo.types import Completion, routing_dtype
+from tpu_grpo.learner.sequences import TrainSequence
+from tpu_grpo.types import routing_dtype
 
 
 class Replayed(nnx.Variable[Any]):
@@ -73,27 +74,23 @@ class ReplayShape:
         return np.full((rows, self.layers * self.per_token, tokens), np.iinfo(self.dtype).max, self.dtype)
 
     def fill(
-        self,
-        table_RLKS: Integer[np.ndarray, "R LK S"],
-        prompts: Sequence[Sequence[int]],
-        completions: Sequence[Completion],
-        packing: Packing,
+        self, table_RLKS: Integer[np.ndarray, "R LK S"], sequences: Sequence[TrainSequence], packing: Packing
     ) -> None:
-        """Write the experts of B sequences into a table from `empty`, where the sequences are packed.
+        """Write the experts of sequences into a table from `empty`, where the sequences are packed.
 
-        The last token of a completion has no experts: the engine sampled it and never ran it.
+        The last token of a sequence has no experts: the engine sampled it, and only ran it if more came behind it.
 
         Raises:
-            DataError: for a completion without experts, or with those of another number of tokens; names the row.
+            DataError: for a sequence without experts, or with those of another number of tokens; names the row.
         """
-        places = zip(packing.rows, packing.starts, strict=True)
-        for index, (prompt, completion, (row, start)) in enumerate(zip(prompts, completions, places, strict=True)):
-            expected = (len(prompt) + len(completion.token_ids) - 1, self.layers, self.per_token)
-            found = None if completion.experts is None else completion.experts.shape
-            if completion.experts is None or found != expected:
+        for one, row, start in zip(sequences, packing.rows, packing.starts, strict=True):
+            expected = (len(one) - 1, self.layers, self.per_token)
+            found = () if one.experts is None else one.experts.shape
+            beyond = found[0] - expected[0] if found[1:] == expected[1:] else -1
+            if one.experts is None or not 0 <= beyond <= one.experts_beyond:
                 raise DataError(
-                    f"with algorithm.routing_replay every computed token needs its experts: row {index} must have "
-                    f"{list(expected)} (tokens, layers, experts per token), got {found and list(found)}; let the "
+                    f"with algorithm.routing_replay every computed token needs its experts: row {one.row} must have "
+                    f"{list(expected)} (tokens, layers, experts per token), got {list(found) or None}; let the "
                     "engine return them"
                 )
-            table_RLKS[row, :, start : start + expected[0]] = completion.experts.reshape(expected[0], -1).T
+            table_RLKS[row, :, start : start + expected[0]] = one.experts[: expected[0]].reshape(expected[0], -1).T

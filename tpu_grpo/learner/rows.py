@@ -1,12 +1,12 @@
 """From a scored rollout to the packed rows that a train step takes, on the host.
 
 Arrays: R training rows of S tokens each, B completions of at most T tokens. Several sequences, each a prompt and its
-completion, share a row; see packing.py.
+completion, share a row; see packing.py. A conversation is one sequence or several, see sequences.py.
 
     token_ids       [p0 p1 c0 c1 c2 | p0 c0 c1 | 0  0 ]
     segments        [ 1  1  1  1  1 |  2  2  2 | 0  0 ]     0 is padding; no token sees another segment
     positions       [ 0  1  2  3  4 |  0  1  2 | 0  0 ]
-    mask            [ 0  0  1  1  1 |  0  1  1 | 0  0 ]     the tokens that were sampled
+    mask            [ 0  0  1  1  1 |  0  1  1 | 0  0 ]     the tokens that were sampled; 0 for an environment's
     rollout_logps   [ 0  0 l0 l1 l2 |  0 l0 l1 | 0  0 ]
 
 Whatever a token's id is, only the segments say what is padding.
@@ -21,9 +21,10 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from tpu_grpo.algorithms import RunAlgorithm
 from tpu_grpo.config import LossAggregation
-from tpu_grpo.errors import DataError, NonFiniteError, RewardError
+from tpu_grpo.errors import NonFiniteError, RewardError
 from tpu_grpo.learner.packing import Packing, pack
 from tpu_grpo.learner.routing import ReplayShape
+from tpu_grpo.learner.sequences import TrainSequence, check_sequences, kept_tokens, train_sequences
 from tpu_grpo.learner.token_weights import token_weights
 from tpu_grpo.types import Completion
 
@@ -100,35 +101,54 @@ def train_rows(
     """Check and pack B prompts (token ids) and their completions, which are all those of an update.
 
     ``advantages`` are of completions, or of all tokens. What is not ``counted`` has weight 0; no mean divides by it.
+    The same holds for tokens that the policy did not sample, where what else is known of tokens counts for nothing.
+    The Packing is that of the sequences from `train_sequences`.
 
     Raises:
-        DataError: for a prompt or completion that does not fit, or log-probabilities or experts that are missing or too
-            few; names the row.
+        DataError: for a prompt or completion that does not fit, in which no token was sampled, or log-probabilities or
+            experts that are missing or too few; names the row.
         NonFiniteError: for a log-probability that is not finite; names the row.
     """
     check_sequences(prompts, completions, shape.max_prompt_tokens, shape.max_new_tokens)
-    counts = np.array([len(completion.token_ids) for completion in completions])
-    lengths = [len(prompt) + int(count) for prompt, count in zip(prompts, counts, strict=True)]
-    packing = pack(lengths, row_tokens=shape.tokens, multiple=shape.micro_batch)
+    sequences = train_sequences(prompts, completions)
+    packing = pack([len(one) for one in sequences], row_tokens=shape.tokens, multiple=shape.micro_batch)
+    counts = np.array([completion.sampled_tokens for completion in completions])
     counting = counts if counted is None else counts * counted
     weights = token_weights(counting, aggregation, shape.max_new_tokens, shape.group_size)
     packed = shape.empty(packing.count)
-    for index, (row, start) in enumerate(zip(packing.rows, packing.starts, strict=True)):
-        completion, end = completions[index], start + lengths[index]
-        sampled = end - counts[index]
-        packed.token_ids[row, start:sampled] = prompts[index]
-        packed.token_ids[row, sampled:end] = completion.token_ids
+    for index, one in enumerate(sequences):
+        row, start = packing.rows[index], packing.starts[index]
+        first, end = start + len(one.prompt), start + len(one)
+        packed.token_ids[row, start:first] = one.prompt
         packed.segments[row, start:end] = packing.segments[index]
-        packed.positions[row, start:end] = np.arange(lengths[index])
-        packed.mask[row, sampled:end] = True
-        packed.rollout_logps[row, sampled:end] = completion.logprobs
-        packed.advantages[row, sampled:end] = advantages[index]
-        packed.weights[row, sampled:end] = weights[index]
+        packed.positions[row, start:end] = np.arange(len(one))
+        _fill(packed, (row, slice(first, end)), one, _of_sequence(advantages[one.row], one), weights[one.row])
         if packed.kept is not None:
-            packed.kept[row, sampled:end] = kept_tokens(index, completion)
+            kept = kept_tokens(one.row, completions[one.row])[one.places]
+            packed.kept[row, first:end] = np.where(one.mask, kept, 0)
     if shape.replay is not None and packed.experts is not None:
-        shape.replay.fill(packed.experts, prompts, completions, packing)
+        shape.replay.fill(packed.experts, sequences, packing)
     return packed, packing
+
+
+def _fill(
+    packed: TrainRows,
+    places: tuple[int, slice],
+    one: TrainSequence,
+    advantages: float | Float[np.ndarray, "_"],
+    weight: float,
+) -> None:
+    """Write the tokens of a sequence behind its prompt; where none was sampled, all but the token is 0."""
+    packed.token_ids[places] = one.token_ids
+    packed.mask[places] = one.mask
+    packed.rollout_logps[places] = one.logprobs
+    packed.advantages[places] = np.where(one.mask, advantages, 0.0)
+    packed.weights[places] = np.where(one.mask, weight, 0.0)
+
+
+def _of_sequence(advantage: float | Float[np.ndarray, "_"], one: TrainSequence) -> float | Float[np.ndarray, "_"]:
+    """Return the advantages of a sequence's tokens, from that of its completion or those of all of its tokens."""
+    return advantage[one.places] if isinstance(advantage, np.ndarray) else advantage
 
 
 def unpacked(
@@ -138,10 +158,10 @@ def unpacked(
     completions: Sequence[Completion],
     max_new_tokens: int,
 ) -> Float[np.ndarray, "B T"]:
-    """Take the values of B completions' tokens out of packed rows, T = ``max_new_tokens``; 0 past an end."""
+    """Take the values of B completions' sampled tokens out of packed rows, T = ``max_new_tokens``; 0 elsewhere."""
     found = np.zeros((len(completions), max_new_tokens), values_RS.dtype)
-    for index, (row, first, count) in enumerate(_places(packing, prompts, completions)):
-        found[index, :count] = values_RS[row, first : first + count]
+    for one, row, first in _places(packing, prompts, completions):
+        found[one.row, one.places] = np.where(one.mask, values_RS[row, first : first + len(one.mask)], 0)
     return found
 
 
@@ -152,19 +172,20 @@ def repacked(
     completions: Sequence[Completion],
     row_tokens: int,
 ) -> Float[np.ndarray, "R S"]:
-    """Put the values of B completions' tokens into packed rows of S = ``row_tokens``; 0 elsewhere."""
+    """Put the values of B completions' sampled tokens into packed rows of S = ``row_tokens``; 0 elsewhere."""
     packed = np.zeros((packing.count, row_tokens), values_BT.dtype)
-    for index, (row, first, count) in enumerate(_places(packing, prompts, completions)):
-        packed[row, first : first + count] = values_BT[index, :count]
+    for one, row, first in _places(packing, prompts, completions):
+        packed[row, first : first + len(one.mask)] = np.where(one.mask, values_BT[one.row, one.places], 0)
     return packed
 
 
 def _places(
     packing: Packing, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
-) -> Iterator[tuple[int, int, int]]:
-    """Give the training row of every completion, where it starts there, and its number of tokens."""
-    for row, start, prompt, completion in zip(packing.rows, packing.starts, prompts, completions, strict=True):
-        yield int(row), int(start) + len(prompt), len(completion.token_ids)
+) -> Iterator[tuple[TrainSequence, int, int]]:
+    """Give every sequence, its training row, and where its tokens behind the prompt start there."""
+    sequences = train_sequences(prompts, completions)
+    for one, row, start in zip(sequences, packing.rows, packing.starts, strict=True):
+        yield one, int(row), int(start) + len(one.prompt)
 
 
 def group_advantages(
@@ -219,55 +240,3 @@ def _check_rewards(rewards_B: Float[np.ndarray, " B"], group_size: int) -> None:
 def _of_groups(known: Mapping[str, np.ndarray], taken_P: Bool[np.ndarray, " P"]) -> dict[str, np.ndarray]:
     """Take what is known of some groups; their axis is the last but one of what has one."""
     return {name: values[..., taken_P, :] if values.ndim > 1 else values for name, values in known.items()}
-
-
-def check_sequences(
-    prompts: Sequence[Sequence[int]], completions: Sequence[Completion], max_prompt_tokens: int, max_new_tokens: int
-) -> None:
-    """Refuse prompts and completions that do not fit, and log-probabilities that are missing, too few or not finite.
-
-    Raises:
-        DataError, NonFiniteError: for such a row; names it.
-    """
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        _check_length("prompts", "data.max_prompt_tokens", max_prompt_tokens, row, len(prompt))
-        _check_length("completions", "rollout.max_new_tokens", max_new_tokens, row, len(completion.token_ids))
-        _check_logprobs(row, completion)
-
-
-def kept_tokens(row: int, completion: Completion) -> Integer[np.ndarray, " T"]:
-    """Return how many tokens the filters kept of each of a completion's.
-
-    Raises:
-        DataError: for a completion that does not say so.
-    """
-    if completion.kept is None or len(completion.kept) != len(completion.token_ids):
-        raise DataError(
-            f"algorithm.filtered_ratio=true needs the number of tokens that the filters kept: row {row} has "
-            f"{len(completion.token_ids)} tokens and {'none' if completion.kept is None else len(completion.kept)}; "
-            "let the engine return them"
-        )
-    return completion.kept
-
-
-def _check_length(what: str, setting: str, most: int, row: int, count: int) -> None:
-    if not 0 < count <= most:
-        raise DataError(
-            f"{what} must have 1 to {setting}={most} tokens, got {count} in row {row}; raise the setting, or drop the "
-            "row"
-        )
-
-
-def _check_logprobs(row: int, completion: Completion) -> None:
-    logprobs, count = completion.logprobs, len(completion.token_ids)
-    if logprobs is None or len(logprobs) != count:
-        found = "none" if logprobs is None else len(logprobs)
-        raise DataError(
-            f"every sampled token needs its log-probability: row {row} has {count} tokens and {found}; let the engine "
-            "return them"
-        )
-    if (bad := np.flatnonzero(~np.isfinite(logprobs))).size:
-        raise NonFiniteError(
-            f"the engine's log-probability of token {bad[0]} in row {row} must be finite, got {logprobs[bad[0]]}; "
-            "check the model's weights, or use model.dtype=float32"
-        )

@@ -3,6 +3,9 @@
     rewards of a group      [1 1 1 1]   uninformative: no completion is better than another, and no token either
                             [0 1 0 0]   informative
                             [1 0 | |]   informative; with truncated=mask the last two, which were cut, do not count
+    [1 1 0 x]   informative; with environment.on_error=skip the last, whose environment failed, does not count
+
+Turns that were worth more or less than others (turn_credit.py) make a group informative like tokens.
 
 Suffixes: P prompts, G completions of each, B = P*G rows, N rewards of the config.
 """
@@ -13,13 +16,14 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from tpu_grpo.config import RunConfig
+from tpu_grpo.learner.turn_credit import skipped_rows, turn_credits
 from tpu_grpo.types import Rollout, ScoredRollout
 
 
 def informative_groups(
     scored: ScoredRollout, known: Mapping[str, np.ndarray], config: RunConfig
 ) -> Bool[np.ndarray, " P"]:
-    """Say which groups have different rewards, or a token that is rewarded by itself, and not only masked completions.
+    """Say which groups have different rewards, or a token that is rewarded by itself, and a completion that counts.
 
     That is the total reward; but each reward that has a weight, if ``known`` holds them one by one because the
     advantages ask for them (see `ON_REQUEST` in algorithms/algorithm.py).
@@ -31,22 +35,21 @@ def informative_groups(
     informative_P = np.zeros(len(totals_PG), np.bool_)
     for rewards_PG in judged:
         informative_P |= _vary(rewards_PG)
-    if scored.scores.per_token:
-        of_tokens_B = np.array([np.any(values) for values in scored.scores.per_token])
-        informative_P |= of_tokens_B.reshape(totals_PG.shape).any(axis=1)
-    if config.algorithm.truncated == "mask":
-        whole_PG = ~truncated_rows(scored.rollout).reshape(totals_PG.shape)
-        informative_P &= whole_PG.any(axis=1)
-    return informative_P
+    for of_tokens in (scored.scores.per_token, turn_credits(scored.rollout, config)):
+        if of_tokens:
+            any_B = np.array([np.any(values) for values in of_tokens])
+            informative_P |= any_B.reshape(totals_PG.shape).any(axis=1)
+    return informative_P & (~_left_out(scored.rollout, config)).reshape(totals_PG.shape).any(axis=1)
 
 
 def counted_rows(rollout: Rollout, informative_P: Bool[np.ndarray, " P"], config: RunConfig) -> Bool[np.ndarray, " B"]:
-    """Say which completions count in the loss, as algorithm.drop_uninformative and algorithm.truncated decide."""
-    counted_B = np.ones(len(rollout.completions), np.bool_)
+    """Say which completions count in the loss.
+
+    algorithm.drop_uninformative, algorithm.truncated and environment.on_error decide that.
+    """
+    counted_B = ~_left_out(rollout, config)
     if config.drops_uninformative:
         counted_B &= np.repeat(informative_P, rollout.group_size)
-    if config.algorithm.truncated == "mask":
-        counted_B &= ~truncated_rows(rollout)
     return counted_B
 
 
@@ -59,8 +62,14 @@ def signal_metrics(rollout: Rollout, informative_P: Bool[np.ndarray, " P"], conf
 
 
 def truncated_rows(rollout: Rollout) -> Bool[np.ndarray, " B"]:
-    """Say which completions were cut at rollout.max_new_tokens."""
+    """Say which completions were cut at rollout.max_new_tokens, or which conversations at a limit of theirs."""
     return np.array([completion.finish_reason == "length" for completion in rollout.completions])
+
+
+def _left_out(rollout: Rollout, config: RunConfig) -> Bool[np.ndarray, " B"]:
+    """Say which completions do not count in the loss, whatever the others of their group are."""
+    left_out_B = skipped_rows(rollout, config)
+    return left_out_B | truncated_rows(rollout) if config.algorithm.truncated == "mask" else left_out_B
 
 
 def _vary(rewards_PG: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, " P"]:

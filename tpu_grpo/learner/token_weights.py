@@ -12,6 +12,9 @@ completion have the same weight:
     token-mean                   1 / sum n_i
     sequence-mean-token-scale    1 / (B T)        T = rollout.max_new_tokens
     prompt-mean-token-mean       1 / (P n_p)      P prompts with tokens, n_p tokens in all completions of prompt p
+
+Tokens are those that the policy sampled: of a conversation those of all its turns and branches, and none that an
+environment answered.
 """
 
 import numpy as np

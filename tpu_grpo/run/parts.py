@@ -172,11 +172,14 @@ def open_task(
 
 
 def _check_token_rewards(config: RunConfig, rewards: RewardSet) -> None:
-    objective = open_algorithm(config.algorithm).objective
-    if rewards.token_rewards and not getattr(objective, "credits_tokens", True):
+    """Refuse what gives single tokens an advantage of their own, if the algorithm would spread it over all."""
+    credits = [f"{list(rewards.token_rewards)} give single ones"] if rewards.token_rewards else []
+    if config.environment.is_on and config.environment.turn_credit == "turn":
+        credits.append("environment.turn_credit=turn gives those of a turn")
+    if credits and not getattr(open_algorithm(config.algorithm).objective, "credits_tokens", True):
         raise ConfigError(
             f"algorithm.name={config.algorithm.name} spreads over all tokens of a completion what "
-            f"{list(rewards.token_rewards)} give single ones, because its ratio is of the whole completion; set "
+            f"{' and what '.join(credits)}, because its ratio is of the whole completion; set "
             "algorithm.options={per_token: true}, or take another algorithm"
         )
 

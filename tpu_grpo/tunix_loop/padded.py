@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.errors import DataError
 from tpu_grpo.learner.forward import ModelRows
-from tpu_grpo.learner.rows import check_sequences
+from tpu_grpo.learner.sequences import check_sequences
 from tpu_grpo.learner.token_weights import token_weights
 from tpu_grpo.types import Completion
 
