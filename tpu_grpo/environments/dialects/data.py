@@ -1,0 +1,116 @@
+"""Text becomes token ids, with what an environment answers kept apart from what the template writes.
+
+A tool may answer "<|im_end|>", and a page of the web may hold "<tool_call>". Read by the tokenizer, either would become
+the token that ends a turn or begins a call. Here it becomes the tokens that spell it: `Encoder.guarded` breaks such
+words up by a character that no text has, the template writes the message, and `Encoder.encode` takes the character out.
+"""
+
+import json
+import re
+from typing import TYPE_CHECKING
+
+from tokenizers import AddedToken, Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+BREAK = "\ufdd0"
+"""Unicode keeps this character out of all text."""
+_NO_TEXT = re.compile("[\ud800-\udfff\ufdd0]")
+
+
+class Encoder:
+    """An Encoder encodes rendered conversations.
+
+    Markers are the added tokens that are special, or that the model's own vocabulary lacks, as Qwen's ``<tool_call>``.
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast"):
+        self._tokenizer = tokenizer
+        self._plain, markers = _without_markers(tokenizer)
+        longest_first = sorted(markers.items(), key=lambda item: -len(item[1].content))
+        self._ids = [number for number, _ in longest_first]
+        self._markers = [token for _, token in longest_first]
+        self._written = _pattern([_spaced(token) for token in self._markers])
+        self._spelled = _pattern([re.escape(token.content) for token in self._markers])
+        self._special = _pattern([re.escape(token.content) for token in self._markers if token.special])
+
+    def guarded(self, text: str) -> str:
+        """Return a text whose words that spell markers are broken up."""
+        text = _NO_TEXT.sub("\ufffd", text)
+        while self._spelled.search(text):
+            text = self._spelled.sub(lambda word: word[0][0] + BREAK + word[0][1:], text)
+        return text
+
+    def released(self, text: str) -> str:
+        """Return a rendered text without what `guarded` put there."""
+        return text.replace(BREAK, "")
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a rendered text, in which broken words are text."""
+        if BREAK not in text:
+            return self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return self.in_pieces(text)
+
+    def in_pieces(self, text: str) -> list[int]:
+        """Return the ids of a text, marker for marker, and of what is between them by the vocabulary alone."""
+        ids: list[int] = []
+        at = 0
+        for marker in self._written.finditer(text):
+            ids += self.plain(text[at : marker.start()])
+            assert marker.lastindex is not None
+            ids.append(self._ids[marker.lastindex - 1])
+            at = marker.end()
+        return ids + self.plain(text[at:])
+
+    def plain(self, text: str) -> list[int]:
+        """Return the ids of a text in which nothing is a marker."""
+        return self._plain.encode(self.released(text), add_special_tokens=False).ids
+
+    def shortened(self, text: str, tokens: int) -> str | None:
+        """Return the beginning of a text that is no more than some tokens; None if the whole is."""
+        encoding = self._plain.encode(_NO_TEXT.sub("\ufffd", text), add_special_tokens=False)
+        if len(encoding.ids) <= tokens:
+            return None
+        end = encoding.offsets[tokens][0]  # a character of several tokens goes whole
+        return text[:end]
+
+    def find_special(self, text: str, begin: int) -> re.Match[str] | None:
+        """Return the first special token that a text spells from a place on."""
+        return self._special.search(text, begin)
+
+    def without_special(self, text: str) -> str:
+        """Return a text without the special tokens that it spells."""
+        return self._special.sub("", text)
+
+    def spelled_by_accident(self) -> str | None:
+        """Return a marker that the vocabulary alone makes of its text; None if there is no such, as there should be."""
+        found = (
+            token.content
+            for token, number in zip(self._markers, self._ids, strict=True)
+            if number in self.plain(token.content)
+        )
+        return next(found, None)
+
+
+def _without_markers(tokenizer: "PreTrainedTokenizerFast") -> tuple[Tokenizer, dict[int, AddedToken]]:
+    """Return a tokenizer of the vocabulary alone, and the markers by their ids."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    vocabulary = state["model"].get("vocab", {})
+    own = set(vocabulary) if isinstance(vocabulary, dict) else {piece for piece, _ in vocabulary}
+    added = tokenizer.added_tokens_decoder
+    markers = {n: token for n, token in added.items() if token.special or token.content not in own}
+    contents = {token.content for token in markers.values()}
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["content"] not in contents]
+    state.update(post_processor=None, truncation=None, padding=None)
+    return Tokenizer.from_str(json.dumps(state)), markers
+
+
+def _spaced(token: AddedToken) -> str:
+    """Return the pattern of a marker with the spaces that belong to it."""
+    return (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else "")
+
+
+def _pattern(words: list[str]) -> re.Pattern[str]:
+    """Return a pattern of words, each a group; without words, of nothing."""
+    return re.compile("|".join(f"({word})" for word in words) or r"(?!)")

@@ -1,0 +1,35 @@
+"""What a tool may be called with: the values that JSON has, whichever way the policy writes them."""
+
+import math
+from typing import Any
+
+from tpu_grpo.environments.actions import BadCall, ToolCall
+
+
+def checked(call: ToolCall | BadCall) -> ToolCall | BadCall:
+    """Return a call with tuples as lists; a BadCall for values that JSON does not have, and for half characters."""
+    if isinstance(call, BadCall):
+        return call
+    try:
+        return ToolCall(_value(call.name), _value(dict(call.arguments)))
+    except (ValueError, RecursionError) as error:
+        return BadCall(str(error) if isinstance(error, ValueError) else "the arguments are nested too deep")
+
+
+def _value(value: Any) -> Any:
+    match value:
+        case None | bool() | int():
+            return value
+        case float():
+            if not math.isfinite(value):
+                raise ValueError(f"a number must be finite, got {value}")
+            return value
+        case str():
+            if any("\ud800" <= character <= "\udfff" for character in value):
+                raise ValueError("a text must be of whole characters, got a half of a surrogate pair")
+            return value
+        case list() | tuple():
+            return [_value(each) for each in value]
+        case dict() if all(isinstance(key, str) for key in value):
+            return {_value(key): _value(each) for key, each in value.items()}
+    raise ValueError(f"an argument must be text, a number, true, false, null, a list or an object, got {value!r:.80}")
