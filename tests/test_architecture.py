@@ -57,6 +57,7 @@ BROAD_EXCEPTS = {
     "tpu_grpo/rewards/calling.py:_find_failing_row": "runs the user's code, to find the row that raises",
     "tpu_grpo/rewards/calling.py:_call_for_row": "runs the user's code; becomes a Problem, which on_error decides",
     "tpu_grpo/rewards/calling.py:await_row": "runs the user's code; becomes a Problem, which on_error decides",
+    "tpu_grpo/rewards/conversations.py:rebuilt": "unpickles the user's objects; re-raised with the attribute's name",
     "tpu_grpo/rewards/executors.py:_serve": "a thread's exception; raised again where the answer is awaited",
     "tpu_grpo/rewards/executors.py:_set_up": "runs the user's code; re-raised with its name",
     "tpu_grpo/rewards/scoring.py:ask_one": "a thread's exception; raised again where the result is awaited",

@@ -68,6 +68,8 @@ class Failure:
     """What happened, in words that follow the environment's name."""
     trace: str = ""
     """The text of the traceback, where there is one."""
+    reward: float | None = None
+    """What the conversation is worth instead of its rewards; None for nothing, so that it counts nowhere."""
 
 
 @dataclass(frozen=True)
@@ -101,3 +103,8 @@ class Episode:
     kept: KeptEnvironment | None = None
     seconds: float = 0.0
     """How long the policy waited for the environment."""
+
+    @property
+    def last_words(self) -> str:
+        """What the policy wrote in its last turn; empty if it had none."""
+        return self.turns[-1].text if self.turns else ""

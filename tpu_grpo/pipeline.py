@@ -28,8 +28,9 @@ from tpu_grpo.report.live import LiveReport
 from tpu_grpo.run.data import OpenData
 from tpu_grpo.run.directory import RunDirectory
 from tpu_grpo.run.exporting import export_at_end
-from tpu_grpo.run.parts import Parts, build_parts, evaluate_policy
+from tpu_grpo.run.parts import Parts, build_parts
 from tpu_grpo.run.rounds import Rounds, StepGroups
+from tpu_grpo.run.task import evaluate_policy
 from tpu_grpo.run.timeline import Timeline
 from tpu_grpo.types import PromptBatch, ScoredRollout, UpdateResult
 

@@ -51,7 +51,8 @@ def test_help_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFix
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian", "--help"]) == 2
     assert capsys.readouterr().err == (
-        "a command must be one of run, plan, eval, export, report, sample, data, rewards, launch, got 'trian'; "
+        "a command must be one of run, plan, eval, export, report, sample, data, environment, rewards, "
+        "launch, got 'trian'; "
         "see tpu-grpo --help\n"
     )
 

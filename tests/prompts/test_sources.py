@@ -51,7 +51,7 @@ def test_files_that_cannot_be_read(tmp_path: Path):
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(DataError, match=r"folder\.jsonl must be readable UTF-8, got IsADirectoryError"):
         read_records(Source(str(tmp_path / "folder.jsonl")))
-    with pytest.raises(DataError, match="the only built-in data is builtin:addition, got 'builtin:sums'"):
+    with pytest.raises(DataError, match="is builtin:addition and builtin:environment, got 'builtin:sums'"):
         read_records(Source("builtin:sums"))
 
 

@@ -75,6 +75,7 @@ def test_callable_objects_are_rewards_too(reward_file: MakeFile):
 
 
 NEEDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "environment": ((), {}),
     "format": ((), {}),
     "regex": (("answer",), {"pattern": "(x)"}),
     "integer_answer": ((), {}),

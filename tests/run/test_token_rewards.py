@@ -15,7 +15,7 @@ from tpu_grpo.config import parse_config
 from tpu_grpo.errors import ConfigError, RewardError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
-from tpu_grpo.run.parts import Task, _check_token_rewards, open_task
+from tpu_grpo.run.task import Task, _check_token_rewards, open_task
 from tpu_grpo.types import ScoredRollout, Scores
 
 REWARD = """

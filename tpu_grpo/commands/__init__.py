@@ -8,6 +8,7 @@ report.py    scripts/report.py
 sample.py    scripts/sample.py, with naming.py, talking.py, chat.py and answers.py for the work
 data.py      scripts/data.py, with preview.py for the work
 rewards.py   scripts/rewards.py
+environment.py  scripts/environment.py, with playing.py for the work
 plan.py      scripts/plan.py
 launch.py    scripts/launch.py
 starting.py  what they have in common: the config of their words, jax's platform, the hosts of the run

@@ -17,8 +17,9 @@ from tpu_grpo.metrics.jsonl import write_json
 from tpu_grpo.metrics.run_files import EVALUATIONS_DIR
 from tpu_grpo.rollout.sampler import Sampler
 from tpu_grpo.run.meshes import build_meshes
-from tpu_grpo.run.parts import evaluate_policy, open_engines, open_held_out, open_model
+from tpu_grpo.run.parts import open_engines, open_model
 from tpu_grpo.run.saved import Chosen, choose, load_policy
+from tpu_grpo.run.task import evaluate_policy, open_held_out
 
 
 def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watch) -> tuple[Chosen, Evaluation]:
@@ -34,7 +35,7 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
     held_out = open_held_out(config, tokenizer, hosts)
     if held_out is None:
         raise ConfigError("an evaluation needs held-out data, got none; set evaluation.path")
-    with closing(held_out.rewards):
+    with closing(held_out):
         meshes = build_meshes(config, checkpoint)
         with watch.stage(f"loading {chosen.name}"):
             engines = open_engines(config, hosts, checkpoint, tokenizer, meshes)

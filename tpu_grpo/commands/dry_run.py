@@ -10,7 +10,8 @@ from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.data import OpenData
 from tpu_grpo.run.meshes import build_meshes
 from tpu_grpo.run.model import check_checkpoint, open_tokenizer
-from tpu_grpo.run.parts import open_task, token_id
+from tpu_grpo.run.parts import token_id
+from tpu_grpo.run.task import open_task
 
 
 def check(config: RunConfig, devices: Sequence[Any] | None = None, data: OpenData | None = None) -> list[str]:

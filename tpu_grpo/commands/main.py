@@ -18,6 +18,7 @@ COMMANDS = {
     "report": ("report", "write a page that shows a run, or compares several; also while they go on"),
     "sample": ("sample", "let the model of a run, an export or any other answer prompts, or talk"),
     "data": ("data", "show the first prompts of a config as the model will see them"),
+    "environment": ("environment", "play an environment of a config, with tokens, masks and rewards"),
     "rewards": ("rewards", "try the rewards of a config on completions of a file"),
     "launch": ("launch", "run on a Cloud TPU slice: create, setup, run, status, logs, stop, delete, babysit"),
 }
@@ -43,6 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def help_text() -> str:
     """Usage, and what each command does."""
-    named = [f"  {name:8} {what}" for name, (_, what) in COMMANDS.items()]
+    named = [f"  {name:11} {what}" for name, (_, what) in COMMANDS.items()]
     more = "tpu-grpo COMMAND --help explains a command; tpu-grpo run --help lists every setting."
     return "\n".join(["usage: tpu-grpo COMMAND ...", "", "Commands:", "", *named, "", more])

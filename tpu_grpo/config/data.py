@@ -17,6 +17,8 @@ GYM = "reasoning_gym:"
 HUB = "hf:"
 """A path that starts so names a dataset of the Hugging Face hub."""
 BUILTIN_TASK = f"{BUILTIN}addition"
+NO_DATA = f"{BUILTIN}environment"
+"""Prompts that environments give by themselves: empty messages, to which ``reset`` adds what it returns."""
 GIVEN = "python:"
 """The name of a reward that was passed to `tpu_grpo.train` as a function begins so."""
 
@@ -73,8 +75,8 @@ class DataSection(ReadingSection):
     path: Paths = BUILTIN_TASK
     """Read the records from here: a .jsonl, .json, .parquet, .csv or .tsv file, also packed (.gz), a pattern such as
     data/*.jsonl, an address (https://, gs://), or a list of these; hf:NAME (a dataset of the Hugging Face hub) or the
-    directory of one; reasoning_gym:TASK; path.py:function or package.module:function; or builtin:addition (two-digit
-    sums)."""
+    directory of one; reasoning_gym:TASK; path.py:function or package.module:function; builtin:addition (two-digit
+    sums); or builtin:environment, for environments whose reset gives the prompt."""
     sources: tuple[SourceSpec, ...] = ()
     """Mix these sources, instead of reading data.path alone."""
     prompt_template: str = "{question}"

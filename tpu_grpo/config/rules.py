@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tpu_grpo.config.data import BUILTIN_TASK, ReadingSection, check_rewards
+from tpu_grpo.config.data import BUILTIN_TASK, NO_DATA, ReadingSection, check_rewards
 
 if TYPE_CHECKING:
     from tpu_grpo.config.run_config import RunConfig
@@ -210,6 +210,28 @@ def _recorded_steps_come(config: "RunConfig") -> None:
         )
 
 
+def _conversations_have_a_template(config: "RunConfig") -> None:
+    data, environment = config.data, config.environment
+    if NO_DATA in config.data_paths.values() and not environment.is_on:
+        raise ValueError(f"data.path={NO_DATA} needs environment.name, got none; its prompts are all empty: set it")
+    if not environment.is_on:
+        return
+    if not data.chat_template:
+        raise ValueError(
+            "environment.name needs data.chat_template=true, got false; the template says how turns are told apart"
+        )
+    if data.final_assistant == "continue":
+        raise ValueError(
+            "environment.name does not go with data.final_assistant=continue: a conversation begins with the policy's "
+            "own turn; take drop, or leave it out"
+        )
+    if environment.on_error != "value" and environment.error_value:
+        raise ValueError(
+            f"environment.error_value={environment.error_value} needs environment.on_error=value, got "
+            f"{environment.on_error}; set it, or leave error_value out"
+        )
+
+
 RULES = (
     _batches_divide,
     _rows_hold_sequences,
@@ -228,4 +250,5 @@ RULES = (
     _export_has_what_it_needs,
     _groups_are_judged_by_themselves,
     _recorded_steps_come,
+    _conversations_have_a_template,
 )

@@ -1,6 +1,7 @@
 """The complete config: all sections, and the sizes derived from them; rules.py holds what must hold between them."""
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 from pydantic import model_validator
@@ -36,7 +37,8 @@ class RunConfig(Section):
     rollout: RolloutSection = RolloutSection()
     environment: EnvironmentSection = EnvironmentSection()
     rewards: tuple[RewardSpec, ...] = (RewardSpec(name="exact_answer"),)
-    """Score completions with these rewards, summed with their weights."""
+    """Score completions with these rewards, summed with their weights; exact_answer when unset, or with
+    environment.name what the environment gives (environment)."""
     algorithm: AlgorithmSection = AlgorithmSection()
     optimizer: OptimizerSection = OptimizerSection()
     update: UpdateSection = UpdateSection()
@@ -46,6 +48,14 @@ class RunConfig(Section):
     evaluation: EvaluationSection = EvaluationSection()
     export: ExportSection = ExportSection()
     logging: LoggingSection = LoggingSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _environments_give_rewards(cls, given: Any) -> Any:
+        """Take what the environment gives as the only reward, where the config names none."""
+        section = given.get("environment") if isinstance(given, dict) else None
+        named = section.get("name") if isinstance(section, dict) else getattr(section, "name", None)
+        return {**given, "rewards": [{"name": "environment"}]} if named and "rewards" not in given else given
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":

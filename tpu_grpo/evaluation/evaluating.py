@@ -152,7 +152,7 @@ def evaluate(
     evaluation = Evaluation(
         step,
         estimates=_estimates(both, settings),
-        tokens={mode: float(np.mean([len(c.token_ids) for c in found])) for mode, found in completions.items()},
+        tokens={mode: float(np.mean([c.sampled_tokens for c in found])) for mode, found in completions.items()},
         truncated={
             mode: float(np.mean([c.finish_reason == "length" for c in found])) for mode, found in completions.items()
         },
@@ -162,7 +162,9 @@ def evaluate(
 
 
 def _samples(mode: str, rollout: Rollout, scores: Scores, settings: EvaluationSettings) -> EvaluationSamples:
-    answers = tuple(final_answer(text, settings.answer_pattern) for text in rollout.texts)
+    said = zip(rollout.completions, rollout.texts, strict=True)
+    texts = (text if c.episode is None else c.episode.last_words for c, text in said)
+    answers = tuple(final_answer(text, settings.answer_pattern) for text in texts)
     return EvaluationSamples(mode, rollout, scores, answers)
 
 

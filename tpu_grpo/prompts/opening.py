@@ -7,7 +7,7 @@ from tpu_grpo.config import BUILTIN_TASK, DataSection, EvaluationSection, Source
 from tpu_grpo.errors import DataError
 from tpu_grpo.prompts.records import Mapped, Record, Records
 from tpu_grpo.prompts.rendered import RenderedPrompts, render_records
-from tpu_grpo.prompts.rendering import PromptRenderer
+from tpu_grpo.prompts.rendering import PromptRenderer, ToolsOf
 from tpu_grpo.prompts.sources import Source, read_records
 from tpu_grpo.prompts.stream import Part, PromptStream
 from tpu_grpo.types import Prompt
@@ -19,8 +19,12 @@ SOURCE_COLUMN = "source"
 """Records of a mixture get this column, which holds the name of their source."""
 
 
-def open_prompts(data: DataSection, seed: int, tokenizer: "PreTrainedTokenizerFast") -> PromptStream:
+def open_prompts(
+    data: DataSection, seed: int, tokenizer: "PreTrainedTokenizerFast", tools_of: ToolsOf | None = None
+) -> PromptStream:
     """Read, render and check every prompt of the data; ``seed`` (run.seed) decides the shuffles.
+
+    With ``tools_of`` prompts begin conversations with environments, and offer their tools.
 
     Records of a mixture get the columns of all its sources, null where their own source has none, and the column
     `source`.
@@ -29,14 +33,17 @@ def open_prompts(data: DataSection, seed: int, tokenizer: "PreTrainedTokenizerFa
         ConfigError: for templates that do not fit the data or the tokenizer.
         DataError: for data that is missing or malformed, or prompts that are empty or too long.
     """
-    parts = _mixture(data, tokenizer) if data.sources else [_single_source(data, tokenizer)]
+    parts = _mixture(data, tokenizer, tools_of) if data.sources else [_single_source(data, tokenizer, tools_of)]
     return PromptStream(
         parts, prompts_per_step=data.prompts_per_step, seed=seed, shuffle=data.shuffle, curriculum=data.curriculum
     )
 
 
 def open_evaluation_prompts(
-    evaluation: EvaluationSection, data: DataSection, tokenizer: "PreTrainedTokenizerFast"
+    evaluation: EvaluationSection,
+    data: DataSection,
+    tokenizer: "PreTrainedTokenizerFast",
+    tools_of: ToolsOf | None = None,
 ) -> tuple[Prompt, ...] | None:
     """Render the first evaluation.prompts prompts of the held-out data that fit, or all if there are fewer.
 
@@ -56,18 +63,18 @@ def open_evaluation_prompts(
     source = Source(path, evaluation, "heldout", "evaluation.path")
     style = with_template(data, evaluation.prompt_template)
     rendered = render_records(
-        PromptRenderer(style, tokenizer), read_records(source), data, source.name, limit=evaluation.prompts
+        PromptRenderer(style, tokenizer, tools_of), read_records(source), data, source.name, limit=evaluation.prompts
     )
     return tuple(rendered.prompts)
 
 
-def _single_source(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> Part:
+def _single_source(data: DataSection, tokenizer: "PreTrainedTokenizerFast", tools_of: ToolsOf | None) -> Part:
     source = Source(data.path, data)
-    rendered = render_records(PromptRenderer(data, tokenizer), read_records(source), data, source.name)
+    rendered = render_records(PromptRenderer(data, tokenizer, tools_of), read_records(source), data, source.name)
     return Part(source.name, rendered)
 
 
-def _mixture(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> list[Part]:
+def _mixture(data: DataSection, tokenizer: "PreTrainedTokenizerFast", tools_of: ToolsOf | None) -> list[Part]:
     read = [
         read_records(Source(spec.path, spec, setting=f"data.sources.{index}.path"))
         for index, spec in enumerate(data.sources)
@@ -79,9 +86,10 @@ def _mixture(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> list[Pa
             f"data.sources: records of a mixture get a column {SOURCE_COLUMN!r} with their source's name, and one has "
             f"such a column already; rename it, e.g. columns: {{origin: {SOURCE_COLUMN}}}"
         )
+    renderers = (PromptRenderer(with_template(data, s.prompt_template), tokenizer, tools_of) for s in data.sources)
     return [
-        Part(name, _render_source(records, columns, name, spec, data, tokenizer), spec.weight)
-        for name, records, spec in zip(names, read, data.sources, strict=True)
+        Part(name, _render_source(records, columns, name, spec, data, renderer), spec.weight)
+        for name, records, spec, renderer in zip(names, read, data.sources, renderers, strict=True)
     ]
 
 
@@ -91,7 +99,7 @@ def _render_source(
     name: str,
     spec: SourceSpec,
     data: DataSection,
-    tokenizer: "PreTrainedTokenizerFast",
+    renderer: PromptRenderer,
 ) -> RenderedPrompts:
     nulls = dict.fromkeys(columns)
 
@@ -99,7 +107,6 @@ def _render_source(
         return {**nulls, **record, SOURCE_COLUMN: name}
 
     completed = Mapped(records, complete)
-    renderer = PromptRenderer(with_template(data, spec.prompt_template), tokenizer)
     return render_records(renderer, completed, data, Source(spec.path).name)
 
 

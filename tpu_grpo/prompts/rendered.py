@@ -100,7 +100,7 @@ def render_records(
         while at_once := list(islice(numbered, AT_ONCE if limit is None else min(AT_ONCE, limit - len(fitting)))):
             where = [_where(index, source) for index, _ in at_once]
             conversations = renderer.conversations([record for _, record in at_once], where)
-            texts = renderer.texts(conversations, where)
+            texts = renderer.texts(conversations, where, renderer.tools([record for _, record in at_once], where))
             lengths = _lengths(renderer, texts, where, data.max_prompt_tokens)
             for (index, record), text, length in zip(at_once, texts, lengths, strict=True):
                 if length > data.max_prompt_tokens:

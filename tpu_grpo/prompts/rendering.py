@@ -9,7 +9,7 @@ without it the user's message is the text and the tokenizer adds its own (a BOS,
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,11 @@ from tpu_grpo.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+Tools = Sequence[Mapping[str, Any]]
+"""The JSON schemas of the tools that a prompt offers."""
+ToolsOf = Callable[[Record, str], Tools]
+"""Returns the tools of the environment that a record's prompt begins a conversation with; errors call the record as
+the second argument says."""
 THINKING = ("enable_thinking", "thinking")
 """Chat templates name their thinking switch so: most the first way, DeepSeek's and Granite's the second."""
 
@@ -33,8 +38,9 @@ class PromptRenderer:
         ConfigError: for a template that is malformed, or settings this tokenizer cannot follow.
     """
 
-    def __init__(self, data: DataSection, tokenizer: "PreTrainedTokenizerFast"):
+    def __init__(self, data: DataSection, tokenizer: "PreTrainedTokenizerFast", tools_of: ToolsOf | None = None):
         self._data = data
+        self._tools_of = tools_of
         self._tokenizer = tokenizer
         self._conversation = Conversation(data)
         if data.chat_template and not tokenizer.chat_template:
@@ -48,7 +54,7 @@ class PromptRenderer:
                     f"data.{name} needs data.chat_template=true, got {value!r} with false; write it into "
                     "data.prompt_template"
                 )
-        self._switches = _switches(data, tokenizer)
+        self._switches = template_switches(data, tokenizer)
 
     def render(self, record: Record, where: str) -> Prompt:
         """Return the record's prompt; ``where`` names the record in errors.
@@ -62,7 +68,7 @@ class PromptRenderer:
     def prompts(self, records: Sequence[Record], where: Sequence[str]) -> list[Prompt]:
         """Return the prompts of some records; raises as `render` does."""
         conversations = self.conversations(records, where)
-        texts = self.texts(conversations, where)
+        texts = self.texts(conversations, where, self.tools(records, where))
         before = self._conversation.before
         return [
             Prompt(text, tuple(token_ids), columns=record, messages=messages, examples=before)
@@ -72,18 +78,30 @@ class PromptRenderer:
         ]
 
     def conversations(self, records: Sequence[Record], where: Sequence[str]) -> list[list[Message]]:
-        """Return the messages of some records, the last of which is not empty; raises as `render` does."""
+        """Return the messages of some records; raises as `render` does.
+
+        The last of them is not empty, unless an environment may have something to add.
+        """
         conversations = [self._conversation.messages(*each) for each in zip(records, where, strict=True)]
+        if self._tools_of is not None:
+            return conversations
         for messages, place in zip(conversations, where, strict=True):
             if not (asked := messages[-1]["content"]).strip():
                 raise DataError(f"a prompt must not be empty, got {asked!r} from {place}; remove or fill the record")
         return conversations
 
-    def texts(self, conversations: list[list[Message]], where: Sequence[str]) -> list[str]:
+    def tools(self, records: Sequence[Record], where: Sequence[str]) -> Sequence[Tools]:
+        """Return the tools that the prompts of some records offer."""
+        tools_of = self._tools_of
+        return [() if tools_of is None else tools_of(*each) for each in zip(records, where, strict=True)]
+
+    def texts(
+        self, conversations: list[list[Message]], where: Sequence[str], tools: Sequence[Tools] | None = None
+    ) -> list[str]:
         """Return the texts of some conversations; ConfigError if the chat template does not take one."""
         if not self._data.chat_template:
             return [plain(messages) for messages in conversations]
-        return self._chats(conversations, where)
+        return self._chats(conversations, where, tools or [()] * len(conversations))
 
     def encoded(self, texts: list[str], where: Sequence[str]) -> list[list[int]]:
         """Return the token ids of some prompts.
@@ -142,15 +160,15 @@ class PromptRenderer:
         """The tokens that may come beside those of the text: special ones, and a space before it."""
         return self._tokenizer.num_special_tokens_to_add(pair=False) + 1
 
-    def _chats(self, conversations: list[list[Message]], where: Sequence[str]) -> list[str]:
+    def _chats(self, conversations: list[list[Message]], where: Sequence[str], tools: Sequence[Tools]) -> list[str]:
         from jinja2 import TemplateError  # what chat templates are written in; transformers imports it lazily too
 
         try:
-            return self._templated(conversations)
+            return self._templated(conversations, tools)
         except (TemplateError, ValueError):
-            for messages, place in zip(conversations, where, strict=True):  # which of them is it?
+            for messages, offered, place in zip(conversations, tools, where, strict=True):  # which of them is it?
                 try:
-                    self._templated([messages])
+                    self._templated([messages], [offered])
                 except (TemplateError, ValueError) as error:
                     raise ConfigError(
                         f"the tokenizer's chat template must accept the roles {[m['role'] for m in messages]} of "
@@ -158,18 +176,20 @@ class PromptRenderer:
                     ) from error
             raise
 
-    def _templated(self, conversations: list[list[Message]]) -> list[str]:
+    def _templated(self, conversations: list[list[Message]], tools: Sequence[Tools]) -> list[str]:
         """Write conversations by the chat template; one that ends with the assistant stays open there."""
         texts: list[str] = [""] * len(conversations)
-        for goes_on in (False, True):
-            chosen = [n for n, each in enumerate(conversations) if (each[-1]["role"] == "assistant") == goes_on]
-            if not chosen:
-                continue
+        alike: dict[tuple[bool, int], list[int]] = {}
+        for n, (messages, offered) in enumerate(zip(conversations, tools, strict=True)):
+            alike.setdefault((messages[-1]["role"] == "assistant", id(offered)), []).append(n)
+        for (goes_on, _), chosen in alike.items():
+            offered = [dict(tool) for tool in tools[chosen[0]]]
             written: Any = self._tokenizer.apply_chat_template(
                 [conversations[n] for n in chosen],
                 tokenize=False,
                 add_generation_prompt=not goes_on,
                 continue_final_message=goes_on,
+                **({"tools": offered} if offered else {}),
                 **self._switches,
             )
             for n, text in zip(chosen, written, strict=True):
@@ -185,7 +205,7 @@ def plain(messages: Sequence[Message]) -> str:
     return "".join(m["content"] + ("\n\n" if m["role"] == "assistant" else "") for m in messages)
 
 
-def _switches(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
+def template_switches(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
     """Return what the chat template is told beside the messages."""
     if data.thinking is None:
         return {}

@@ -1,6 +1,7 @@
 """What the config says about a source leads to its records, whatever kind of source it is.
 
 builtin:addition                  the built-in task
+builtin:environment               empty messages, for environments that give prompts by themselves
 reasoning_gym:TASK                problems that reasoning-gym makes
 hf:NAME, or a directory           a Hugging Face dataset, of the hub or on disk
 path.py:function, module:function what a function of the user's own returns
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tpu_grpo.config import BUILTIN, BUILTIN_TASK, GYM, HUB, ReadingSection
+from tpu_grpo.config import BUILTIN, BUILTIN_TASK, GYM, HUB, NO_DATA, ReadingSection
 from tpu_grpo.errors import ConfigError, DataError
 from tpu_grpo.plugins import source_file
 from tpu_grpo.prompts.files import first_record, is_file_name, read_files
@@ -25,6 +26,8 @@ from tpu_grpo.prompts.locations import is_address
 from tpu_grpo.prompts.records import Mapped, Record, Records
 from tpu_grpo.tasks import addition
 
+OWN_TASKS = 10_000
+"""An epoch of prompts that environments give by themselves has so many; held-out ones are numbered from here on."""
 PLAIN = ReadingSection()
 """A source is read so by default."""
 
@@ -170,9 +173,13 @@ def _value(record: Mapping[str, Any], column: str, where: str, source: Source) -
 
 
 def _builtin(source: Source) -> Records:
-    if source.path != BUILTIN_TASK:
-        raise DataError(f"{source.setting}: the only built-in data is {BUILTIN_TASK}, got {source.path!r}")
-    return _addition(source.use)
+    match source.path:
+        case path if path == BUILTIN_TASK:
+            return _addition(source.use)
+        case path if path == NO_DATA:
+            first = 0 if source.use == "train" else OWN_TASKS
+            return [{"prompt": "", "task": first + number} for number in range(OWN_TASKS)]
+    raise DataError(f"{source.setting}: built-in data is {BUILTIN_TASK} and {NO_DATA}, got {source.path!r}")
 
 
 def _addition(use: Literal["train", "heldout"]) -> list[dict[str, Any]]:

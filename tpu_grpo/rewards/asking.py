@@ -115,13 +115,17 @@ def ask_reward(reward: OpenReward, table: Table, gate_B: Float[np.ndarray, " B"]
 
 
 def rows_to_ask(table: Table, gate_B: Float[np.ndarray, " B"] | None, call: Call) -> tuple[list[int], RewardResult]:
-    """Return the rows that a reward is asked about, and its result as far as the gate decides it."""
+    """Return the rows that a reward is asked about, and its result as far as the gate decides it.
+
+    It is asked about none whose environment failed.
+    """
     of_tokens = [NO_VALUES] * table.size if call.per_token else []
     result = RewardResult(np.full(table.size, np.nan), np.zeros(table.size, dtype=bool), of_tokens=of_tokens)
+    result.skipped[list(table.failures)] = True
     if gate_B is None:
-        return list(range(table.size)), result
+        return [row for row in range(table.size) if row not in table.failures], result
     result.values[gate_B <= 0] = 0.0
-    return [int(row) for row in np.flatnonzero(gate_B > 0)], result
+    return [int(row) for row in np.flatnonzero(gate_B > 0) if row not in table.failures], result
 
 
 def take_in(

@@ -16,7 +16,9 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
+from tpu_grpo.episode import Failure
 from tpu_grpo.errors import RewardError
+from tpu_grpo.rewards.conversations import failure_of, last_words, of_environments, spoken
 from tpu_grpo.rewards.protocol import OF_ROWS, TEXT_ARGUMENTS
 from tpu_grpo.types import Conversation, Rollout
 
@@ -158,6 +160,10 @@ class Table:
     """Each row's number in the whole rollout, for error messages."""
     conversations: Sequence[Conversation]
     """The prompts as messages, which a reward may ask for in place of the texts."""
+    spoken: Sequence[Any] = ()
+    """What came of each prompt as messages, or as a text where it is a single one."""
+    failures: Mapping[int, Failure] = field(default_factory=dict)
+    """The rows whose environment failed; no reward is asked about them."""
 
     @property
     def size(self) -> int:
@@ -166,7 +172,8 @@ class Table:
 
     def batch(self, names: Sequence[str], rows: Sequence[int], *, messages: bool = False) -> RewardBatch:
         """Make a batch of some columns of some rows; with ``messages`` the prompts are conversations."""
-        columns = self.columns | {"prompts": self.conversations} if messages else self.columns
+        texts = {"prompts": self.conversations, "completions": self.spoken} if messages else {}
+        columns = self.columns | texts
         return RewardBatch({name: [columns[name][row] for row in rows] for name in names}, self.step, len(rows))
 
 
@@ -179,14 +186,28 @@ def build_table(rollout: Rollout, names: Collection[str], *, numbers: Sequence[i
         RewardError: for a row that lacks one of the columns.
     """
     rows = rollout.row_prompts
-    columns: dict[str, Sequence[Any]] = {"prompts": [p.asked for p in rows], "completions": list(rollout.texts)}
+    said = list(zip(rollout.completions, rollout.texts, strict=True))
+    columns: dict[str, Sequence[Any]] = {
+        "prompts": [p.asked for p in rows],
+        "completions": [last_words(completion, text) for completion, text in said],
+    }
     wanted = [name for name in OF_ROWS if name in names and not (rows and name in rows[0].columns)]
     if "completion_ids" in wanted:
         columns["completion_ids"] = [c.token_ids.tolist() for c in rollout.completions]
     if "rendered_prompts" in wanted:
         columns["rendered_prompts"] = [p.text for p in rows]
-    numbers = range(len(rows)) if numbers is None else numbers
-    table = Table(columns, rollout.batch.step, rollout.group_size, numbers, [p.conversation for p in rows])
+    for name in ("environments", "environment_rewards"):
+        if name in wanted:
+            columns[name] = of_environments(name, rollout.completions)
+    table = Table(
+        columns,
+        rollout.batch.step,
+        rollout.group_size,
+        range(len(rows)) if numbers is None else numbers,
+        [p.conversation for p in rows],
+        [spoken(completion, text) for completion, text in said],
+        {row: f for row, c in enumerate(rollout.completions) if (f := failure_of(c)) is not None},
+    )
     for name in sorted(set(names) - {*TEXT_ARGUMENTS, *wanted}):
         lacking = next((i for i, p in enumerate(rows) if name not in p.columns), None)
         if lacking is not None:

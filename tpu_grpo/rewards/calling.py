@@ -12,7 +12,9 @@ from collections.abc import Awaitable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
+from tpu_grpo.episode import KeptEnvironment
 from tpu_grpo.rewards.batches import Answer, Call, Problem, RewardBatch, check_values, failed_answer
+from tpu_grpo.rewards.conversations import rebuilt
 from tpu_grpo.rewards.hints import hint
 from tpu_grpo.rewards.logged import logger, score_of
 from tpu_grpo.rewards.protocol import SAMPLE_ARGUMENTS, TEXT_ARGUMENTS, TrainerState
@@ -162,9 +164,11 @@ class Caller:
         """Make messages where the reward expects them; what it may change is a copy, as other rewards get it, too."""
         if name == "completion_ids" and name in self._call.extras:
             return list(value)
+        if isinstance(value, KeptEnvironment):
+            return rebuilt(value)
         if not self._call.messages or name not in TEXT_ARGUMENTS:
             return value
-        if name == "completions":
+        if isinstance(value, str):
             return [{"role": "assistant", "content": value}]
         return [dict(message) for message in value]
 

@@ -26,7 +26,7 @@ class DistributedRewards:
     """
 
     def __init__(self, rewards: RewardSet, hosts: Hosts, compared: Collection[str] = ()):
-        self._rewards = rewards
+        self.rewards = self._rewards = rewards
         self._hosts = hosts
         self._compared = tuple(name for name in rewards.names if name in compared)
         """These rewards give the same value for the same text, wherever they are computed."""

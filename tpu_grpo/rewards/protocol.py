@@ -7,8 +7,9 @@
 
 It is called with keyword arguments only, every list in the row order of the rollout, and may be ``async``:
 
-- ``prompts`` and ``completions`` are the texts: what the user says, and what the model does. With ``messages: true``
-  both are lists of messages, the prompt the whole conversation. Every column of the data follows under its own name.
+- ``prompts`` and ``completions`` are the texts: what the user says, and what the model does, in a conversation with an
+  environment in its last turn. With ``messages: true`` both are lists of messages: all before the model's first answer,
+  and all from there on. Every column of the data follows under its own name.
 - ``options`` of the config follow under theirs, unchanged; an option replaces a data column of the same name.
 - A function without ``**kwargs`` gets only the names it declares, so it may leave out what it does not need.
 - What EXTRAS names comes to a function that declares it, unless a column has that name; ``**kwargs`` gets BY_KWARGS.
@@ -42,18 +43,26 @@ from typing import Any, Protocol, overload
 
 TEXT_ARGUMENTS = ("prompts", "completions")
 """These names always mean the texts, whatever columns the data has."""
-SAMPLE_ARGUMENTS = {"prompt": "prompts", "completion": "completions", "rendered_prompt": "rendered_prompts"}
+SAMPLE_ARGUMENTS = {
+    "prompt": "prompts",
+    "completion": "completions",
+    "rendered_prompt": "rendered_prompts",
+    "environment": "environments",
+    "environment_reward": "environment_rewards",
+}
 """A reward of one row gets the texts under these names: name for one row -> name for a batch."""
 EXTRAS = {
     "rendered_prompts": "the prompts as the model sees them, chat template and system message included",
     "completion_ids": "the token ids of each completion, the stop token included",
+    "environments": "the environments of the conversations as they were at the end: their attributes and methods",
+    "environment_rewards": "what each conversation's environment gave for it, None for nothing",
     "step": "the number of the training step",
     "options": "the options of the config, as a dict",
     "log_metric": "log_metric(name, value): a metric rewards/<reward>/<name>, the mean of the step's values",
     "trainer_state": "an object with global_step, the number of the step, and max_steps, as TRL passes it",
 }
 """A reward may declare these beside texts and columns."""
-OF_ROWS = ("rendered_prompts", "completion_ids")
+OF_ROWS = ("rendered_prompts", "completion_ids", "environments", "environment_rewards")
 """Those of them that have a value for every row."""
 BY_KWARGS = ("log_metric", "trainer_state")
 """Those of them that ``**kwargs`` brings, too, as in TRL."""

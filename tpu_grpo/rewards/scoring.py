@@ -76,6 +76,17 @@ class RewardSet:
         """Return the names of those that give a number per token."""
         return tuple(reward.spec.shown for reward in self.rewards if reward.loaded.call.per_token)
 
+    @property
+    def of_environments(self) -> tuple[str, ...]:
+        """Return the names of those that ask for environments, or for what these gave."""
+        asked = {"environments", "environment_rewards"}
+        return tuple(reward.spec.shown for reward in self.rewards if asked & {*reward.loaded.call.extras})
+
+    @property
+    def keeps_environments(self) -> bool:
+        """Return whether one asks for environments as they were at the end."""
+        return any("environments" in reward.loaded.call.extras for reward in self.rewards)
+
     def for_columns(self, columns: Collection[str]) -> "RewardSet":
         """Fit the same rewards in the same processes to data with other columns; raises like open_rewards."""
         fitted = [load_reward(r.spec, columns, r.loaded.call.max_steps) for r in self.rewards]

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float
 from tpu_grpo.errors import RewardError
 from tpu_grpo.rewards.asking import RewardResult
 from tpu_grpo.rewards.batches import Table, describe_row
+from tpu_grpo.rewards.conversations import failure_of
 from tpu_grpo.types import Rollout, Scores
 
 LOG = logging.getLogger("tpu_grpo.rewards")
@@ -42,6 +43,8 @@ def add_up(
 ) -> Totals:
     """Add up the rewards that are not ``of_tokens``, with their weights, and fill in the rows that they do not score.
 
+    A row whose environment failed is worth what the config says, or counts as not scored.
+
     The first row that no reward applies to, without a problem of any, is written to the log.
     """
     total_B = np.zeros(table.size)
@@ -56,6 +59,8 @@ def add_up(
             scored_B |= applies_B & rewarded
     if not set(results) - set(of_tokens):
         scored_B[:] = True  # all totals are 0, as they should be
+    for row, failure in table.failures.items():
+        total_B[row], scored_B[row] = failure.reward or 0.0, failure.reward is not None
     if rows := np.flatnonzero(~any_B & ~skipped_B).tolist():
         LOG.warning("step %d: %s; such a row takes the mean of its group", table.step, _lacking(results, rows, table))
     return Totals(_filled(~scored_B, total_B, table.group_size), ~scored_B, ~any_B)
@@ -69,7 +74,7 @@ def check_some_scored(rollout: Rollout, scores: Scores) -> None:
     """
     rows = len(rollout.texts)
     problems = sum(f.value for n, f in scores.figures.items() if n.endswith(("/errors", "/timeouts")))
-    if scores.figures[UNSCORED].value < rows or problems:
+    if scores.figures[UNSCORED].value < rows or problems or any(map(failure_of, rollout.completions)):
         return
     raise RewardError(
         f"some row of a step needs a reward that applies, got None from all of {', '.join(scores.by_name)} for all "

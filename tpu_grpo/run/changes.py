@@ -91,6 +91,7 @@ def sources(config: RunConfig) -> dict[str, dict[str, str]]:
 def _code(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "algorithm.name", config.algorithm.name
     yield "optimizer.name", config.optimizer.name
+    yield from (("environment.name", source) for source in config.environment.names.values())
     for where, rewards in (("rewards", config.rewards), ("evaluation.rewards", config.evaluation.rewards or ())):
         yield from ((f"{where}.{index}.name", reward.name) for index, reward in enumerate(rewards))
 

@@ -1,10 +1,13 @@
 """The prompts of a run, opened before anything that takes time is imported, so that a wrong line is said soon."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tpu_grpo.config import RunConfig
+from tpu_grpo.environments.actions import LoadedEnvironment
 from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts
+from tpu_grpo.run.environments import check_environment_columns, load_environments, tools_of
 from tpu_grpo.types import Prompt
 
 if TYPE_CHECKING:
@@ -18,6 +21,8 @@ class OpenData:
     prompts: PromptStream
     held_out: tuple[Prompt, ...] | None
     """None if the config has none."""
+    environments: Mapping[str, LoadedEnvironment] = field(default_factory=dict)
+    """What prompts begin conversations with, by the names that the data has for them; empty for plain completions."""
 
 
 def open_data(config: RunConfig, tokenizer: "PreTrainedTokenizerFast") -> OpenData:
@@ -26,6 +31,13 @@ def open_data(config: RunConfig, tokenizer: "PreTrainedTokenizerFast") -> OpenDa
     Raises:
         ConfigError: for templates that do not fit the data or the tokenizer.
         DataError: for data that is missing or malformed, or prompts that are empty or too long.
+        EpisodeError: for an environment that cannot be found, or is not written as one.
     """
-    prompts = open_prompts(config.data, config.run.seed, tokenizer)
-    return OpenData(prompts, open_evaluation_prompts(config.evaluation, config.data, tokenizer))
+    environments = load_environments(config)
+    tools = tools_of(environments)
+    prompts = open_prompts(config.data, config.run.seed, tokenizer, tools)
+    held_out = open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools)
+    for columns in (prompts.columns, tuple(held_out[0].columns) if held_out else ()):
+        if columns:
+            check_environment_columns(environments, columns)
+    return OpenData(prompts, held_out, environments)

@@ -17,6 +17,7 @@ from tpu_grpo.prompts.records import Record
 from tpu_grpo.prompts.sources import Source, glance
 from tpu_grpo.rewards import load_reward
 from tpu_grpo.run.earlier import changes_since, check_required, must_move
+from tpu_grpo.run.environments import check_environment_columns, load_environments
 from tpu_grpo.run.model import check_checkpoint
 from tpu_grpo.run.sharing import first_does
 
@@ -30,6 +31,7 @@ def check_early(config: RunConfig, hosts: Hosts) -> None:
         CheckpointError: for a model that is missing, broken or not supported, and for a checkpoint that is required.
         DataError: for data that is missing or malformed.
         RewardError: for a reward that cannot be loaded, or does not fit the data.
+        EpisodeError: for an environment that cannot be found, or is not written as one.
     """
     first_does(hosts, "what lies in run.dir", lambda: _check_directory(config))
     check_inputs(config)
@@ -38,8 +40,10 @@ def check_early(config: RunConfig, hosts: Hosts) -> None:
 def check_inputs(config: RunConfig) -> None:
     """Look at everything that a run reads; raises as `check_early` does."""
     check_checkpoint(config)
+    environments = load_environments(config)
     columns = _check_data(config)
     if columns is not None:
+        check_environment_columns(environments, columns)
         _check_rewards(config.rewards, columns, config.run.max_steps)
     held_out = _check_held_out(config)
     if held_out is not None:

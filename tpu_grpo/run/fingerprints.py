@@ -71,6 +71,9 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:
         yield from _data_files(setting, given)
     if (source := source_file(config.algorithm.name)) is not None:
         yield f"source of algorithm {config.algorithm.name}", source
+    for environment in config.environment.names.values():
+        if (source := source_file(environment)) is not None:
+            yield f"source of environment {environment}", source
     for reward in (*config.rewards, *(config.evaluation.rewards or ())):
         if (source := source_file(reward.name)) is not None:
             yield f"source of reward {reward.name}", source

@@ -1,9 +1,9 @@
-"""Builds the parts of a run from its config. This is the only file that constructs every stage.
+"""Builds the parts of a run from its config, with task.py, which opens what the policy learns.
 
 Read ``build_parts`` first; the functions it calls follow in call order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,8 @@ from flax import nnx
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.algorithms import open_algorithm
-from tpu_grpo.config import BUILTIN, HUB, RewardSpec, RunConfig
+from tpu_grpo.config import BUILTIN, HUB, RunConfig
 from tpu_grpo.errors import ConfigError
-from tpu_grpo.evaluation import GREEDY, Evaluation, EvaluationSamples, EvaluationSettings, evaluate
 from tpu_grpo.hosts import Hosts, announce, counted, keep_programs
 from tpu_grpo.learner import Learner, LearnerInputs
 from tpu_grpo.models import Checkpoint, builtin, load_model, read_checkpoint
@@ -23,18 +22,18 @@ from tpu_grpo.models.adapters import load_adapters
 from tpu_grpo.models.finite import check_finite
 from tpu_grpo.models.lora import adapted_modules, apply_lora, cast_adapters
 from tpu_grpo.models.tokenizers import load_tokenizer, stop_token_ids
-from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, prompts_digest
-from tpu_grpo.rewards import DistributedRewards, RewardSet, open_rewards, repeats_itself
+from tpu_grpo.prompts import PromptStream
 from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.replicas import Replicas
 from tpu_grpo.rollout.sampler import Sampler
-from tpu_grpo.run.data import OpenData, open_data
+from tpu_grpo.run.data import OpenData
 from tpu_grpo.run.engines import SyncedEngines
 from tpu_grpo.run.failures import FailureFiles
 from tpu_grpo.run.fingerprints import model_fingerprints
 from tpu_grpo.run.meshes import Meshes, build_meshes
 from tpu_grpo.run.model import check_model, model_directory
 from tpu_grpo.run.probe import Probe
+from tpu_grpo.run.task import Task, open_task
 from tpu_grpo.types import Prompt
 
 
@@ -42,38 +41,11 @@ from tpu_grpo.types import Prompt
 class Parts:
     """Everything that the pipeline drives."""
 
-    task: "Task"
+    task: Task
     sampler: Sampler
     engines: SyncedEngines
     learner: Learner
     probe: Probe
-
-
-@dataclass(frozen=True)
-class Task:
-    """What the policy learns: prompts, the rewards of completions, and held-out prompts for evaluation."""
-
-    prompts: PromptStream
-    rewards: DistributedRewards
-    held_out: "HeldOut | None"
-    """None if the config has no held-out prompts."""
-
-    def close(self) -> None:
-        """Close the rewards and end their worker processes."""
-        self.rewards.close()
-        if self.held_out is not None:
-            self.held_out.rewards.close()
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """Prompts that are kept for evaluation, with the rewards that score their answers."""
-
-    prompts: tuple[Prompt, ...]
-    rewards: DistributedRewards
-    settings: EvaluationSettings
-    best: str
-    """The value, as mode/reward, whose maximum decides which step is the best."""
 
 
 def build_parts(config: RunConfig, hosts: Hosts, data: OpenData | None = None) -> Parts:
@@ -97,7 +69,8 @@ def build_parts(config: RunConfig, hosts: Hosts, data: OpenData | None = None) -
     engines = open_engines(config, hosts, checkpoint, tokenizer, meshes)
     announce(hosts, f"loading {checkpoint.parameter_count:,} parameters")
     learner = Learner(config, open_inputs(config, checkpoint, meshes), hosts)
-    failures, sampler = FailureFiles(config, hosts, learner.save_apart), Sampler(engines.replicas, tokenizer, config)
+    failures = FailureFiles(config, hosts, learner.save_apart)
+    sampler = Sampler(engines.replicas, tokenizer, config)
     learner.keep_failed(failures)
     sampler.keep_broken(failures.of_rollout)
     announce(hosts, "compiling the weight sync, and moving the weights into the engine")
@@ -155,73 +128,6 @@ def builtin_name(config: RunConfig) -> str:
     return name
 
 
-def open_task(
-    config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts, data: OpenData | None = None
-) -> Task:
-    """Open rewards, and prompts unless ``data`` holds them, and check that prompts have the columns that rewards need.
-
-    The hosts divide the scoring among them.
-    """
-    data = data or open_data(config, tokenizer)
-    prompts = data.prompts
-    _agree_on_prompts({part.name: part.rendered.digest for part in prompts.parts}, hosts)
-    rewards = open_rewards(config.rewards, prompts.columns, config.run.max_steps)
-    _check_token_rewards(config, rewards)
-    held_out = _open_held_out(config, data.held_out, hosts, rewards)
-    return Task(prompts, DistributedRewards(rewards, hosts, _compared(config.rewards)), held_out)
-
-
-def _check_token_rewards(config: RunConfig, rewards: RewardSet) -> None:
-    """Refuse what gives single tokens an advantage of their own, if the algorithm would spread it over all."""
-    credits = [f"{list(rewards.token_rewards)} give single ones"] if rewards.token_rewards else []
-    if config.environment.is_on and config.environment.turn_credit == "turn":
-        credits.append("environment.turn_credit=turn gives those of a turn")
-    if credits and not getattr(open_algorithm(config.algorithm).objective, "credits_tokens", True):
-        raise ConfigError(
-            f"algorithm.name={config.algorithm.name} spreads over all tokens of a completion what "
-            f"{' and what '.join(credits)}, because its ratio is of the whole completion; set "
-            "algorithm.options={per_token: true}, or take another algorithm"
-        )
-
-
-def open_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts) -> HeldOut | None:
-    """Open the held-out prompts and their rewards; None if the config has no held-out prompts."""
-    prompts = open_evaluation_prompts(config.evaluation, config.data, tokenizer)
-    return _open_held_out(config, prompts, hosts, None)
-
-
-def _open_held_out(
-    config: RunConfig, prompts: tuple[Prompt, ...] | None, hosts: Hosts, rewards: RewardSet | None
-) -> HeldOut | None:
-    """Open the rewards of held-out prompts.
-
-    If evaluation uses the rewards of the run, these are scored by the worker processes of ``rewards``.
-    """
-    section = config.evaluation
-    settings = EvaluationSettings.of(section, config.rollout.temperature)
-    if prompts is None:
-        return None
-    _agree_on_prompts({"the evaluation": prompts_digest(prompts)}, hosts)
-    specs, columns = config.rewards if section.rewards is None else section.rewards, tuple(prompts[0].columns)
-    if section.rewards is None and rewards is not None:
-        judges = rewards.for_columns(columns)
-    else:
-        judges = open_rewards(specs, columns, config.run.max_steps)
-    best = section.best or f"{GREEDY}/{specs[0].shown}"
-    return HeldOut(prompts, DistributedRewards(judges, hosts, _compared(specs)), settings, best)
-
-
-def _compared(specs: Sequence[RewardSpec]) -> list[str]:
-    """List the rewards that hosts can compare, because they give the same value whenever they are called."""
-    return [spec.shown for spec in specs if repeats_itself(spec)]
-
-
-def _agree_on_prompts(digests: Mapping[str, str], hosts: Hosts) -> None:
-    """Check that hosts read, generated or downloaded the same prompts."""
-    if hosts.count > 1:
-        hosts.agree_all({f"prompts of {name}": digest for name, digest in digests.items()})
-
-
 def open_engines(
     config: RunConfig, hosts: Hosts, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast, meshes: Meshes
 ) -> SyncedEngines:
@@ -267,10 +173,3 @@ def probe_prompts(prompts: PromptStream, meshes: Meshes) -> list[Prompt]:
     """Take one prompt for every replica."""
     first = prompts.batch(1).prompts
     return [first[row % len(first)] for row in range(meshes.replicas)]
-
-
-def evaluate_policy(
-    sampler: Sampler, held_out: HeldOut, step: int
-) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
-    """Evaluate the policy that the sampler's engines hold; returns the estimates and the samples they are of."""
-    return evaluate(sampler.answer, held_out.rewards.begin, held_out.prompts, held_out.settings, step=step)

@@ -23,6 +23,7 @@ class Shipped:
 
 SHIPPED: Mapping[str, Shipped] = MappingProxyType(
     {
+        "environment": Shipped("environment:environment"),
         "exact_answer": Shipped("answers:exact_answer"),
         "normalised_match": Shipped("answers:normalised_match"),
         "multiple_choice": Shipped("answers:multiple_choice"),

@@ -1,0 +1,11 @@
+"""Play an environment: python scripts/environment.py CONFIG.yaml [--record 0] [--turns FILE] [section.key=value ...]
+
+You write what the policy would write, and see tokens, masks and rewards as a run would have them.
+"""
+
+import sys
+
+from tpu_grpo.commands.environment import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

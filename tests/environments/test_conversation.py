@@ -1,0 +1,233 @@
+"""A conversation's tokens, worked out by hand: what was sampled stays as it was, and only grows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tpu_grpo.config import EnvironmentSection
+from tpu_grpo.environments.actions import Action, Answered, BadCall, Ended, LoadedEnvironment, ToolCall
+from tpu_grpo.environments.conversation import BRANCH_SAMPLES, CUT, Conversation, Start, TooLong
+from tpu_grpo.episode import Failure
+from tpu_grpo.types import Completion, Prompt, Request, SampleKey, SamplingParams
+
+PROMPT = Prompt("ask", (1, 2, 3), messages=[{"role": "user", "content": "ask"}])
+KEY = SampleKey(7, 4, 2, 5)
+
+
+@dataclass
+class Following:
+    suffix: tuple[int, ...]
+    new_prompt: tuple[int, ...] | None = None
+
+
+class Dialect:
+    """Tokens of 100 and above call tools; an answer is written as 50, its length, 51."""
+
+    def __init__(self, forgets: bool = False):
+        self._forgets = forgets
+        self.followed: list[tuple[list[int], int, list[bool]]] = []
+
+    def first(self, messages: Any, observation: str) -> tuple[str, list[int]]:
+        return f"ask{observation}", [1, 2, 3, *[4] * len(observation)]
+
+    def read(self, ids: Sequence[int]) -> Action:
+        calls = tuple(BadCall("bad") if i == 199 else ToolCall(f"t{i}", {"x": i}) for i in ids if i >= 100)
+        return Action(" ".join(map(str, ids)), "content", calls)
+
+    def follow(self, ids: list[int], first: int, sampled: list[bool], answers: Any) -> Following:
+        self.followed.append((list(ids), first, list(sampled)))
+        suffix = tuple(token for message in answers for token in (50, len(message["content"]), 51))
+        return Following(suffix, (1, 2, 3, *ids[-1:]) if self._forgets else None)
+
+    def shortened(self, text: str, most: int) -> str | None:
+        return None if len(text) <= most else text[:most]
+
+
+def conversation(dialect: Dialect | None = None, takes: str = "calls", most: int = 20, **settings: Any) -> Conversation:
+    request = Request(PROMPT.token_ids, SamplingParams(most, temperature=0.5), KEY)
+    section = EnvironmentSection(name="x", **settings)
+    loaded = LoadedEnvironment("x", "x.py:X", takes)
+    return Conversation(Start(PROMPT, request, loaded, dialect or Dialect(), section, max_prompt_tokens=6))  # pyright: ignore[reportArgumentType]
+
+
+def sampled(*ids: int, reason: Any = "stop") -> Completion:
+    return Completion(np.array(ids, np.int32), -np.arange(1, len(ids) + 1, dtype=np.float32), reason, 0)
+
+
+def tool(*texts: str, **more: Any) -> Answered:
+    return Answered(tuple({"role": "tool", "name": "t", "content": text} for text in texts), **more)
+
+
+def test_three_turns_token_by_token() -> None:
+    dialect = Dialect()
+    talk = conversation(dialect)
+    first = talk.first(Answered(()))
+    assert first == Request((1, 2, 3), SamplingParams(20, temperature=0.5), KEY)
+    assert talk.turn(sampled(10, 100)) == Action("10 100", "content", (ToolCall("t100", {"x": 100}),))
+    second = talk.answered(tool("abcd"))
+    assert second == Request((1, 2, 3, 10, 100, 50, 4, 51), SamplingParams(15, temperature=0.5), KEY)
+    assert talk.turn(sampled(101, 102)) is not None
+    third = talk.answered(tool("a", "bb", errors=1))
+    assert third is not None
+    assert third.token_ids == (1, 2, 3, 10, 100, 50, 4, 51, 101, 102, 50, 1, 51, 50, 2, 51)
+    assert third.sampling.max_new_tokens == 20 - 13
+    assert talk.turn(sampled(11, 12)) is None  # no tool was called
+    talk.ended(Ended(reward=0.5))
+    found = talk.completion(1.5)
+    assert found.token_ids.tolist() == [10, 100, 50, 4, 51, 101, 102, 50, 1, 51, 50, 2, 51, 11, 12]
+    assert found.sampled is not None
+    assert found.sampled.astype(int).tolist() == [1, 1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 0, 0, 1, 1]
+    assert found.logprobs.tolist() == [-1, -2, 0, 0, 0, -1, -2, 0, 0, 0, 0, 0, 0, -1, -2]
+    assert (found.finish_reason, found.sampled_tokens, found.kept) == ("stop", 6, None)
+    episode = found.episode
+    assert episode is not None
+    assert [(t.start, t.end, t.calls, t.answer, t.errors) for t in episode.turns] == [
+        (0, 2, ("t100",), "abcd", 0),
+        (5, 7, ("t101", "t102"), "a\nbb", 1),
+        (13, 15, (), "", 0),
+    ]
+    assert [(b.prompt, b.start, b.end) for b in episode.branches] == [((1, 2, 3), 0, 15)]
+    assert (episode.ending, episode.reward, episode.prompt, episode.seconds) == ("answered", 0.5, "ask", 1.5)
+    assert [m["role"] for m in episode.messages] == ["assistant", "tool", "assistant", "tool", "tool", "assistant"]
+    assert episode.messages[0]["tool_calls"] == [
+        {"type": "function", "function": {"name": "t100", "arguments": {"x": 100}}}
+    ]
+    # what was followed is what there was, to the token
+    assert dialect.followed[1] == (
+        [1, 2, 3, 10, 100, 50, 4, 51, 101, 102],
+        3,
+        [False] * 3 + [True] * 2 + [False] * 3 + [True] * 2,
+    )
+
+
+def test_what_reset_gives_is_a_part_of_the_prompt() -> None:
+    talk = conversation()
+    first = talk.first(Answered(({"role": "user", "content": "12"},)))
+    assert first is not None
+    assert first.token_ids == (1, 2, 3, 4, 4)
+    assert first.sampling.max_new_tokens == 20  # all of it is left
+    assert talk.messages == [{"role": "user", "content": "ask12"}]
+    assert PROMPT.messages[0]["content"] == "ask"
+    with pytest.raises(TooLong, match="at most data.max_prompt_tokens=6 tokens, got 7"):
+        conversation().first(Answered(({"role": "user", "content": "1234"},)))
+
+
+def test_a_template_that_forgets_begins_another_branch() -> None:
+    talk = conversation(Dialect(forgets=True), takes="texts", most=9)
+    talk.first(Answered(()))
+    assert talk.turn(sampled(10, 11)) is not None
+    second = talk.answered(Answered(({"role": "user", "content": "no"},), reward=0.25))
+    assert second is not None
+    assert second.token_ids == (1, 2, 3, 11, 50, 2, 51)  # 12 may follow the first prompt: 3 + 9
+    assert second.sampling.max_new_tokens == 3 + 9 - 7
+    assert second.key == SampleKey(7, 4, 2, 5 + BRANCH_SAMPLES)  # its positions come again
+    assert talk.turn(sampled(12)) is not None
+    assert talk.answered(Answered((), reward=0.5, done=True)) is None
+    talk.ended(Ended())
+    found = talk.completion()
+    assert found.token_ids.tolist() == [10, 11, 12]
+    assert found.sampled is not None
+    assert found.sampled.all()
+    assert found.episode is not None
+    assert [(b.prompt, b.start, b.end) for b in found.episode.branches] == [
+        ((1, 2, 3), 0, 2),
+        ((1, 2, 3, 11, 50, 2, 51), 2, 3),
+    ]
+    assert (found.episode.ending, found.episode.reward) == ("done", 0.75)  # what its turns gave
+
+
+@pytest.mark.parametrize(
+    ("settings", "turns", "ending", "reason", "tokens"),
+    [
+        ({"max_turns": 1}, [(100,)], "turns", "length", 1),
+        ({"most": 6}, [(10, 100)], "tokens", "length", 2),  # 2 and 3 for the answer would leave 1: one more turn
+        ({"most": 5}, [(10, 100)], "tokens", "length", 2),  # no room behind the answer, so it is left out
+    ],
+)
+def test_where_a_conversation_ends(settings: Any, turns: Any, ending: str, reason: str, tokens: int) -> None:
+    talk = conversation(**settings)
+    talk.first(Answered(()))
+    for ids in turns:
+        assert talk.turn(sampled(*ids)) is not None
+    request = talk.answered(tool("abcd"))
+    if settings == {"most": 6}:
+        assert request is not None
+        assert request.sampling.max_new_tokens == 1
+        assert talk.turn(sampled(10, reason="length")) is None
+        tokens += 4
+    else:
+        assert request is None
+    talk.ended(Ended(reward=0.0))
+    found = talk.completion()
+    assert found.episode is not None
+    assert (found.episode.ending, found.finish_reason, len(found.token_ids)) == (ending, reason, tokens)
+    assert found.episode.turns[0].answer == "abcd"
+
+
+def test_a_turn_may_have_fewer_tokens() -> None:
+    talk = conversation(max_turn_tokens=4)
+    first = talk.first(Answered(()))
+    assert first is not None
+    assert first.sampling.max_new_tokens == 4
+    assert talk.turn(sampled(10, 11, 12, 13, reason="length")) is None  # cut: nothing can follow
+    talk.ended(Ended())
+    found = talk.completion()
+    assert found.episode is not None
+    assert (found.episode.ending, found.episode.reward) == ("tokens", None)
+
+
+def test_long_answers_are_cut() -> None:
+    talk = conversation(max_observation_tokens=6)
+    talk.first(Answered(()))
+    talk.turn(sampled(100, 101))
+    talk.answered(tool("abcdef", "ab"))
+    assert talk.messages[-2]["content"] == f"abc{CUT}"  # two answers share six tokens
+    assert talk.messages[-1]["content"] == "ab"
+
+
+def test_rewards_of_turns() -> None:
+    talk = conversation()
+    talk.first(Answered(()))
+    talk.turn(sampled(100))
+    talk.answered(tool("x"))
+    talk.turn(sampled(9))
+    talk.ended(Ended(reward=1.0, turn_rewards=(0.25, 0.5)))
+    found = talk.completion()
+    assert found.episode is not None
+    assert [turn.reward for turn in found.episode.turns] == [0.25, 0.5]
+    assert found.episode.reward == 1.0
+
+
+def test_a_failed_environment_gives_no_reward() -> None:
+    talk = conversation()
+    talk.first(Answered(()))
+    talk.turn(sampled(100))
+    talk.failed(Failure("late", "did not answer", reward=-1.0))
+    found = talk.completion()
+    assert found.episode is not None
+    assert found.episode.failure is not None
+    assert (found.episode.ending, found.episode.reward, found.token_ids.tolist()) == ("failed", None, [100])
+
+
+def test_one_that_fails_at_once_has_no_tokens() -> None:
+    talk = conversation()
+    talk.failed(Failure("raised", "raised"))
+    found = talk.completion()
+    assert found.token_ids.tolist() == []
+    assert found.episode is not None
+    assert found.episode.branches == ()
+
+
+def test_kept_counts_stay_beside_their_tokens() -> None:
+    talk = conversation()
+    talk.first(Answered(()))
+    talk.turn(Completion(np.array([100], np.int32), np.zeros(1, np.float32), "stop", 0, kept=np.array([3], np.int32)))
+    talk.answered(tool("x"))
+    talk.turn(Completion(np.array([9], np.int32), np.zeros(1, np.float32), "stop", 0, kept=np.array([5], np.int32)))
+    talk.ended(Ended())
+    found = talk.completion()
+    assert found.kept is not None
+    assert found.kept.tolist() == [3, 0, 0, 0, 5]

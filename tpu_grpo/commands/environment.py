@@ -1,0 +1,149 @@
+"""This is the command line of ``scripts/environment.py``: it parses, calls, prints and returns an exit code.
+
+Nothing that imports jax is imported before ``prepare`` has chosen jax's platform.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tpu_grpo.commands.starting import config_from_words, exit_code_of, prepare
+from tpu_grpo.config import RunConfig
+from tpu_grpo.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tpu_grpo.commands.playing import Game, Policy, Stretch
+
+ABOUT = """Plays an environment of a config without a model: you write what the policy would write.
+
+Shows the prompt with its tools, what the environment answers, which tokens would be trained on (those that the policy
+wrote, in bold), and at the end the rewards. A turn ends with an empty line, or comes from a file or function:
+
+  --turns FILE                 turns with a line --- between them
+  --policy path.py:function    policy(messages) -> the next turn's text"""
+USAGE = "python scripts/environment.py CONFIG.yaml [--record 0] [--turns FILE] [--tokens] [section.key=value ...]"
+SAMPLED, OBSERVED = "bold green", "dim"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = _parser().parse_intermixed_args(arguments)
+    return exit_code_of(lambda: _play(config_from_words(options.words), Console(highlight=False), options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        usage=USAGE, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", metavar="CONFIG.yaml section.key=value", help="the config, and settings")
+    parser.add_argument("--record", type=int, default=0, metavar="N", help="play this prompt of the data, from 0")
+    parser.add_argument("--turns", type=Path, metavar="FILE", help="take the turns from a file")
+    parser.add_argument("--policy", metavar="path.py:function", help="take the turns from a function")
+    parser.add_argument("--tokens", action="store_true", help="show every token with its id and whether it is trained")
+    return parser
+
+
+def _play(config: RunConfig, console: Console, options: argparse.Namespace) -> None:
+    """Play one conversation, and show it.
+
+    Raises:
+        ConfigError: for a config without environments, or a record that is not there.
+        TpuGrpoError: for data, templates, an environment or a policy that do not fit.
+    """
+    if not config.environment.is_on:
+        raise ConfigError("environment.name must be set to play an environment, got none; name one")
+    if options.turns is not None and options.policy is not None:
+        raise ConfigError("turns come from a file or from a function, got --turns and --policy; drop one")
+    prepare(config)
+    from tpu_grpo.commands.playing import Game
+    from tpu_grpo.hosts import Hosts
+    from tpu_grpo.run.model import open_tokenizer
+    from tpu_grpo.run.task import open_task
+
+    tokenizer = open_tokenizer(config)
+    with closing(open_task(config, tokenizer, Hosts())) as task:
+        assert task.environments is not None
+        prompts = task.prompts.parts[0].rendered.prompts
+        if not 0 <= options.record < len(prompts):
+            raise ConfigError(f"--record must be one of 0 to {len(prompts) - 1}, got {options.record}")
+        prompt = prompts[options.record]
+        with closing(Game(config, prompt, task.environments, tokenizer, options.record)) as game:
+            show(game, _policy(options, console), console, tokens=options.tokens)
+            console.print(outcome(game, task.rewards, prompt, tokenizer))
+
+
+def _policy(options: argparse.Namespace, console: Console) -> "Policy":
+    from tpu_grpo.commands.playing import policy_of_file, policy_of_function
+
+    if options.turns is not None:
+        return policy_of_file(options.turns)
+    if options.policy is not None:
+        return policy_of_function(options.policy)
+    return lambda messages: typed(console)
+
+
+def typed(console: Console) -> str | None:
+    """Read a turn that a person types, up to an empty line; None at the end of the input."""
+    console.print(Text("your turn; an empty line ends it", style="italic"))
+    lines: list[str] = []
+    for line in sys.stdin:
+        if not line.strip():
+            return "\n".join(lines)
+        lines.append(line.rstrip("\n"))
+    return "\n".join(lines) if lines else None
+
+
+def show(game: "Game", policy: "Policy", console: Console, *, tokens: bool) -> None:
+    """Play the game, and show what every request and every turn adds."""
+    turn = 0
+    for stretches in game.play(policy):
+        turn += stretches[0].sampled
+        what = f"turn {turn}, which the policy wrote" if stretches[0].sampled else "what the policy sees"
+        console.rule(what, align="left")
+        for stretch in stretches:
+            console.print(Text(stretch.text, style=SAMPLED if stretch.sampled else OBSERVED))
+            if tokens:
+                console.print(_tokens(stretch))
+
+
+def _tokens(stretch: "Stretch") -> Text:
+    """Show the ids of tokens, and whether they are trained on: 1 or 0."""
+    mark = "1" if stretch.sampled else "0"
+    return Text(" ".join(f"{token}/{mark}" for token in stretch.token_ids), style="dim")
+
+
+def outcome(game: "Game", rewards: Any, prompt: Any, tokenizer: Any) -> Table:
+    """Show how the conversation ended, what it counts for, and what the rewards give."""
+    from tpu_grpo.rollout.sampler import text_of
+    from tpu_grpo.types import PromptBatch, Rollout
+
+    completion = game.completion
+    episode = completion.episode
+    assert episode is not None
+    table = Table("", "", title="The conversation", show_header=False)
+    failure = "" if episode.failure is None else f": {episode.failure.text}"
+    table.add_row("ended", f"{episode.ending}{failure}")
+    table.add_row("turns", str(len(episode.turns)))
+    table.add_row("tokens trained on", f"{completion.sampled_tokens} of {len(completion.token_ids)} after the prompt")
+    table.add_row("training samples", str(len(episode.branches)))
+    table.add_row("calls", ", ".join(name or "(unreadable)" for turn in episode.turns for name in turn.calls) or "none")
+    table.add_row("environment's reward", _number(episode.reward))
+    if episode.failure is None:
+        rollout = Rollout(PromptBatch(1, (prompt,)), 1, (completion,), (text_of(tokenizer, completion),), seconds=0.0)
+        scores = rewards.score(rollout)
+        found: Mapping[str, Any] = scores.by_name
+        for name, values in found.items():
+            table.add_row(f"reward {name}", _number(float(values[0])))
+        table.add_row("total reward", _number(float(scores.total[0])))
+    return table
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None or value != value else f"{value:g}"

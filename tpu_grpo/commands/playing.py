@@ -1,0 +1,132 @@
+"""An environment is played without a model: a person, a file or a function takes the policy's part.
+
+    table = play(config, prompt, environments, policy, show)
+
+What is shown is what a run would make of it: the same prompt, the same tokens and masks, the same rewards.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.environments.episodes import Environments, Episodes
+from tpu_grpo.errors import ConfigError, EpisodeError
+from tpu_grpo.plugins import find_function
+from tpu_grpo.types import Completion, Prompt, Request, SampleKey, SamplingParams
+
+Policy = Callable[[Sequence[Mapping[str, Any]]], str | None]
+"""Gets the conversation so far as messages, and returns what the policy writes next; None to stop."""
+BETWEEN_TURNS = "---"
+"""A line like this stands between the turns of a file."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens that were sampled, or that were not, after each other."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    sampled: bool
+
+
+def policy_of_file(path: Path) -> Policy:
+    """Make a policy that writes the turns of a file, one after the other.
+
+    Raises:
+        ConfigError: for a file that cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"turns must be in a readable UTF-8 file, got {error}; correct the path") from error
+    turns: list[list[str]] = [[]]
+    for line in lines:
+        if line.strip() == BETWEEN_TURNS:
+            turns.append([])
+        else:
+            turns[-1].append(line)
+    left = iter(["\n".join(turn) for turn in turns])
+    return lambda messages: next(left, None)
+
+
+def policy_of_function(name: str) -> Policy:
+    """Find a function of the user's own that takes the messages so far and returns the next turn's text, or None.
+
+    Raises:
+        EpisodeError: for one that is not there, or takes something else.
+    """
+    found = find_function(name, "policy", EpisodeError)
+    if not callable(found) or len(inspect.signature(found).parameters) != 1:
+        raise EpisodeError(
+            f"a policy must be a function of the messages so far that returns the next turn, got {name}; write def "
+            "policy(messages): ..."
+        )
+    policy: Policy = found
+    return policy
+
+
+class Game:
+    """One conversation that is played; see ``play``."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        prompt: Prompt,
+        environments: Environments,
+        tokenizer: PreTrainedTokenizerFast,
+        number: int,
+    ):
+        self._tokenizer = tokenizer
+        self._prompt = prompt
+        sampling = SamplingParams(config.rollout.max_new_tokens)
+        request = Request(prompt.token_ids, sampling, SampleKey(config.run.seed, 1, number, 0))
+        self._episodes: Episodes = environments([prompt], [request])
+        self._seen: tuple[int, ...] = ()
+
+    def play(self, policy: Policy) -> Iterator[list[Stretch]]:
+        """Play to the end, and yield what each turn's request and answer add to the tokens."""
+        episodes = self._episodes
+        episodes.begin(0)
+        while (request := episodes.next(0)) is not None:
+            yield self._new(request)
+            text = policy(episodes.messages(0))
+            if text is None:
+                raise EpisodeError("the policy stopped before the conversation was over; nothing came of it")
+            completion = self._written(text, request)
+            self._seen = (*request.token_ids, *completion.token_ids.tolist())
+            yield [self._stretch(completion.token_ids.tolist(), sampled=True)]
+            episodes.ended(0, completion)
+
+    @property
+    def completion(self) -> Completion:
+        """The whole conversation, once it is over."""
+        return self._episodes.result(0)
+
+    def close(self) -> None:
+        """Give the conversation up, if it is not over."""
+        self._episodes.close()
+
+    def _written(self, text: str, request: Request) -> Completion:
+        """Make the tokens of a turn, as if the policy had sampled them, cut where it would be cut."""
+        end = self._tokenizer.eos_token_id
+        assert isinstance(end, int)
+        ids = [*self._tokenizer.encode(text, add_special_tokens=False), end]
+        most = request.sampling.max_new_tokens
+        cut = len(ids) > most
+        logprobs = np.zeros(min(len(ids), most), np.float32)
+        return Completion(np.asarray(ids[:most], np.int32), logprobs, "length" if cut else "stop", cached_tokens=0)
+
+    def _new(self, request: Request) -> list[Stretch]:
+        """Return what a request adds to what was seen; all of it, if its past is another one."""
+        ids, seen = request.token_ids, self._seen
+        start = len(seen) if ids[: len(seen)] == seen else 0
+        return [self._stretch(ids[start:], sampled=False)]
+
+    def _stretch(self, ids: Sequence[int], *, sampled: bool) -> Stretch:
+        return Stretch(tuple(ids), self._tokenizer.decode(ids), sampled)

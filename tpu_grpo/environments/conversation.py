@@ -1,0 +1,266 @@
+"""One conversation between the policy and its environment, as tokens that are only ever appended to.
+
+    conversation = Conversation(start, request)
+    request = conversation.first(answered)          # what reset gave
+    action = conversation.turn(completion)          # what the policy wrote; None: the conversation is over
+    request = conversation.answered(answered)       # what the environment said; None: it is over
+    conversation.ended(ended)
+    completion = conversation.completion()
+
+Nothing that was sampled is ever written or tokenised again. What the policy sees next is what it saw before, what it
+wrote, and the tokens that the chat template puts behind that for the answer.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tpu_grpo.config import EnvironmentSection
+from tpu_grpo.environments.actions import Action, Answered, Ended, LoadedEnvironment, Message, ToolCall
+from tpu_grpo.episode import Branch, Ending, Episode, Failure, Turn
+from tpu_grpo.types import Completion, Prompt, Request
+
+if TYPE_CHECKING:
+    from tpu_grpo.environments.dialects import Dialect
+
+BRANCH_SAMPLES = 2**20
+"""Later branches of a conversation draw as samples that are this many further on, because they come to the same
+positions again. No group has so many samples."""
+CUT = " [...]"
+"""Ends an answer that was cut at environment.max_observation_tokens."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a conversation begins with."""
+
+    prompt: Prompt
+    request: Request
+    """How its turns are sampled; its ``max_new_tokens`` limits the whole conversation after the first prompt."""
+    environment: LoadedEnvironment
+    dialect: "Dialect"
+    section: EnvironmentSection
+    max_prompt_tokens: int
+
+
+class TooLong(Exception):
+    """The first prompt, with what ``reset`` gave, is longer than data.max_prompt_tokens; says so."""
+
+
+class Conversation:
+    """The state of one conversation; see the top of this file for the order of calls."""
+
+    def __init__(self, start: Start):
+        self._start = start
+        self._ids: list[int] = []
+        self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._sampled: list[bool] = []
+        self._kept: list[int] = []
+        self._branches: list[Branch] = []
+        self._branch_prompt: tuple[int, ...] = ()
+        self._branch_start = 0
+        self._turns: list[Turn] = []
+        self._messages: list[Message] = []
+        self._completions: list[Completion] = []
+        self._first_text, self._first_tokens, self._first_messages = "", 0, 0
+        self._ending: Ending | None = None
+        self._ended = Ended()
+        self._failure: Failure | None = None
+
+    @property
+    def began(self) -> bool:
+        """Whether ``reset`` has answered."""
+        return self._first_tokens > 0
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation so far, the prompt's messages first."""
+        return list(self._messages)
+
+    # --- what happens to it -------------------------------------------------------------------------------------------
+
+    def first(self, reply: Answered) -> Request | None:
+        """Take what ``reset`` gave, and return the request of the first turn; None if the environment is done at once.
+
+        Raises:
+            TooLong: for a first prompt of too many tokens.
+        """
+        start = self._start
+        observation = None if not reply.messages else str(reply.messages[0]["content"])
+        messages = [dict(message) for message in start.prompt.conversation]
+        text, ids = start.prompt.text, list(start.prompt.token_ids)
+        if observation is not None:
+            text, ids = start.dialect.first(messages, observation)
+            messages[-1]["content"] += observation
+        if len(ids) > start.max_prompt_tokens:
+            raise TooLong(
+                f"must give a first prompt of at most data.max_prompt_tokens={start.max_prompt_tokens} tokens, got "
+                f"{len(ids)} with what reset returned"
+            )
+        self._first_text, self._first_tokens, self._first_messages = text, len(ids), len(messages)
+        self._ids, self._messages = list(ids), [*messages]
+        self._begin_branch()
+        return self._next_request()
+
+    def turn(self, completion: Completion) -> Action | None:
+        """Take what the policy sampled, and return it as the environment gets it; None if the conversation ends there.
+
+        It does if the turn was cut, or if it calls no tool of an environment that has nothing else.
+        """
+        start, count = len(self._tokens), len(completion.token_ids)
+        self._append(completion.token_ids.tolist(), completion.logprobs.tolist(), sampled=True)
+        self._kept += [0] * count if completion.kept is None else completion.kept.tolist()
+        self._completions.append(completion)
+        action = self._start.dialect.read(completion.token_ids.tolist())
+        names = tuple(call.name if isinstance(call, ToolCall) else "" for call in action.calls)
+        self._turns.append(Turn(start, start + count, action.text, names))
+        self._messages.append(_spoken(action))
+        if completion.finish_reason == "length":
+            self._ending = "tokens"
+        elif self._start.environment.takes == "calls" and not action.calls:
+            self._ending = "answered"
+        return None if self._ending else action
+
+    def answered(self, reply: Answered) -> Request | None:
+        """Take what the environment answered to a turn, and return the request of the next one; None if it is over."""
+        section = self._start.section
+        messages = [self._cut(message, len(reply.messages)) for message in reply.messages]
+        answer = "\n".join(str(message["content"]) for message in messages)
+        self._turns[-1] = replace(self._turns[-1], answer=answer, reward=reply.reward, errors=reply.errors)
+        self._messages += messages
+        if reply.done:
+            self._ending = "done"
+        elif len(self._turns) >= section.max_turns:
+            self._ending = "turns"
+        elif messages:
+            return self._follow(messages)
+        else:
+            self._ending = "done"  # nothing was said that the policy could answer
+        return None
+
+    def ended(self, reply: Ended) -> None:
+        """Take what the environment said of the whole conversation."""
+        self._ended = reply
+
+    def failed(self, failure: Failure) -> None:
+        """Take it that the environment is no more."""
+        self._failure, self._ending = failure, "failed"
+
+    def completion(self, seconds: float = 0.0) -> Completion:
+        """Return the whole conversation, for which the policy waited so many seconds in all.
+
+        A conversation that failed before its first turn has no token.
+        """
+        self._end_branch()
+        assert self._ending is not None, "the conversation is not over"
+        kept = bool(self._completions) and self._completions[0].kept is not None
+        return Completion(
+            token_ids=np.asarray(self._tokens, np.int32),
+            logprobs=np.asarray(self._logprobs, np.float32),
+            finish_reason="length" if self._ending in ("turns", "tokens") else "stop",
+            cached_tokens=self._completions[0].cached_tokens if self._completions else 0,
+            kept=np.asarray(self._kept, np.int32) if kept else None,
+            sampled=np.asarray(self._sampled, np.bool_),
+            episode=self._episode(self._ending, seconds),
+        )
+
+    # --- its tokens ---------------------------------------------------------------------------------------------------
+
+    def _next_request(self) -> Request | None:
+        """Make the request of the next turn, if there is room for a token of it."""
+        request = self._start.request
+        room = self._first_tokens + request.sampling.max_new_tokens - len(self._ids)
+        if (most := self._start.section.max_turn_tokens) is not None:
+            room = min(room, most)
+        if room < 1:
+            self._ending = "tokens"
+            return None
+        branch = len(self._branches)
+        key = replace(request.key, sample=request.key.sample + branch * BRANCH_SAMPLES)
+        sampling = replace(request.sampling, max_new_tokens=room)
+        return replace(request, token_ids=tuple(self._ids), sampling=sampling, key=key)
+
+    def _follow(self, messages: Sequence[Message]) -> Request | None:
+        """Append the answer's tokens, if they leave room for another turn; an answer that does not is left out."""
+        following = self._start.dialect.follow(self._ids, self._first_tokens, self._branch_sampled(), messages)
+        past = self._ids if following.new_prompt is None else list(following.new_prompt)
+        limit = self._first_tokens + self._start.request.sampling.max_new_tokens
+        if len(past) + len(following.suffix) >= limit:
+            self._ending = "tokens"
+            return None
+        if following.new_prompt is not None:
+            self._end_branch()
+            self._ids = [*past, *following.suffix]
+            self._begin_branch()
+        else:
+            self._append(following.suffix, [0.0] * len(following.suffix), sampled=False)
+            self._kept += [0] * len(following.suffix)
+        return self._next_request()
+
+    def _append(self, ids: Sequence[int], logprobs: Sequence[float], *, sampled: bool) -> None:
+        self._ids += ids
+        self._tokens += ids
+        self._logprobs += logprobs
+        self._sampled += [sampled] * len(ids)
+
+    def _branch_sampled(self) -> list[bool]:
+        """Say of every token of the present branch, its prompt included, whether it was sampled."""
+        return [False] * len(self._branch_prompt) + self._sampled[self._branch_start :]
+
+    def _begin_branch(self) -> None:
+        self._branch_prompt, self._branch_start = tuple(self._ids), len(self._tokens)
+
+    def _end_branch(self) -> None:
+        """Keep the present branch, if a token was sampled in it."""
+        start, end = self._branch_start, len(self._tokens)
+        if any(self._sampled[start:end]):
+            self._branches.append(Branch(self._branch_prompt, start, end, self._completions[-1].experts))
+        self._branch_start = end
+
+    def _cut(self, message: Message, of: int) -> Message:
+        """Cut an answer, one of so many to the turn, at its share of environment.max_observation_tokens."""
+        most = max(1, self._start.section.max_observation_tokens // of)
+        text = self._start.dialect.shortened(str(message["content"]), most)
+        return message if text is None else {**message, "content": text + CUT}
+
+    # --- its record ---------------------------------------------------------------------------------------------------
+
+    def _episode(self, ending: Ending, seconds: float) -> Episode:
+        turns = self._turns
+        if (given := self._ended.turn_rewards) is not None:
+            turns = [replace(turn, reward=reward) for turn, reward in zip(turns, given, strict=False)]
+        return Episode(
+            prompt=self._first_text,
+            branches=tuple(self._branches),
+            turns=tuple(turns),
+            ending=ending,
+            messages=tuple(self._messages[self._first_messages :]),
+            environment=self._start.environment.name,
+            reward=self._reward(turns),
+            failure=self._failure,
+            kept=self._ended.kept,
+            seconds=seconds,
+        )
+
+    def _reward(self, turns: Sequence[Turn]) -> float | None:
+        """Return what the environment gave: for the whole conversation, or else the sum over the turns."""
+        if self._failure is not None or self._ended.reward is not None:
+            return None if self._failure is not None else self._ended.reward
+        known = [turn.reward for turn in turns if turn.reward is not None]
+        return sum(known) if known else None
+
+
+def _spoken(action: Action) -> dict[str, Any]:
+    """Return what the policy wrote as a message."""
+    message: dict[str, Any] = {"role": "assistant", "content": action.content}
+    if action.thinking:
+        message["reasoning_content"] = action.thinking
+    calls: list[Mapping[str, Any]] = [
+        {"type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+        for call in action.calls
+        if isinstance(call, ToolCall)
+    ]
+    return message | ({"tool_calls": calls} if calls else {})

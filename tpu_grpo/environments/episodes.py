@@ -1,0 +1,180 @@
+"""The conversations of a batch of rows, each with an environment of its own, as the engine asks for them.
+
+What the engine calls is described in rollout/conversing.py. A row's environment is started, gets the policy's turns,
+and is asked for its rewards at the end, while other rows are decoded:
+
+    begin   reset ->        request of the first turn
+    ended   calls ->        request of the next turn; or the conversation is over, and
+            get_reward ->   None
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tpu_grpo.config import EnvironmentSection
+from tpu_grpo.environments.actions import Answered, Ended, Failed, LoadedEnvironment, Reply
+from tpu_grpo.environments.conversation import Conversation, Start, TooLong
+from tpu_grpo.episode import Failure
+from tpu_grpo.errors import EpisodeError
+from tpu_grpo.types import Completion, Prompt, Request, SampleKey
+
+if TYPE_CHECKING:
+    from tpu_grpo.environments.dialects import Dialect
+    from tpu_grpo.environments.pool import EnvironmentPool
+
+ENVIRONMENT = "environment"
+"""This column of the data chooses among several environments; ``reset`` does not get it."""
+
+
+class Environments:
+    """The environments of a run, with the processes in which they are played; close it at the end.
+
+    Args:
+        loaded: the environments, by the names that the column `environment` has for them; "" for the only one.
+        dialects: for each what is written around its turns.
+        pool: where they are played.
+    """
+
+    def __init__(
+        self,
+        loaded: Mapping[str, LoadedEnvironment],
+        dialects: Mapping[str, "Dialect"],
+        pool: "EnvironmentPool",
+        section: EnvironmentSection,
+        max_prompt_tokens: int,
+    ):
+        self.loaded, self.dialects, self.section = loaded, dialects, section
+        self._pool = pool
+        self._max_prompt_tokens = max_prompt_tokens
+
+    def __call__(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> "Episodes":
+        """Open the conversations of rows with these prompts, sampled as these requests say."""
+        starts = [self._start(*each) for each in zip(prompts, requests, strict=True)]
+        return Episodes(starts, [self._name(prompt) for prompt in prompts], self._pool)
+
+    def _start(self, prompt: Prompt, request: Request) -> Start:
+        name = self._name(prompt)
+        loaded, dialect = self.loaded[name], self.dialects[name]
+        return Start(prompt, request, loaded, dialect, self.section, self._max_prompt_tokens)
+
+    def _name(self, prompt: Prompt) -> str:
+        return "" if "" in self.loaded else str(prompt.columns[ENVIRONMENT])
+
+    def close(self) -> None:
+        """End all environments and their processes."""
+        self._pool.close()
+
+
+class Episodes:
+    """The conversations of a batch; each is begun, goes to and fro, and is over."""
+
+    def __init__(self, starts: Sequence[Start], names: Sequence[str], pool: "EnvironmentPool"):
+        self._starts = starts
+        self._names = names
+        self._pool = pool
+        self._open: dict[int, Conversation] = {}
+        self._next: dict[int, Request | None] = {}
+        """What a row's next turn is, once that is known."""
+        self._out_since: dict[int, float] = {}
+        self._seconds = [0.0] * len(starts)
+        self._done: dict[int, Completion] = {}
+
+    def begin(self, row: int) -> None:
+        """Start the environment of a row, without waiting for it."""
+        start = self._starts[row]
+        self._open[row] = Conversation(start)
+        columns = {name: value for name, value in start.prompt.columns.items() if self._goes_to_reset(row, name)}
+        self._out_since[row] = time.perf_counter()
+        self._pool.start(row, self._names[row], columns, seed_of(start.request.key))
+
+    def ended(self, row: int, completion: Completion) -> None:
+        """Give a turn to the row's environment, without waiting for its answer."""
+        action = self._open[row].turn(completion)
+        self._out_since[row] = time.perf_counter()
+        if action is None:
+            self._pool.end(row)
+        else:
+            self._pool.act(row, action)
+
+    def ready(self, row: int) -> bool:
+        """Say whether ``next`` has its answer already."""
+        while row not in self._next and self._pool.ready(row):
+            self._take(row, self._pool.take(row))
+        return row in self._next
+
+    def next(self, row: int) -> Request | None:
+        """Wait for the environment, and return the request of the row's next turn; None once there is none.
+
+        Raises:
+            EpisodeError: for an environment that failed, if environment.on_error is stop.
+        """
+        while row not in self._next:
+            self._take(row, self._pool.take(row))
+        return self._next.pop(row)
+
+    def result(self, row: int) -> Completion:
+        """Return the whole conversation of a row that is over."""
+        return self._done[row]
+
+    def messages(self, row: int) -> list[Mapping[str, Any]]:
+        """Return a conversation so far, the prompt's messages first."""
+        return self._open[row].messages
+
+    def close(self) -> None:
+        """Give up conversations that are not over."""
+        for row in [row for row in self._open if row not in self._done]:
+            self._pool.drop(row)
+        self._open.clear()
+
+    def _goes_to_reset(self, row: int, column: str) -> bool:
+        return column != ENVIRONMENT or self._names[row] == ""
+
+    def _take(self, row: int, reply: Reply) -> None:
+        """Take in a reply; the row's next turn is known then, or its environment has been asked something else."""
+        conversation = self._open[row]
+        match reply:
+            case Failed(failure):
+                self._fail(row, failure)
+            case Ended():
+                conversation.ended(reply)
+                self._finish(row)
+            case Answered():
+                try:
+                    began = conversation.began
+                    request = conversation.answered(reply) if began else conversation.first(reply)
+                except TooLong as error:
+                    self._pool.drop(row)
+                    self._fail(row, Failure("wrong", str(error)))
+                    return
+                if request is None:
+                    self._pool.end(row)
+                else:
+                    self._next[row] = request
+                    self._seconds[row] += time.perf_counter() - self._out_since.pop(row)
+
+    def _fail(self, row: int, failure: Failure) -> None:
+        start, conversation = self._starts[row], self._open[row]
+        if start.section.on_error == "stop":
+            raise EpisodeError(
+                f"environment {start.environment.name} {failure.text}, in a conversation that began with "
+                f"{start.prompt.text[:200]!r}; repair it, or set environment.on_error to skip or value"
+                + (f"\n{failure.trace}".rstrip() if failure.trace else "")
+            )
+        worth = start.section.error_value if start.section.on_error == "value" else None
+        conversation.failed(replace(failure, reward=worth))
+        self._finish(row)
+
+    def _finish(self, row: int) -> None:
+        """Keep a conversation that is over."""
+        self._seconds[row] += time.perf_counter() - self._out_since.pop(row)
+        self._done[row] = self._open[row].completion(self._seconds[row])
+        self._next[row] = None
+
+
+def seed_of(key: SampleKey) -> int:
+    """Return what an environment's random numbers begin with: the same for all conversations of a prompt at a step."""
+    return int(np.random.SeedSequence([key.seed, key.step, key.prompt]).generate_state(1)[0])

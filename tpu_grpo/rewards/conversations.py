@@ -1,0 +1,71 @@
+"""What rewards get of conversations with environments: messages, what environments gave, and the environments.
+
+An environment is played in a process of its own, which is over when a reward is asked. Its attributes were kept, and
+the reward's process makes an object of its class from them, so that rewards read ``environment.counter`` and call its
+methods. What could not be kept, such as a connection, is not there; reading it says why.
+"""
+
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+from tpu_grpo.episode import Failure, KeptEnvironment
+from tpu_grpo.errors import RewardError
+from tpu_grpo.plugins import find_function
+from tpu_grpo.types import Completion
+
+
+def spoken(completion: Completion, text: str) -> Any:
+    """Return what a reward gets that asks for messages: those after the prompt, or the text where there is only one."""
+    return text if completion.episode is None else [dict(message) for message in completion.episode.messages]
+
+
+def last_words(completion: Completion, text: str) -> str:
+    """Return what rewards judge as a text: of a conversation the policy's last turn, else the whole completion."""
+    return text if completion.episode is None else completion.episode.last_words
+
+
+def failure_of(completion: Completion) -> Failure | None:
+    """Return how the environment of a completion failed, if it did."""
+    return None if completion.episode is None else completion.episode.failure
+
+
+def of_environments(name: str, completions: Sequence[Completion]) -> list[Any]:
+    """Return ``environments`` or ``environment_rewards`` of all rows.
+
+    Raises:
+        RewardError: for completions that are no conversations.
+    """
+    episodes = [completion.episode for completion in completions if completion.episode is not None]
+    if len(episodes) < len(completions):
+        raise RewardError(
+            f"a reward that takes {name} needs conversations with environments, got plain completions; set "
+            "environment.name, or take another reward"
+        )
+    return [episode.kept if name == "environments" else episode.reward for episode in episodes]
+
+
+def rebuilt(kept: KeptEnvironment) -> Any:
+    """Make an object of an environment's class with the attributes that were kept.
+
+    Raises:
+        RewardError: for a class that cannot be found any more, or attributes that cannot be read.
+    """
+    found = find_function(kept.source, "environment", RewardError)
+
+    def missing(self: Any, name: str) -> Any:
+        why = kept.left_out.get(name)
+        text = f"{name!r} was not kept of the environment" if why else f"the environment has no attribute {name!r}"
+        raise AttributeError(f"{text}: {why}" if why else text)
+
+    shown = type(found.__name__, (found,), {"__getattr__": missing}) if isinstance(found, type) else found
+    instance = object.__new__(shown)
+    for name, value in kept.attributes.items():
+        try:
+            object.__setattr__(instance, name, pickle.loads(value))
+        except Exception as error:  # user code: anything can come
+            raise RewardError(
+                f"the attribute {name!r} of environment {kept.source} must be readable in another process, got "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return instance
