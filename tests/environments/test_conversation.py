@@ -42,6 +42,9 @@ class Dialect:
         suffix = tuple(token for message in answers for token in (50, len(message["content"]), 51))
         return Following(suffix, (1, 2, 3, *ids[-1:]) if self._forgets else None)
 
+    def ends(self, ids: Sequence[int]) -> bool:
+        return ids[-1] != 99
+
     def shortened(self, text: str, most: int) -> str | None:
         return None if len(text) <= most else text[:most]
 
@@ -177,6 +180,16 @@ def test_a_turn_may_have_fewer_tokens() -> None:
     found = talk.completion()
     assert found.episode is not None
     assert (found.episode.ending, found.episode.reward) == ("tokens", None)
+
+
+def test_behind_another_end_token_nothing_can_be_written() -> None:
+    talk = conversation()
+    talk.first(Answered(()))
+    assert talk.turn(sampled(100, 99)) is None
+    talk.ended(Ended())
+    found = talk.completion()
+    assert found.episode is not None
+    assert found.episode.ending == "answered"
 
 
 def test_long_answers_are_cut() -> None:

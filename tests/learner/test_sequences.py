@@ -10,6 +10,7 @@ from hypothesis import given, settings
 
 from tests.talks import talk
 from tpu_grpo.config import LossAggregation
+from tpu_grpo.episode import Failure
 from tpu_grpo.errors import DataError, NonFiniteError
 from tpu_grpo.learner.routing import ReplayShape
 from tpu_grpo.learner.rows import RowShape, TrainRows, repacked, train_rows, unpacked
@@ -191,3 +192,13 @@ def test_conversations_that_cannot_be_learnt_from_are_refused(
 def test_a_later_branch_may_have_a_prompt_of_the_whole_context() -> None:
     long = talk([1], ([11], []), ([12], []), prompts={1: [5] * 9})
     assert train_rows([[1]], [long], np.zeros(1), SHAPE)[0].mask.sum() == 2
+
+
+def test_a_conversation_that_never_began_is_passed_over() -> None:
+    """Its environment failed at once, and the config says that it counts nowhere, or gives it a reward."""
+    never = talk([1], ending="failed", failure=Failure("died", "died"))
+    never = replace(never, episode=replace(never.episode, branches=()))  # pyright: ignore[reportArgumentType]
+    rows, _ = train_rows([[9], [9]], [never, TWO_TURNS], np.array([5.0, 2.0]), SHAPE, "token-mean")
+    assert same(rows, train_rows([[9]], [TWO_TURNS], np.array([2.0]), SHAPE, "token-mean")[0])
+    with pytest.raises(DataError, match="some conversation must have had a turn, got 2 whose environments all failed"):
+        train_rows([[9], [9]], [never, never], np.array([5.0, 2.0]), SHAPE, "token-mean")

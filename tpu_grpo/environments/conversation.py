@@ -108,19 +108,20 @@ class Conversation:
     def turn(self, completion: Completion) -> Action | None:
         """Take what the policy sampled, and return it as the environment gets it; None if the conversation ends there.
 
-        It does if the turn was cut, or if it calls no tool of an environment that has nothing else.
+        It does if the turn was cut, if it calls no tool of an environment that has nothing else, or if the token that
+        ended it is not the one behind which the chat template writes answers.
         """
-        start, count = len(self._tokens), len(completion.token_ids)
-        self._append(completion.token_ids.tolist(), completion.logprobs.tolist(), sampled=True)
+        start, count, ids = len(self._tokens), len(completion.token_ids), completion.token_ids.tolist()
+        self._append(ids, completion.logprobs.tolist(), sampled=True)
         self._kept += [0] * count if completion.kept is None else completion.kept.tolist()
         self._completions.append(completion)
-        action = self._start.dialect.read(completion.token_ids.tolist())
+        action = self._start.dialect.read(ids)
         names = tuple(call.name if isinstance(call, ToolCall) else "" for call in action.calls)
         self._turns.append(Turn(start, start + count, action.text, names))
         self._messages.append(_spoken(action))
         if completion.finish_reason == "length":
             self._ending = "tokens"
-        elif self._start.environment.takes == "calls" and not action.calls:
+        elif not self._start.dialect.ends(ids) or (self._start.environment.takes == "calls" and not action.calls):
             self._ending = "answered"
         return None if self._ending else action
 

@@ -61,18 +61,30 @@ def check_sequences(
 ) -> None:
     """Refuse prompts and completions that do not fit, and log-probabilities that are missing, too few or not finite.
 
-    The prompt of a conversation is that of its first branch.
+    The prompt of a conversation is that of its first branch. One that never began is passed over.
 
     Raises:
         DataError, NonFiniteError: for such a row; names it.
     """
+    if all(map(never_began, completions)):
+        raise DataError(
+            f"some conversation must have had a turn, got {len(completions)} whose environments all failed before "
+            "their first; repair the environment: environment.on_error=stop shows how it fails"
+        )
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        if never_began(completion):
+            continue
         _check_mask(row, completion)
         first = prompt if completion.episode is None else _checked_branches(row, completion)[0].prompt
         _check_length("prompts", "data.max_prompt_tokens", max_prompt_tokens, row, len(first))
         _check_length("completions", "rollout.max_new_tokens", max_new_tokens, row, len(completion.token_ids))
         _check_branch_lengths(row, completion, max_prompt_tokens + max_new_tokens)
         _check_logprobs(row, completion)
+
+
+def never_began(completion: Completion) -> bool:
+    """Say whether a conversation has no turn, because its environment failed before the first."""
+    return completion.episode is not None and completion.episode.failure is not None and not completion.episode.turns
 
 
 def kept_tokens(row: int, completion: Completion) -> Integer[np.ndarray, " T"]:
