@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from tests.talks import talk
 from tpu_grpo.config import LossAggregation
-from tpu_grpo.episode import Failure
+from tpu_grpo.episode import Episode, Failure
 from tpu_grpo.errors import DataError, NonFiniteError
 from tpu_grpo.learner.routing import ReplayShape
 from tpu_grpo.learner.rows import RowShape, TrainRows, repacked, train_rows, unpacked
@@ -196,8 +196,9 @@ def test_a_later_branch_may_have_a_prompt_of_the_whole_context() -> None:
 
 def test_a_conversation_that_never_began_is_passed_over() -> None:
     """Its environment failed at once, and the config says that it counts nowhere, or gives it a reward."""
-    never = talk([1], ending="failed", failure=Failure("died", "died"))
-    never = replace(never, episode=replace(never.episode, branches=()))  # pyright: ignore[reportArgumentType]
+    episode = Episode("", (), (), "failed", (), "Toy", failure=Failure("died", "died"))
+    none = np.zeros(0, np.float32)
+    never = Completion(none.astype(np.int32), none, "stop", 0, sampled=none.astype(np.bool_), episode=episode)
     rows, _ = train_rows([[9], [9]], [never, TWO_TURNS], np.array([5.0, 2.0]), SHAPE, "token-mean")
     assert same(rows, train_rows([[9]], [TWO_TURNS], np.array([2.0]), SHAPE, "token-mean")[0])
     with pytest.raises(DataError, match="some conversation must have had a turn, got 2 whose environments all failed"):
