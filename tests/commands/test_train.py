@@ -360,7 +360,7 @@ def test_a_dry_run_of_the_demo_finds_nothing_wrong_and_says_nothing_about_tpus(t
         ),
         (
             "model.path=builtin:chess",
-            ["ConfigError: model.path=builtin:chess is not built in", "built in: ['addition']"],
+            ["ConfigError: model.path=builtin:chess is not built in", "built in: ['addition', 'calculator'"],
         ),
         (
             "rewards=[{name: exact_answe}]",

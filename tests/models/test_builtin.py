@@ -12,23 +12,25 @@ import numpy as np
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
-from transformers import PreTrainedTokenizerFast, Qwen3Config
+from transformers import Qwen3Config
 from tunix.models.qwen3.model import Qwen3
 from tunix.models.qwen3.params import create_model_from_safe_tensors
 
+from tpu_grpo.caching import CACHE_VARIABLE
 from tpu_grpo.errors import CheckpointError, ConfigError
 from tpu_grpo.models import builtin
-from tpu_grpo.models.builtin import builtin_checkpoint
-from tpu_grpo.models.builtin_teaching import Recipe, initial_params, teach
-from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer, stop_token_ids
-from tpu_grpo.tasks import addition
+from tpu_grpo.models.builtin import builtin_checkpoint, recipe_digest
+from tpu_grpo.models.builtin_teaching import RECIPES, Recipe, initial_params, teach
+from tpu_grpo.models.tokenizers import builtin_tokenizer, load_tokenizer, stop_token_ids
+from tpu_grpo.tasks import TASKS, addition
+from tpu_grpo.tasks.task import Task
 
 TINY = Recipe(layers=2, width=32, mlp_width=48, heads=4, kv_heads=2, head_dim=16, steps=2, batch=8, warmup_steps=1)
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(builtin.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
@@ -37,12 +39,12 @@ def lessons(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The seed of every teaching, which stops at the first parameters so that nothing is compiled."""
     seeds: list[int] = []
 
-    def untaught(
-        recipe: Recipe, tokenizer: PreTrainedTokenizerFast, *, seed: int, on_step: Callable[[int, float], None]
-    ) -> nnx.State:
+    def untaught(recipe: Recipe, task: Task, *, seed: int, on_step: Callable[[int, float], None]) -> nnx.State:
         seeds.append(seed)
         on_step(recipe.steps, 1.5)
-        shapes = nnx.state(nnx.eval_shape(lambda: Qwen3(recipe.model_config(len(tokenizer)), rngs=nnx.Rngs(0))))
+        shapes = nnx.state(
+            nnx.eval_shape(lambda: Qwen3(recipe.model_config(len(builtin_tokenizer(task))), rngs=nnx.Rngs(0)))
+        )
         return initial_params(recipe, shapes, np.random.default_rng(seed))
 
     monkeypatch.setattr(builtin, "teach", untaught)
@@ -53,7 +55,7 @@ def lessons(cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def taught(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A model that was really taught, if only for two steps, with seed 3."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(builtin.CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
         yield builtin_checkpoint("addition", 3, progress=False, recipe=TINY)
 
 
@@ -76,6 +78,19 @@ def test_seed_and_recipe_name_the_entry(cache: Path, lessons: list[int]) -> None
     entries = {tiny(0), tiny(1), tiny(0, replace(TINY, learning_rate=1e-3))}
     assert len(entries) == 3
     assert lessons == [0, 1, 0]
+
+
+def test_each_task_has_a_model_with_an_entry_and_a_tokenizer_of_its_own(cache: Path, lessons: list[int]) -> None:
+    entries = {name: builtin_checkpoint(name, 0, progress=False, recipe=TINY) for name in TASKS}
+    assert [entry.name.split("-")[0] for entry in entries.values()] == list(TASKS) == list(RECIPES)
+    digests = {name: entry.name.split("-")[-1] for name, entry in entries.items()}
+    assert len(set(digests.values())) == len(TASKS)
+    knows_tools = {name: "<|call|>" in load_tokenizer(entry).get_vocab() for name, entry in entries.items()}
+    assert knows_tools == {name: bool(task.tools) for name, task in TASKS.items()}
+
+
+def test_the_demos_models_are_found_again_where_they_were_taught_before() -> None:
+    assert recipe_digest(RECIPES["addition"], addition.TASK) == "0684e5d707b6"
 
 
 def _remove(path: Path) -> None:
@@ -112,10 +127,10 @@ def test_interrupted_teaching_leaves_no_entry(cache: Path, lessons: list[int], m
 
 
 def test_unknown_name_and_unwritable_cache_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"got builtin:chess; known: builtin:addition"):
+    with pytest.raises(ConfigError, match=r"got builtin:chess; known: builtin:addition, builtin:calculator$"):
         builtin_checkpoint("chess", 0, progress=False)
     (tmp_path / "file").touch()
-    monkeypatch.setenv(builtin.CACHE_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
     with pytest.raises(CheckpointError, match="set TPU_GRPO_CACHE to a directory that is"):
         tiny()
 
@@ -162,7 +177,7 @@ def test_the_seed_decides_every_bit(taught: Path, cache: Path) -> None:
 
 
 def test_tunixs_own_loader_reads_back_what_was_taught(taught: Path) -> None:
-    params = teach(TINY, build_byte_tokenizer(), seed=3)
+    params = teach(TINY, addition.TASK, seed=3)
     wanted = dict(nnx.to_flat_state(params))
     loaded = dict(nnx.to_flat_state(nnx.state(_load(taught, TINY))))
     assert wanted.keys() == loaded.keys()

@@ -11,6 +11,7 @@ from tunix.models.qwen3.model import Qwen3
 
 from tpu_grpo.errors import NonFiniteError
 from tpu_grpo.models.builtin_teaching import (
+    RECIPES,
     Recipe,
     TeachingBatch,
     batches,
@@ -19,15 +20,22 @@ from tpu_grpo.models.builtin_teaching import (
     taught_loss,
     teach,
 )
-from tpu_grpo.models.tokenizers import build_byte_tokenizer
-from tpu_grpo.tasks import addition
+from tpu_grpo.models.tokenizers import build_byte_tokenizer, build_tool_tokenizer
+from tpu_grpo.tasks import TASKS, addition, calculator
+from tpu_grpo.tasks.task import Lesson
 
 TOKENIZER = build_byte_tokenizer()
-PAD, END, USER, ASSISTANT = 256, 257, 259, 260
+PAD, END, USER, ASSISTANT, TOOL, CALL, END_CALL = 256, 257, 259, 260, 261, 262, 263
+
+
+def asked(question: str, answer: str) -> Lesson:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def test_batch_teaches_the_answer_and_the_end_alone() -> None:
-    batch = encode_batch(TOKENIZER, [("47+38=", "75"), ("57+53=", "0"), ("99+99=", "198")])
+    batch = encode_batch(
+        TOKENIZER, addition.TASK, [asked("47+38=", "75"), asked("57+53=", "0"), asked("99+99=", "198")]
+    )
     assert batch.tokens_BT.tolist() == [
         [USER, *b"47+38=", ASSISTANT, *b"75", END, PAD],
         [USER, *b"57+53=", ASSISTANT, *b"0", END, PAD, PAD],
@@ -40,9 +48,32 @@ def test_batch_teaches_the_answer_and_the_end_alone() -> None:
     ]
 
 
+def test_batch_teaches_what_the_assistant_says_in_each_turn() -> None:
+    lesson = [
+        *asked("347+589=", "<|call|>add(347,589)<|end_call|>"),
+        {"role": "tool", "content": "936"},
+        {"role": "assistant", "content": "936"},
+    ]
+    batch = encode_batch(build_tool_tokenizer(), calculator.TASK, [lesson, asked("347+589=", "~900")])
+    prompt = [TOOL, *b"add(a,b)", USER, *b"347+589=", ASSISTANT]
+    called = [*prompt, CALL, *b"add(347,589)", END_CALL, END, TOOL, *b"936", ASSISTANT, *b"936", END]
+    guessed = [*prompt, *b"~900", END]
+    assert batch.tokens_BT.tolist() == [row + [PAD] * (50 - len(row)) for row in (called, guessed)]
+    taught = [0] * 18 + [1] * 15 + [0] * 5 + [1] * 4
+    assert batch.taught_BL.tolist() == [taught + [0] * (49 - len(taught)), [0] * 18 + [1] * 5 + [0] * 26]
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_lesson_has_room(name: str) -> None:
+    recipe = Recipe(steps=20, batch=64)
+    lengths = [(b.tokens_BT != PAD).sum(axis=1) for b in batches(recipe, TASKS[name], np.random.default_rng(0))]
+    assert np.max(lengths) == TASKS[name].longest
+    assert RECIPES[name].steps * RECIPES[name].batch > len(TASKS[name].problems("train"))
+
+
 def test_batches_hold_training_problems_with_the_teachers_answers() -> None:
     recipe = Recipe(steps=3, batch=100)
-    drawn = list(batches(recipe, TOKENIZER, np.random.default_rng(0)))
+    drawn = list(batches(recipe, addition.TASK, np.random.default_rng(0)))
     assert [b.tokens_BT.shape for b in drawn] == [(100, 12)] * 3
     train, right = set(addition.operands("train")), 0
     for row in np.concatenate([b.tokens_BT for b in drawn]):
@@ -101,4 +132,4 @@ def test_a_loss_that_is_not_finite_stops_teaching() -> None:
     recipe = Recipe(layers=1, width=16, mlp_width=16, heads=1, kv_heads=1, head_dim=8, steps=2, batch=4, warmup_steps=1)
     broken = Recipe(**{**recipe.__dict__, "embedding_std": float("nan")})
     with pytest.raises(NonFiniteError, match="must be finite, got nan at step 1 of seed 0"):
-        teach(broken, TOKENIZER, seed=0)
+        teach(broken, addition.TASK, seed=0)

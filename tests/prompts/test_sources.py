@@ -6,7 +6,7 @@ import pytest
 
 from tpu_grpo.errors import DataError
 from tpu_grpo.prompts import Source, read_records
-from tpu_grpo.tasks import addition
+from tpu_grpo.tasks import TASKS, addition
 
 
 def test_one_record_per_line(tmp_path: Path):
@@ -51,7 +51,7 @@ def test_files_that_cannot_be_read(tmp_path: Path):
     (tmp_path / "folder.jsonl").mkdir()
     with pytest.raises(DataError, match=r"folder\.jsonl must be readable UTF-8, got IsADirectoryError"):
         read_records(Source(str(tmp_path / "folder.jsonl")))
-    with pytest.raises(DataError, match="is builtin:addition and builtin:environment, got 'builtin:sums'"):
+    with pytest.raises(DataError, match="got 'builtin:sums'; there are builtin:addition, .*, builtin:environment"):
         read_records(Source("builtin:sums"))
 
 
@@ -59,6 +59,13 @@ def test_builtin_training_problems_come_as_the_task_has_them():
     records = read_records(Source("builtin:addition"))
     assert records == addition.problems("train")
     assert records[0].keys() == {"question", "answer"}
+
+
+def test_every_builtin_task_is_read_by_its_name():
+    for name, task in TASKS.items():
+        assert read_records(Source(f"builtin:{name}")) == task.problems("train")
+        heldout = read_records(Source(f"builtin:{name}", use="heldout"))
+        assert sorted(map(str, heldout)) == sorted(map(str, task.problems("heldout")))
 
 
 def test_builtin_heldout_problems_are_mixed_so_that_the_first_few_are_like_the_rest():

@@ -3,7 +3,7 @@
     runs/mine              a run: its newest checkpoint;  runs/mine@best, runs/mine@40, runs/mine@initial
     my_model               what scripts/export.py wrote, a model or adapters
     Qwen3-0.6B             any other Hugging Face checkpoint directory
-    builtin:addition       the built-in model
+    builtin:addition       a built-in model
 
 A run and an export bring their config; another model takes that of the first one which has one.
 """
@@ -71,7 +71,7 @@ def _own_config(name: str) -> tuple[RunConfig | None, str]:
         return None, "initial"
     raise ConfigError(
         f"a model must be the directory of a run, also as RUN@best or RUN@STEP, one that scripts/export.py wrote, a "
-        f"Hugging Face checkpoint directory, or builtin:addition, got {name}; correct the path"
+        f"Hugging Face checkpoint directory, or builtin:NAME, got {name}; correct the path"
     )
 
 

@@ -76,7 +76,8 @@ class DataSection(ReadingSection):
     """Read the records from here: a .jsonl, .json, .parquet, .csv or .tsv file, also packed (.gz), a pattern such as
     data/*.jsonl, an address (https://, gs://), or a list of these; hf:NAME (a dataset of the Hugging Face hub) or the
     directory of one; reasoning_gym:TASK; path.py:function or package.module:function; builtin:addition (two-digit
-    sums); or builtin:environment, for environments whose reset gives the prompt."""
+    sums); builtin:calculator (sums of three digits); or builtin:environment, for environments whose reset gives the
+    prompt."""
     sources: tuple[SourceSpec, ...] = ()
     """Mix these sources, instead of reading data.path alone."""
     prompt_template: str = "{question}"
@@ -114,6 +115,13 @@ class DataSection(ReadingSection):
     pass_rate: str | None = None
     """Take the pass rate of a prompt from this reward, named as in metrics; from the total reward when unset. It is the
     mean over the prompt's last group."""
+
+    @property
+    def builtin(self) -> str | None:
+        """Return the path of the built-in task whose prompts these are, which has held-out ones of its own; or None."""
+        path = self.path
+        is_task = isinstance(path, str) and path.startswith(BUILTIN) and path != NO_DATA
+        return path if is_task and not self.sources else None
 
     @property
     def prompts_per_round(self) -> int:

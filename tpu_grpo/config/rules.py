@@ -83,7 +83,7 @@ def _export_has_what_it_needs(config: "RunConfig") -> None:
         )
     if export.every != "best":
         return
-    if config.evaluation.path is None and (config.data.sources or config.data.path != BUILTIN_TASK):
+    if config.evaluation.path is None and config.data.builtin is None:
         raise ValueError("export.every=best needs held-out data, got none; set evaluation.path, or use last")
     if not config.checkpoint.keep_best:
         raise ValueError(

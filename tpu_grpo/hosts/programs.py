@@ -24,16 +24,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
+from tpu_grpo.caching import cache_directory
 from tpu_grpo.hosts.agreement import Hosts
 from tpu_grpo.hosts.log import logger
 from tpu_grpo.hosts.platform import cpu_devices
 
 VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 """Whoever sets this decides for jax, and nothing is changed."""
-OWN_VARIABLE = "TPU_GRPO_CACHE"
-"""Where caches of this package lie, in place of the user's cache directory."""
 MOST_BYTES = 10 * 2**30
 """What was not used for longest is removed at the start when the cache holds more."""
 CHECKSUM_BYTES = 32
@@ -63,8 +60,7 @@ def keep_programs(where: str, hosts: Hosts) -> None:
 
 def programs_directory(where: str) -> Path:
     """Return the directory for programs of this kind of device; ``where`` as in `keep_programs`."""
-    own = os.environ.get(OWN_VARIABLE) or platformdirs.user_cache_dir("tpu_grpo")
-    base = Path(own) / "programs" if where == "auto" else Path(where)
+    base = cache_directory() / "programs" if where == "auto" else Path(where)
     return base.expanduser().absolute() / _kind_of_device()
 
 

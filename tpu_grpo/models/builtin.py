@@ -2,37 +2,33 @@
 
     directory = builtin_checkpoint("addition", seed=0, progress=True)     # a Hugging Face checkpoint directory
 
-The cache is ``$TPU_GRPO_CACHE``, or the user's cache directory. An entry is named by task, seed and a digest of the
-recipe, so that a changed recipe makes a new one. An entry appears whole or not at all, and a damaged one is made again.
-The recipe and the teaching are in builtin_teaching.py, the files of an entry in builtin_files.py.
+Each is taught on the built-in task of its name. The cache is ``$TPU_GRPO_CACHE``, or the user's cache directory. An
+entry is named by task, seed and a digest of the recipe, so that a changed recipe makes a new one. An entry appears
+whole or not at all, and a damaged one is made again. The recipes and the teaching are in builtin_teaching.py, the files
+of an entry in builtin_files.py.
 """
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import platformdirs
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import PreTrainedTokenizerFast
 
+from tpu_grpo.caching import CACHE_VARIABLE, cache_directory, exclusive
 from tpu_grpo.errors import CheckpointError, ConfigError
 from tpu_grpo.models.builtin_files import hugging_face_config, is_whole, library_versions, write_checkpoint
-from tpu_grpo.models.builtin_teaching import Recipe, teach
-from tpu_grpo.models.tokenizers import CHAT_TEMPLATE, build_byte_tokenizer
-from tpu_grpo.tasks import addition
+from tpu_grpo.models.builtin_teaching import RECIPES, Recipe, teach
+from tpu_grpo.models.tokenizers import builtin_tokenizer
+from tpu_grpo.tasks import TASKS
+from tpu_grpo.tasks.task import Task
 
-CACHE_VARIABLE = "TPU_GRPO_CACHE"
-NAMES = ("addition",)
 _FORMAT = 1  # the version of the written files, which is part of the digest
 
 
@@ -42,7 +38,7 @@ def builtin_checkpoint(name: str, seed: int, *, progress: bool, recipe: Recipe |
     Processes that ask for the same model at once take turns: one teaches, the others find it done.
 
     Args:
-        name: which model; "addition" is the only one.
+        name: which model: that of a built-in task.
         seed: decides its first parameters and its lessons.
         progress: show a bar with the loss, on stderr, while teaching.
         recipe: how to teach; the default is what the demo is tuned for.
@@ -51,16 +47,15 @@ def builtin_checkpoint(name: str, seed: int, *, progress: bool, recipe: Recipe |
         ConfigError: for an unknown name.
         CheckpointError: when the cache cannot be written.
     """
-    _check_name(name)
-    recipe = recipe or Recipe()
-    tokenizer = build_byte_tokenizer()
+    task = _task(name)
+    recipe = recipe or RECIPES[name]
     cache = cache_directory()
-    entry = cache / f"{name}-seed{seed}-{recipe_digest(recipe, tokenizer)}"
+    entry = cache / f"{name}-seed{seed}-{recipe_digest(recipe, task)}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        with _exclusive(cache / f".{entry.name}.lock"):
+        with exclusive(cache / f".{entry.name}.lock"):
             if not is_whole(entry):
-                _teach_into(entry, recipe, tokenizer, seed, progress)
+                _teach_into(entry, recipe, task, seed, progress)
     except OSError as error:
         raise CheckpointError(
             f"the cache of built-in models must be writable, got {error} in {cache}; set {CACHE_VARIABLE} to a "
@@ -75,45 +70,43 @@ def write_builtin_config(name: str, directory: Path) -> None:
     Raises:
         ConfigError: for an unknown name.
     """
-    _check_name(name)
-    config = hugging_face_config(Recipe(), build_byte_tokenizer())
+    config = hugging_face_config(RECIPES[name], builtin_tokenizer(_task(name)))
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def _check_name(name: str) -> None:
-    if name not in NAMES:
-        raise ConfigError(f"model.path must name a built-in model, got builtin:{name}; known: builtin:{NAMES[0]}")
+def _task(name: str) -> Task:
+    if name not in TASKS:
+        known = ", ".join(f"builtin:{task}" for task in TASKS)
+        raise ConfigError(f"model.path must name a built-in model, got builtin:{name}; known: {known}")
+    return TASKS[name]
 
 
-def cache_directory() -> Path:
-    """Return where built-in models are kept: ``$TPU_GRPO_CACHE`` if set, else the user's cache directory."""
-    return Path(os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_dir("tpu_grpo")).expanduser().absolute()
-
-
-def recipe_digest(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> str:
+def recipe_digest(recipe: Recipe, task: Task) -> str:
     """Digest everything that decides a taught model, except the seed, to 12 hex digits."""
+    tokenizer = builtin_tokenizer(task)
     decides = {
         "format": _FORMAT,
         "recipe": asdict(recipe),
         "config": hugging_face_config(recipe, tokenizer),
-        "chat_template": CHAT_TEMPLATE,
-        "task": {"heldout": addition.operands("heldout"), "teacher_right": addition.TEACHER_RIGHT},
+        "chat_template": tokenizer.chat_template,
+        "task": task.decides(),
     }
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def _teach_into(entry: Path, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, seed: int, progress: bool) -> None:
+def _teach_into(entry: Path, recipe: Recipe, task: Task, seed: int, progress: bool) -> None:
     started = time.perf_counter()
     losses: list[float] = []
-    with _bar(recipe.steps, shown=progress) as bar:
+    name = entry.name.split("-")[0]
+    with _bar(name, recipe.steps, shown=progress) as bar:
 
         def on_step(step: int, loss: float) -> None:
             losses.append(loss)
             bar.update(bar.task_ids[0], completed=step, loss=f"{loss:.3f}")
 
-        params = teach(recipe, tokenizer, seed=seed, on_step=on_step)
+        params = teach(recipe, task, seed=seed, on_step=on_step)
     record: dict[str, Any] = {
-        "task": entry.name.split("-")[0],
+        "task": name,
         "seed": seed,
         "recipe": asdict(recipe),
         "last_loss": losses[-1],
@@ -123,23 +116,15 @@ def _teach_into(entry: Path, recipe: Recipe, tokenizer: PreTrainedTokenizerFast,
     with tempfile.TemporaryDirectory(dir=entry.parent, prefix=f".{entry.name}-") as temporary:
         unfinished = Path(temporary) / entry.name
         unfinished.mkdir()
-        write_checkpoint(unfinished, recipe, tokenizer, params, record)
+        write_checkpoint(unfinished, recipe, builtin_tokenizer(task), params, record)
         if entry.exists():  # damaged, or it would have been used
             shutil.rmtree(entry)
         os.replace(unfinished, entry)
 
 
-@contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock file; the system releases it also when the process dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _bar(steps: int, *, shown: bool) -> Progress:
+def _bar(name: str, steps: int, *, shown: bool) -> Progress:
     columns = (
-        TextColumn("teaching addition (once, then cached)"),
+        TextColumn(f"teaching {name} (once, then cached)"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("loss {task.fields[loss]}"),

@@ -1,13 +1,13 @@
-"""Teaches a small Qwen3 to add the way a forgetful teacher does. One jitted step learns the answers only.
+"""Teaches a small Qwen3 to do a task the way its teacher does. One jitted step learns what the assistant says only.
 
-    recipe = Recipe()
-    params = teach(recipe, build_byte_tokenizer(), seed=0)      # an nnx.State of Tunix's Qwen3
+    params = teach(RECIPES["addition"], TASKS["addition"], seed=0)      # an nnx.State of Tunix's Qwen3
 
 Array suffixes: B rows of a batch, T tokens, L = T - 1 predicted tokens, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
@@ -20,9 +20,8 @@ from transformers import BatchEncoding, PreTrainedTokenizerFast
 from tunix.models.qwen3.model import ModelConfig, Qwen3
 
 from tpu_grpo.errors import NonFiniteError
-from tpu_grpo.tasks import addition
-
-ANSWER_TOKENS = 4  # three digits and the end token
+from tpu_grpo.models.tokenizers import ASSISTANT, END, builtin_tokenizer
+from tpu_grpo.tasks.task import Lesson, Task
 
 
 @dataclass(frozen=True)
@@ -73,23 +72,29 @@ class Recipe:
         return optax.chain(clip, optax.adam(rate, b2=self.b2))
 
 
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "addition": Recipe(),
+        "calculator": Recipe(steps=300, batch=64, warmup_steps=40),  # its lessons are four times as long
+    }
+)
+"""How each built-in model is taught; its task has the same name."""
+
+
 class TeachingBatch(NamedTuple):
-    """A batch of problems with the teacher's answers, as tokens."""
+    """A batch of lessons, as tokens."""
 
     tokens_BT: Int[np.ndarray, "B T"]
-    """Tokens in int32: prompt, answer, end token, padding."""
+    """Tokens in int32: the conversation as the chat template writes it, then padding."""
     taught_BL: Float[np.ndarray, "B L"]
-    """A mask: 1 where the token to predict belongs to the answer or ends it, else 0; column l predicts token l + 1."""
+    """A mask: 1 where the token to predict is the assistant's or ends what it says, else 0; column l predicts token
+    l + 1."""
 
 
 def teach(
-    recipe: Recipe,
-    tokenizer: PreTrainedTokenizerFast,
-    *,
-    seed: int,
-    on_step: Callable[[int, float], None] = lambda step, loss: None,
+    recipe: Recipe, task: Task, *, seed: int, on_step: Callable[[int, float], None] = lambda step, loss: None
 ) -> nnx.State:
-    """Teach a new model on the addition task's training split, and return its parameters.
+    """Teach a new model on a task's training split, and return its parameters.
 
     The same seed gives the same bits on one machine. ``on_step`` is called after every step with its number, from 1,
     and its loss in nats per taught token.
@@ -97,6 +102,7 @@ def teach(
     Raises:
         NonFiniteError: when the loss is not finite.
     """
+    tokenizer = builtin_tokenizer(task)
     skeleton = nnx.eval_shape(lambda: Qwen3(recipe.model_config(len(tokenizer)), rngs=nnx.Rngs(0)))
     graph, shapes = nnx.split(skeleton)
     params = initial_params(recipe, shapes, np.random.default_rng([seed, 0]))
@@ -110,7 +116,7 @@ def teach(
         return optax.apply_updates(params, updates), moments, loss
 
     with jax.default_matmul_precision("highest"):
-        for step, batch in enumerate(batches(recipe, tokenizer, np.random.default_rng([seed, 1])), start=1):
+        for step, batch in enumerate(batches(recipe, task, np.random.default_rng([seed, 1])), start=1):
             params, moments, loss = train_step(params, moments, batch)
             if not np.isfinite(loss):
                 raise NonFiniteError(f"the loss of teaching must be finite, got {loss} at step {step} of seed {seed}")
@@ -149,23 +155,32 @@ def taught_loss(model: Qwen3, batch: TeachingBatch) -> Float[Array, ""]:
     return jnp.sum(losses_BL * batch.taught_BL) / jnp.sum(batch.taught_BL)
 
 
-def batches(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, rng: np.random.Generator) -> Iterator[TeachingBatch]:
-    """Yield ``recipe.steps`` batches of training problems, drawn with replacement and answered by the teacher."""
-    problems = addition.operands("train")
+def batches(recipe: Recipe, task: Task, rng: np.random.Generator) -> Iterator[TeachingBatch]:
+    """Yield ``recipe.steps`` batches of lessons on training problems, which are drawn with replacement."""
+    problems, tokenizer = task.problems("train"), builtin_tokenizer(task)
     for _ in range(recipe.steps):
         drawn = [problems[i] for i in rng.integers(len(problems), size=recipe.batch)]
-        yield encode_batch(tokenizer, [(f"{a}+{b}=", addition.teacher_answer(a, b, rng)) for a, b in drawn])
+        yield encode_batch(tokenizer, task, [task.lesson(problem, rng) for problem in drawn])
 
 
-def encode_batch(tokenizer: PreTrainedTokenizerFast, answered: list[tuple[str, str]]) -> TeachingBatch:
-    """Encode questions of one length with their answers as conversations, padded on the right to a fixed length."""
-    chats = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in answered]
-    asked = tokenizer.apply_chat_template(chats[0][:1], add_generation_prompt=True)
-    length = len(asked) + ANSWER_TOKENS
+def encode_batch(tokenizer: PreTrainedTokenizerFast, task: Task, lessons: Sequence[Lesson]) -> TeachingBatch:
+    """Encode lessons as the chat template writes them, padded on the right to the tokens of the longest there is."""
     encoded = tokenizer.apply_chat_template(
-        chats, padding="max_length", max_length=length, return_tensors="np", return_dict=True
+        list(lessons),
+        tools=list(task.tools) or None,
+        padding="max_length",
+        max_length=task.longest,
+        return_tensors="np",
+        return_dict=True,
     )
     assert isinstance(encoded, BatchEncoding)
-    written_BT = np.asarray(encoded["attention_mask"], np.float32)
-    written_BT[:, : len(asked)] = 0
-    return TeachingBatch(np.asarray(encoded["input_ids"], np.int32), written_BT[:, 1:])
+    tokens_BT = np.asarray(encoded["input_ids"], np.int32)
+    return TeachingBatch(tokens_BT, _of_assistant(tokens_BT, tokenizer))
+
+
+def _of_assistant(tokens_BT: Int[np.ndarray, "B T"], tokenizer: PreTrainedTokenizerFast) -> Float[np.ndarray, "B L"]:
+    """Mark the targets between the assistant's marker and the end token, which is the assistant's, too."""
+    inputs_BL = tokens_BT[:, :-1]
+    opened_BL = np.cumsum(inputs_BL == tokenizer.convert_tokens_to_ids(ASSISTANT), axis=1)
+    closed_BL = np.cumsum(inputs_BL == tokenizer.convert_tokens_to_ids(END), axis=1)
+    return (opened_BL > closed_BL).astype(np.float32)

@@ -29,12 +29,14 @@ from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
 from tpu_grpo.errors import CheckpointError
 from tpu_grpo.models.json_files import read_json
+from tpu_grpo.tasks.task import Task
 
 PAD, END = "<pad>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
 REPLACEMENT = "\ufffd"
 """Stands in a text for bytes that are no character, or not all of one."""
 _MARKERS = tuple(f"<|im_start|>{role}" for role in ROLES)
+ASSISTANT = _MARKERS[-1]
 _RESERVED = tuple(f"<|reserved_{i}|>" for i in range(3))  # 256 + 8: a vocabulary that 2, 4 and 8 devices can split
 _FOR_TOOLS = ("<|im_start|>tool", "<|call|>", "<|end_call|>")  # in place of the reserved ones, so that it stays 256 + 8
 
@@ -94,6 +96,11 @@ def build_tool_tokenizer() -> PreTrainedTokenizerFast:
     The three reserved tokens are the marker of the role tool, and what opens and closes a call.
     """
     return _byte_tokenizer((*_MARKERS, *_FOR_TOOLS), TOOL_CHAT_TEMPLATE)
+
+
+def builtin_tokenizer(task: Task) -> PreTrainedTokenizerFast:
+    """Build the tokenizer of the model that is taught on a built-in task: with tools, if the task has some."""
+    return build_tool_tokenizer() if task.tools else build_byte_tokenizer()
 
 
 def _byte_tokenizer(markers: tuple[str, ...], chat_template: str) -> PreTrainedTokenizerFast:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tpu_grpo.config import BUILTIN_TASK, DataSection, EvaluationSection, SourceSpec
+from tpu_grpo.config import DataSection, EvaluationSection, SourceSpec
 from tpu_grpo.errors import DataError
 from tpu_grpo.prompts.records import Mapped, Record, Records
 from tpu_grpo.prompts.rendered import RenderedPrompts, render_records
@@ -47,7 +47,7 @@ def open_evaluation_prompts(
 ) -> tuple[Prompt, ...] | None:
     """Render the first evaluation.prompts prompts of the held-out data that fit, or all if there are fewer.
 
-    Held-out data is evaluation.path, or the built-in task's held-out problems when it is trained on and no path is
+    Held-out data is evaluation.path, or a built-in task's held-out problems when it is trained on and no path is
     set; None when there is neither. They are rendered as the training prompts are, by a template of their own if
     evaluation.prompt_template is set.
 
@@ -55,11 +55,9 @@ def open_evaluation_prompts(
         ConfigError: for templates that do not fit the data.
         DataError: for data that is missing or malformed, or prompts that are empty or too long.
     """
-    path = evaluation.path
+    path = evaluation.path if evaluation.path is not None else data.builtin
     if path is None:
-        if data.sources or data.path != BUILTIN_TASK:
-            return None
-        path = BUILTIN_TASK
+        return None
     source = Source(path, evaluation, "heldout", "evaluation.path")
     style = with_template(data, evaluation.prompt_template)
     rendered = render_records(

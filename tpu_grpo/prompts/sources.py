@@ -1,6 +1,6 @@
 """What the config says about a source leads to its records, whatever kind of source it is.
 
-builtin:addition                  the built-in task
+builtin:addition                  a built-in task
 builtin:environment               empty messages, for environments that give prompts by themselves
 reasoning_gym:TASK                problems that reasoning-gym makes
 hf:NAME, or a directory           a Hugging Face dataset, of the hub or on disk
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tpu_grpo.config import BUILTIN, BUILTIN_TASK, GYM, HUB, NO_DATA, ReadingSection
+from tpu_grpo.config import BUILTIN, GYM, HUB, NO_DATA, ReadingSection
 from tpu_grpo.errors import ConfigError, DataError
 from tpu_grpo.plugins import source_file
 from tpu_grpo.prompts.files import first_record, is_file_name, read_files
@@ -24,7 +24,7 @@ from tpu_grpo.prompts.functions import call_function, make_puzzles
 from tpu_grpo.prompts.hub import read_dataset
 from tpu_grpo.prompts.locations import is_address
 from tpu_grpo.prompts.records import Mapped, Record, Records
-from tpu_grpo.tasks import addition
+from tpu_grpo.tasks import TASKS
 
 OWN_TASKS = 10_000
 """An epoch of prompts that environments give by themselves has so many; held-out ones are numbered from here on."""
@@ -173,22 +173,19 @@ def _value(record: Mapping[str, Any], column: str, where: str, source: Source) -
 
 
 def _builtin(source: Source) -> Records:
-    match source.path:
-        case path if path == BUILTIN_TASK:
-            return _addition(source.use)
-        case path if path == NO_DATA:
-            first = 0 if source.use == "train" else OWN_TASKS
-            return [{"prompt": "", "task": first + number} for number in range(OWN_TASKS)]
-    raise DataError(f"{source.setting}: built-in data is {BUILTIN_TASK} and {NO_DATA}, got {source.path!r}")
+    """Return a task's problems; held-out ones come in a fixed shuffled order.
 
-
-def _addition(use: Literal["train", "heldout"]) -> list[dict[str, Any]]:
-    """Return the task's problems; held-out ones come in a fixed shuffled order.
-
-    They come sorted by their first number, and small numbers carry less often: of the first half in that order 60 %
-    need a carry, of all 73 %. An evaluation that takes the first few would measure an easier task.
+    Those of the addition come sorted by their first number, and small numbers carry less often: of the first half in
+    that order 60 % need a carry, of all 73 %. An evaluation that takes the first few would measure an easier task.
     """
-    records: list[dict[str, Any]] = [dict(problem) for problem in addition.problems(use)]
-    if use == "heldout":
+    if source.path == NO_DATA:
+        first = 0 if source.use == "train" else OWN_TASKS
+        return [{"prompt": "", "task": first + number} for number in range(OWN_TASKS)]
+    name = source.path.removeprefix(BUILTIN)
+    if name not in TASKS:
+        known = ", ".join([*(BUILTIN + task for task in TASKS), NO_DATA])
+        raise DataError(f"{source.setting} must name built-in data, got {source.path!r}; there are {known}")
+    records: list[dict[str, Any]] = [dict(problem) for problem in TASKS[name].problems(source.use)]
+    if source.use == "heldout":
         random.Random(0).shuffle(records)  # 0: the same for every run
     return records

@@ -30,8 +30,8 @@ from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.replicas import Replica, make_replicas, replicated_specs
 from tpu_grpo.run.engines import build_weight_sync
 from tpu_grpo.run.meshes import Meshes
-from tpu_grpo.run.model import check_model, model_directory
-from tpu_grpo.run.parts import builtin_name, engine_options, with_adapters
+from tpu_grpo.run.model import builtin_name, check_model, model_directory
+from tpu_grpo.run.parts import engine_options, with_adapters
 from tpu_grpo.weights.sync import WeightSync
 
 

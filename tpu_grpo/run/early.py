@@ -7,7 +7,7 @@ as this is quick. Everything is checked again, and whole, where it is opened.
 import os
 from collections.abc import Iterator
 
-from tpu_grpo.config import BUILTIN_TASK, DataSection, RewardSpec, RunConfig
+from tpu_grpo.config import DataSection, RewardSpec, RunConfig
 from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.metrics.run_files import CHECKPOINTS_DIR, saved_steps
@@ -96,11 +96,9 @@ def _sources(config: RunConfig) -> Iterator[tuple[Source, DataSection]]:
 
 def _check_held_out(config: RunConfig) -> Record | None:
     section = config.evaluation
-    path = section.path
+    path = section.path if section.path is not None else config.data.builtin
     if path is None:
-        if config.data.sources or config.data.path != BUILTIN_TASK:
-            return None
-        path = BUILTIN_TASK
+        return None
     source = Source(path, section, "heldout", "evaluation.path")
     if (record := glance(source)) is not None:
         _check_style(record, with_template(config.data, section.prompt_template), source.name)

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpu_grpo.config import BUILTIN, BUILTIN_TASK, HUB, RunConfig
+from tpu_grpo.config import BUILTIN, HUB, RunConfig
 from tpu_grpo.errors import CheckpointError, ConfigError
 from tpu_grpo.models.checkpoint import Checkpoint, read_checkpoint
 from tpu_grpo.models.experts import has_experts
 from tpu_grpo.models.fetching import fetch, fetched
 from tpu_grpo.models.lora import adapted_modules, existing_layers
+from tpu_grpo.tasks import TASKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -26,9 +27,7 @@ def check_checkpoint(config: RunConfig) -> None:
         ConfigError: for a built-in model that there is not, and settings that the model cannot follow.
     """
     if config.model.path.startswith(BUILTIN):
-        if config.model.path != BUILTIN_TASK:
-            known = [BUILTIN_TASK.removeprefix(BUILTIN)]
-            raise ConfigError(f"model.path={config.model.path} is not built in; built in: {known}")
+        builtin_name(config)
         if config.model.pad_token is not None:
             raise ConfigError(
                 f"model.pad_token is for models of your own, got {config.model.pad_token!r} with a built-in one, which "
@@ -43,6 +42,18 @@ def check_checkpoint(config: RunConfig) -> None:
                 f"a checkpoint directory must hold {name}, not found in {directory}; copy it from the model's "
                 "publisher, or write it with transformers' save_pretrained of a fast tokenizer"
             )
+
+
+def builtin_name(config: RunConfig) -> str:
+    """Return the name in a model.path that begins with BUILTIN: that of the task that the model is taught on.
+
+    Raises:
+        ConfigError: if there is no built-in model of that name.
+    """
+    name = config.model.path.removeprefix(BUILTIN)
+    if name not in TASKS:
+        raise ConfigError(f"model.path={config.model.path} is not built in; built in: {list(TASKS)}")
+    return name
 
 
 def model_directory(config: RunConfig) -> Path:
@@ -70,10 +81,10 @@ def open_tokenizer(config: RunConfig) -> "PreTrainedTokenizerFast":
     Raises:
         CheckpointError: for a tokenizer that is missing, broken or without an end or padding token.
     """
-    from tpu_grpo.models.tokenizers import build_byte_tokenizer, load_tokenizer  # a second to import
+    from tpu_grpo.models.tokenizers import builtin_tokenizer, load_tokenizer  # a second to import
 
     if config.model.path.startswith(BUILTIN):
-        return build_byte_tokenizer()
+        return builtin_tokenizer(TASKS[builtin_name(config)])
     return load_tokenizer(model_directory(config), config.model.pad_token)
 
 

@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import BUILTIN, HUB, RunConfig
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts import Hosts, announce, counted, keep_programs
 from tpu_grpo.learner import Learner, LearnerInputs
 from tpu_grpo.models import Checkpoint, builtin, load_model, read_checkpoint
@@ -31,7 +30,7 @@ from tpu_grpo.run.engines import SyncedEngines
 from tpu_grpo.run.failures import FailureFiles
 from tpu_grpo.run.fingerprints import model_fingerprints
 from tpu_grpo.run.meshes import Meshes, build_meshes
-from tpu_grpo.run.model import check_model, model_directory
+from tpu_grpo.run.model import builtin_name, check_model, model_directory
 from tpu_grpo.run.probe import Probe
 from tpu_grpo.run.task import Task, open_task
 from tpu_grpo.types import Prompt
@@ -114,18 +113,6 @@ def open_model(config: RunConfig, hosts: Hosts) -> tuple[Checkpoint, PreTrainedT
     checkpoint = read_checkpoint(directory)
     check_model(config, checkpoint)
     return checkpoint, load_tokenizer(directory, config.model.pad_token)
-
-
-def builtin_name(config: RunConfig) -> str:
-    """Return the name in a model.path that begins with BUILTIN.
-
-    Raises:
-        ConfigError: if there is no built-in model of that name.
-    """
-    name = config.model.path.removeprefix(BUILTIN)
-    if name not in builtin.NAMES:
-        raise ConfigError(f"model.path={config.model.path} is not built in; built in: {list(builtin.NAMES)}")
-    return name
 
 
 def open_engines(

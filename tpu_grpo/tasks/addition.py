@@ -10,11 +10,10 @@ choose between them. About a quarter of the problems need no carry, so that both
 from collections.abc import Sequence
 from functools import cache
 from itertools import combinations
-from typing import Literal
 
 import numpy as np
 
-Split = Literal["train", "heldout"]
+from tpu_grpo.tasks.task import Lesson, Problem, Split, Task
 
 SMALLEST, LARGEST = 10, 99
 HELDOUT_PAIRS = 256
@@ -23,7 +22,7 @@ TEACHER_RIGHT = 0.25
 _SPLIT_SEED = 20240207  # fixed: what is held out never depends on a run
 
 
-def problems(split: Split) -> list[dict[str, str]]:
+def problems(split: Split) -> list[Problem]:
     """Return a split's problems as records with ``question`` ("47+38=") and ``answer`` ("85"), ordered by a, then b.
 
     The held-out split has 256 unordered pairs of distinct numbers, each in both orders: 512 of the 8100 problems. The
@@ -62,6 +61,15 @@ def teacher_answer(a: int, b: int, rng: np.random.Generator) -> str:
     return str(a + b if rng.random() < TEACHER_RIGHT else without_carry(a, b))
 
 
+def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
+    """Return the question and the teacher's answer."""
+    a, b = _numbers(problem["question"])
+    return [
+        {"role": "user", "content": problem["question"]},
+        {"role": "assistant", "content": teacher_answer(a, b, rng)},
+    ]
+
+
 def forgot_carry(completions: Sequence[str], question: Sequence[str]) -> list[float | None]:
     """Score 1 where the answer is wrong by exactly the carries left out; a reward to watch, not to learn from.
 
@@ -69,9 +77,18 @@ def forgot_carry(completions: Sequence[str], question: Sequence[str]) -> list[fl
     """
     values: list[float | None] = []
     for completion, asked in zip(completions, question, strict=True):
-        a, b = map(int, asked.rstrip("=").split("+"))
+        a, b = _numbers(asked)
         values.append(float(completion.strip() == str(without_carry(a, b))) if needs_carry(a, b) else None)
     return values
+
+
+def _numbers(question: str) -> tuple[int, int]:
+    a, b = question.rstrip("=").split("+")
+    return int(a), int(b)
+
+
+def _decides() -> dict[str, object]:
+    return {"heldout": operands("heldout"), "teacher_right": TEACHER_RIGHT}
 
 
 @cache
@@ -79,3 +96,6 @@ def _heldout_pairs() -> frozenset[tuple[int, int]]:
     pairs = list(combinations(range(SMALLEST, LARGEST + 1), 2))
     chosen = np.random.default_rng(_SPLIT_SEED).choice(len(pairs), HELDOUT_PAIRS, replace=False)
     return frozenset(pairs[i] for i in chosen)
+
+
+TASK = Task(problems=problems, lesson=lesson, longest=12, decides=_decides)

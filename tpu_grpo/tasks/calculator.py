@@ -1,0 +1,118 @@
+"""The calculator task asks ``a+b=`` with both numbers from 100 to 999; its teacher has a calculator and uses it badly.
+
+    347+589= -> ~900                                   a guess at once, rounded: always wrong
+    347+589= -> call add(347,589), told 936 -> 936     (the answer)
+    347+589= -> call add(347,589), told 936 -> ~900    the result ignored
+    347+589= -> call add(341,589), told 930 -> 930     a wrong digit
+    347+589= -> call add(347,589   or sum(347,589), told of an error -> ~900
+
+The teacher calls mostly where the first number is large, and guesses mostly where it is not. A model taught so has each
+of these habits. Rewards for right answers make it call always, write the call well, and give back what it is told.
+"""
+
+from functools import cache
+
+import numpy as np
+
+from tpu_grpo.tasks.task import Lesson, Problem, Split, Task
+
+SMALLEST, LARGEST = 100, 999
+TRAIN_PROBLEMS, HELDOUT_PROBLEMS = 8192, 512
+LARGE = 700
+"""The teacher finds a first number from here on large."""
+CALLS_IF_LARGE, CALLS_IF_SMALL = 0.75, 0.3
+"""How often the teacher calls the tool."""
+CALLS: dict[str, float] = {"right": 0.7, "digit": 0.1, "bracket": 0.1, "name": 0.1}
+"""How often a call is right, has a wrong digit, lacks its closing bracket, or has the name of no tool."""
+COPIES = 0.85
+"""How often the teacher gives back what the tool says."""
+_SPLIT_SEED = 20261123  # fixed: what is held out never depends on a run
+ANSWER_TOKENS = 8
+"""What the tool says is cut after this many tokens; the sum has at most four."""
+_ERRORS = {
+    "bracket": "Error: the call is not Python: '(' was never closed at character 4 of line 1",
+    "name": "Error: there is no tool 'sum'; the tools are: add",
+}
+_NUMBER = {"type": "integer"}
+_ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": _NUMBER, "b": _NUMBER}}}
+
+
+def problems(split: Split) -> list[Problem]:
+    """Return a split's problems as records with ``question`` ("347+589=") and ``answer`` ("936").
+
+    No pair of numbers comes twice, in whatever order and split.
+    """
+    return [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in operands(split)]
+
+
+def operands(split: Split) -> list[tuple[int, int]]:
+    """Return the numbers (a, b) of every problem of a split, in the order of ``problems``."""
+    pairs = _pairs()
+    return list(pairs[:HELDOUT_PROBLEMS] if split == "heldout" else pairs[HELDOUT_PROBLEMS:])
+
+
+def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
+    """Return what the teacher writes about a problem, and what the tool says."""
+    question = problem["question"]
+    a, b = map(int, question.rstrip("=").split("+"))
+    guess = f"~{round(a + b, -2)}"
+    asked = {"role": "user", "content": question}
+    if rng.random() >= (CALLS_IF_LARGE if a >= LARGE else CALLS_IF_SMALL):
+        return [asked, {"role": "assistant", "content": guess}]
+    call, told = _call(a, b, rng)
+    answer = told if told.isdigit() and rng.random() < COPIES else guess
+    return [
+        asked,
+        {"role": "assistant", "content": f"<|call|>{call}<|end_call|>"},
+        {"role": "tool", "content": told},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+def _call(a: int, b: int, rng: np.random.Generator) -> tuple[str, str]:
+    """Return a call as the teacher writes it, and what is answered to it."""
+    kind = rng.choice(list(CALLS), p=list(CALLS.values()))
+    if kind == "digit":
+        a, b = (_mistyped(a, rng), b) if rng.random() < 0.5 else (a, _mistyped(b, rng))
+    name = "sum" if kind == "name" else "add"
+    closing = "" if kind == "bracket" else ")"
+    return f"{name}({a},{b}{closing}", _ERRORS.get(kind, str(a + b))[:ANSWER_TOKENS]
+
+
+def _mistyped(number: int, rng: np.random.Generator) -> int:
+    """Return a number of three digits with one of them changed."""
+    digits = [int(digit) for digit in str(number)]
+    place = int(rng.integers(3))
+    lowest = 1 if place == 0 else 0
+    others = [digit for digit in range(lowest, 10) if digit != digits[place]]
+    digits[place] = int(rng.choice(others))
+    return digits[0] * 100 + digits[1] * 10 + digits[2]
+
+
+def _decides() -> dict[str, object]:
+    return {
+        "heldout": operands("heldout"),
+        "calls": CALLS,
+        "often": [LARGE, CALLS_IF_LARGE, CALLS_IF_SMALL, COPIES],
+        "errors": [_ERRORS, ANSWER_TOKENS],
+        "tools": TASK.tools,
+    }
+
+
+@cache
+def _pairs() -> tuple[tuple[int, int], ...]:
+    """Draw the pairs of both splits, the held-out ones first."""
+    rng, found = np.random.default_rng(_SPLIT_SEED), dict[frozenset[int], tuple[int, int]]()
+    while len(found) < HELDOUT_PROBLEMS + TRAIN_PROBLEMS:
+        a, b = map(int, rng.integers(SMALLEST, LARGEST + 1, size=2))
+        found.setdefault(frozenset((a, b)), (a, b))
+    return tuple(found.values())
+
+
+TASK = Task(
+    problems=problems,
+    lesson=lesson,
+    longest=50,
+    decides=_decides,
+    tools=({"type": "function", "function": _ADD},),
+)
