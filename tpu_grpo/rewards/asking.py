@@ -105,7 +105,7 @@ def ask_reward(reward: OpenReward, table: Table, gate_B: Float[np.ndarray, " B"]
     spec, loaded = reward.spec, reward.loaded
     rows, result = rows_to_ask(table, gate_B, loaded.call)
     row_lists = split_rows(rows, table.group_size, workers_of(spec), loaded.call)
-    batches = [table.batch(loaded.batch_columns, batch, messages=spec.messages) for batch in row_lists]
+    batches = [table.batch(loaded.batch_columns, batch, messages=loaded.call.messages) for batch in row_lists]
     answers = run(reward.executor, batches, spec.timeout)
     for batch, answer in zip(row_lists, answers, strict=True):
         first = result.timeouts + result.errors == 0

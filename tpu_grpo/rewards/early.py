@@ -158,7 +158,7 @@ class _Asked:
         batches = split_group(rows, workers_of(self.reward.spec), self.reward.loaded.call)
         self._open[group] = _Open(table, result, batches)
         for number, batch in enumerate(batches):
-            names, messages = self.reward.loaded.batch_columns, self.reward.spec.messages
+            names, messages = self.reward.loaded.batch_columns, self.reward.loaded.call.messages
             self.feed.add((group, number), table.batch(names, batch, messages=messages))
         if not batches:
             self._complete(group)

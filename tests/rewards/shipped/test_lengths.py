@@ -31,7 +31,7 @@ def test_cosine_length():
     quarter = cosine_length(["5"], ids(25), ["5"], 100, verifier="exact_answer", correct=(2.0, 1.0))
     assert quarter == pytest.approx([1.0 + 0.5 * (1.0 + math.cos(math.pi / 4))])
     assert cosine_length([r"\boxed{1/2}"], ids(0), ["0.5"], 100, verifier="math") == [1.0]
-    with pytest.raises(ValueError, match="verifier must be one of gsm8k, exact_answer, math, got 'x'"):
+    with pytest.raises(ValueError, match="verifier must be one of gsm8k, .*math, got 'x'"):
         cosine_length([], [], [], 10, verifier="x")
 
 

@@ -19,6 +19,8 @@ class Shipped:
     """It has this many processes unless the config says otherwise: none for what is quick and always ends."""
     deterministic: bool = True
     """If set, the same text always gets the same value, unless the config says otherwise."""
+    messages: bool = False
+    """If set, it is given messages in place of texts, whatever the config says."""
 
 
 SHIPPED: Mapping[str, Shipped] = MappingProxyType(
@@ -27,6 +29,7 @@ SHIPPED: Mapping[str, Shipped] = MappingProxyType(
         "exact_answer": Shipped("answers:exact_answer"),
         "normalised_match": Shipped("answers:normalised_match"),
         "multiple_choice": Shipped("answers:multiple_choice"),
+        "final_answer": Shipped("conversations:final_answer", messages=True),
         "integer_answer": Shipped("answers:integer_answer"),
         "gsm8k": Shipped("gsm8k:gsm8k"),
         "math": Shipped("mathematics:math", workers=1),

@@ -1,14 +1,11 @@
 """These rewards judge lengths, in tokens (the stop token included), and repetition."""
 
-import importlib
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from tpu_grpo.rewards.shipped.texts import number
-
-VERIFIERS = {"gsm8k": "gsm8k:gsm8k", "exact_answer": "answers:exact_answer", "math": "mathematics:math"}
-"""These rewards can tell cosine_length what is correct."""
+from tpu_grpo.rewards.shipped.verifying import check_verifier, verified
 
 
 def length(
@@ -46,15 +43,14 @@ def cosine_length(
     """Prefer short completions when correct, long ones when wrong, by a cosine (Yeo et al. 2025, arXiv 2502.03373).
 
     ``correct`` and ``wrong`` are the values at no tokens and at ``max_tokens``; longer ones get ``exceeded``.
-    ``verifier`` (gsm8k, math or exact_answer) decides what is correct; a row gets None where that does not apply.
+    ``verifier`` (one of VERIFIERS, such as gsm8k) decides what is correct; a row gets None where that does not apply.
     """
     number("max_tokens", max_tokens, 1)
-    if verifier not in VERIFIERS:
-        raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {verifier!r}")
+    check_verifier(verifier)
     for name, pair in (("correct", correct), ("wrong", wrong)):
         if isinstance(pair, str) or len(pair) != 2:
             raise ValueError(f"{name} must be two numbers, at no tokens and at max_tokens, got {pair!r}")
-    rows = zip(_correct(verifier, completions, answer), completion_ids, strict=True)
+    rows = zip(verified(verifier, completions, answer), completion_ids, strict=True)
     return [
         None
         if right is None
@@ -74,14 +70,6 @@ def repetition(completions: Sequence[str], ngram: int = 3, penalty: float = 1.0)
     number("ngram", ngram, 1)
     number("penalty", penalty, 0)
     return [-penalty * _repeated_fraction(c.lower().split(), ngram) for c in completions]
-
-
-def _correct(verifier: str, completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
-    module, _, name = VERIFIERS[verifier].partition(":")
-    judge = getattr(importlib.import_module(f"tpu_grpo.rewards.shipped.{module}"), name)
-    if verifier == "math":
-        return [judge(c, a) for c, a in zip(completions, answer, strict=True)]
-    return judge(completions, answer)
 
 
 def _cosine(fraction: float, start: float, end: float) -> float:
