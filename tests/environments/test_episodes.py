@@ -1,0 +1,160 @@
+"""All conversations of a batch: what each environment is asked, when the engine may go on, and how failures end."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from tests.environments.test_conversation import Dialect, sampled, tool
+from tpu_grpo.config import EnvironmentSection
+from tpu_grpo.environments.actions import Action, Answered, Ended, Failed, LoadedEnvironment, Reply
+from tpu_grpo.environments.episodes import Environments, Episodes, seed_of
+from tpu_grpo.episode import Failure
+from tpu_grpo.errors import EpisodeError
+from tpu_grpo.types import Prompt, Request, SampleKey, SamplingParams
+
+
+class Pool:
+    """Answers what the test has put there, and notes what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.replies: dict[int, list[Reply]] = {}
+
+    def start(self, key: int, name: str, columns: Mapping[str, Any], seed: int) -> None:
+        self.asked.append(("start", key, name, dict(columns), seed))
+
+    def act(self, key: int, action: Action) -> None:
+        self.asked.append(("act", key, action.text))
+
+    def end(self, key: int) -> None:
+        self.asked.append(("end", key))
+
+    def drop(self, key: int) -> None:
+        self.asked.append(("drop", key))
+
+    def ready(self, key: int) -> bool:
+        return bool(self.replies.get(key))
+
+    def take(self, key: int) -> Reply:
+        return self.replies[key].pop(0)
+
+    def close(self) -> None:
+        self.asked.append("close")
+
+
+def environments(pool: Pool, names: tuple[str, ...] = ("",), most: int = 6, **settings: Any) -> Environments:
+    loaded = {name: LoadedEnvironment(name or "Game", f"{name}.py:Game", "calls") for name in names}
+    section = EnvironmentSection(name="x", **settings)
+    return Environments(loaded, dict.fromkeys(names, Dialect()), pool, section, most)  # pyright: ignore[reportArgumentType]
+
+
+def opened(pool: Pool, rows: int = 1, **more: Any) -> Episodes:
+    prompts = [Prompt("ask", (1, 2, 3), {"environment": "b", "target": row}) for row in range(rows)]
+    requests = [Request((1, 2, 3), SamplingParams(20), SampleKey(7, 4, row, 0)) for row in range(rows)]
+    return environments(pool, **more)(prompts, requests)
+
+
+def test_a_row_goes_to_and_fro() -> None:
+    pool = Pool()
+    episodes = opened(pool)
+    episodes.begin(0)
+    assert not episodes.ready(0)
+    pool.replies[0] = [Answered(())]
+    assert episodes.ready(0)
+    first = episodes.next(0)
+    assert first is not None
+    assert first.token_ids == (1, 2, 3)
+    assert not episodes.ready(0)  # it is the policy's turn
+    episodes.ended(0, sampled(100))
+    pool.replies[0] = [tool("x")]
+    second = episodes.next(0)
+    assert second is not None
+    episodes.ended(0, sampled(9))  # calls nothing: the environment is asked for its reward at once
+    pool.replies[0] = [Ended(reward=1.0)]
+    assert episodes.ready(0)
+    assert episodes.next(0) is None
+    assert episodes.result(0).token_ids.tolist() == [100, 50, 1, 51, 9]
+    key = SampleKey(7, 4, 0, 0)
+    assert pool.asked == [
+        ("start", 0, "", {"environment": "b", "target": 0}, seed_of(key)),
+        ("act", 0, "100"),
+        ("end", 0),
+    ]
+    episodes.close()
+    assert len(pool.asked) == 3  # nothing is left to give up
+
+
+def test_the_reward_is_asked_for_while_others_decode() -> None:
+    """An answer after which the conversation is over brings the question for the reward with it."""
+    pool = Pool()
+    episodes = opened(pool)
+    episodes.begin(0)
+    pool.replies[0] = [Answered(())]
+    episodes.next(0)
+    episodes.ended(0, sampled(100))
+    pool.replies[0] = [tool("x", done=True)]
+    assert not episodes.ready(0)
+    assert pool.asked[-1] == ("end", 0)
+    pool.replies[0] = [Ended(reward=0.5)]
+    assert episodes.ready(0)
+    assert episodes.next(0) is None
+
+
+def test_a_group_begins_alike_and_steps_differ() -> None:
+    assert seed_of(SampleKey(7, 4, 2, 0)) == seed_of(SampleKey(7, 4, 2, 5))
+    assert len({seed_of(SampleKey(7, step, prompt, 0)) for step in (1, 2) for prompt in (0, 1)}) == 4
+
+
+def test_a_column_chooses_the_environment() -> None:
+    pool = Pool()
+    episodes = opened(pool, names=("a", "b"))
+    episodes.begin(0)
+    assert pool.asked[0][1:4] == (0, "b", {"target": 0})  # reset does not get the column that chose
+
+
+@pytest.mark.parametrize(("on_error", "worth"), [("skip", None), ("value", -0.5)])
+def test_a_failure_ends_its_conversation_alone(on_error: str, worth: float | None) -> None:
+    pool = Pool()
+    value = {"error_value": -0.5} if on_error == "value" else {}
+    episodes = opened(pool, rows=2, on_error=on_error, **value)
+    for row in range(2):
+        episodes.begin(row)
+        pool.replies[row] = [Answered(())]
+        episodes.next(row)
+        episodes.ended(row, sampled(100))
+    pool.replies[0], pool.replies[1] = [Failed(Failure("late", "did not answer in 1 s"))], [tool("x")]
+    assert episodes.next(0) is None
+    failed = episodes.result(0).episode
+    assert failed is not None
+    assert failed.failure == Failure("late", "did not answer in 1 s", reward=worth)
+    assert episodes.next(1) is not None
+    episodes.close()
+    assert pool.asked[-1] == ("drop", 1)
+
+
+def test_a_failure_may_end_the_run() -> None:
+    pool = Pool()
+    episodes = opened(pool)
+    episodes.begin(0)
+    pool.replies[0] = [Failed(Failure("raised", "raised KeyError: 'x' (game.py:3 in reset)", trace="Traceback ..."))]
+    with pytest.raises(EpisodeError) as caught:
+        episodes.next(0)
+    assert str(caught.value) == (
+        "environment Game raised KeyError: 'x' (game.py:3 in reset), in a conversation that began with 'ask'; repair "
+        "it, or set environment.on_error to skip or value\nTraceback ..."
+    )
+
+
+def test_a_first_prompt_that_is_too_long_is_a_failure() -> None:
+    pool = Pool()
+    episodes = opened(pool, on_error="skip", most=4)
+    episodes.begin(0)
+    pool.replies[0] = [Answered(({"role": "user", "content": "ab"},))]
+    assert episodes.next(0) is None
+    assert pool.asked[-1] == ("drop", 0)
+    failed = episodes.result(0).episode
+    assert failed is not None
+    assert failed.failure is not None
+    assert failed.failure.kind == "wrong"
+    assert "at most data.max_prompt_tokens=4 tokens, got 5" in failed.failure.text
