@@ -197,6 +197,25 @@ def test_an_export_at_the_end_has_what_it_needs() -> None:
     assert load_config(None, ["export.kind=adapter", "model.lora.rank=2"]).export.kind == "adapter"
 
 
+def test_an_environment_gives_the_reward_unless_others_are_named() -> None:
+    assert [spec.name for spec in load_config(None, ["environment.name=calculator"]).rewards] == ["environment"]
+    named = load_config(None, ["environment.name=calculator", "rewards=[{name: exact_answer}]"])
+    assert [spec.name for spec in named.rewards] == ["exact_answer"]
+    assert [spec.name for spec in load_config(None, []).rewards] == ["exact_answer"]
+
+
+def test_conversations_need_what_tells_turns_apart() -> None:
+    on = "environment.name=calculator"
+    assert "environment.name needs data.chat_template=true, got false" in message(on, "data.chat_template=false")
+    assert "does not go with data.final_assistant=continue" in message(on, "data.final_assistant=continue")
+    assert "error_value=-1.0 needs environment.on_error=value, got stop" in message(on, "environment.error_value=-1")
+    assert "data.path=builtin:environment needs environment.name, got none" in message("data.path=builtin:environment")
+    assert "must name an environment, got" in message("environment.name={}")
+    several = load_config(None, ["environment.name={a: calculator, b: mine.py:Game}"]).environment
+    assert several.names == {"a": "calculator", "b": "mine.py:Game"}
+    assert load_config(None, []).environment.names == {}
+
+
 def test_the_resolved_yaml_writes_every_setting_out() -> None:
     assert list(leaves(yaml.safe_load(RunConfig().to_yaml()))) == list(leaves(RunConfig().model_dump()))
 

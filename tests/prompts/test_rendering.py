@@ -213,3 +213,23 @@ def test_a_template_without_a_thinking_switch(tokenizer: PreTrainedTokenizerFast
     tokenizer.chat_template = "{{ messages[0]['content'] }} thinking {{ '<thinking>' }}"
     with pytest.raises(ConfigError, match="data.thinking=false needs a chat template with a switch for it"):
         render(tokenizer, thinking=False)
+
+
+def test_prompts_offer_the_tools_of_their_environments(tokenizer: PreTrainedTokenizerFast):
+    """Those of several environments are written with their own; an empty prompt waits for what reset gives."""
+    tokenizer.chat_template = (
+        "{% if tools %}{{ tools | map(attribute='name') | join(',') }}: {% endif %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    offered = {"a": [{"name": "add"}, {"name": "sub"}], "b": [{"name": "move"}], "c": []}
+    records = [{"question": q, "environment": e} for q, e in (("1", "a"), ("2", "b"), ("3", "a"), ("", "c"), ("", "b"))]
+
+    def tools_of(record: Any, where: str) -> Any:
+        assert where.startswith("record ")
+        return offered[record["environment"]]
+
+    data = DataSection(max_prompt_tokens=20)
+    rendered = render_records(PromptRenderer(data, tokenizer, tools_of), records, data, "x.jsonl")
+    texts = [prompt.text for prompt in rendered.prompts]
+    assert texts == ["add,sub: 1>", "move: 2>", "add,sub: 3>", ">", "move: >"]
+    assert [tokenizer.decode(prompt.token_ids) for prompt in rendered.prompts] == texts

@@ -75,3 +75,9 @@ def test_builtin_heldout_problems_are_mixed_so_that_the_first_few_are_like_the_r
     pairs = [tuple(map(int, r["question"].rstrip("=").split("+"))) for r in records]
     carries = [addition.needs_carry(a, b) for a, b in pairs]
     assert abs(sum(carries[:256]) / 256 - sum(carries) / len(carries)) < 0.05
+
+
+def test_prompts_that_environments_give_are_empty_and_numbered() -> None:
+    train = read_records(Source("builtin:environment"))
+    assert (len(train), train[0], train[-1]["task"]) == (10_000, {"prompt": "", "task": 0}, 9_999)
+    assert read_records(Source("builtin:environment", use="heldout"))[0] == {"prompt": "", "task": 10_000}
