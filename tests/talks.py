@@ -13,7 +13,8 @@ Spoken = tuple[Sequence[int], Sequence[int]]
 
 
 def talk(
-    prompt: Sequence[int],
+    prompt_ids: Sequence[int],
+    /,
     *spoken: Spoken,
     rewards: Sequence[float | None] = (),
     prompts: Mapping[int, Sequence[int]] | None = None,
@@ -28,7 +29,7 @@ def talk(
     ids: list[int] = []
     sampled: list[bool] = []
     told: list[Turn] = []
-    starts = {0: (0, tuple(prompt))}
+    starts = {0: (0, tuple(prompt_ids))}
     for number, (written, answer) in enumerate(spoken):
         if prompts and number in prompts:
             starts[number] = (len(ids), tuple(prompts[number]))

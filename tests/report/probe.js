@@ -38,5 +38,7 @@ seen.width = innerWidth;
 const lefts = [...document.querySelectorAll("figure:not(.wide)")].map((figure) => figure.getBoundingClientRect().left);
 seen.columns = new Set(lefts).size;
 seen.colours = [getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color];
+const colour = (name) => [...document.querySelectorAll(name)].slice(0, 1).map((part) => getComputedStyle(part).color)[0];
+seen.said = [colour(".talk .turn"), colour(".talk .answer"), colour(".talk .by")];
 seen.loaded = performance.getEntriesByType("resource").map((entry) => entry.name);
 parent.postMessage(JSON.stringify(seen), "*");

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+from tpu_grpo.metrics.conversations import SampledConversation, SampledTurn
 from tpu_grpo.metrics.sinks import JsonlSink, SampleRow
 
 
@@ -84,6 +85,62 @@ def sample_rows(step: int) -> list[SampleRow]:
         )
         for i in range(6)
     ]
+
+
+TALK_METRICS = {
+    "episodes/turns_mean": 1.5,
+    "episodes/turns_max": 3.0,
+    "episodes/calls_mean": 1.0,
+    "episodes/tokens_mean": 20.0,
+    "episodes/observation_tokens_mean": 8.0,
+    "turns/tokens_mean": 13.0,
+    "episodes/ended_answered": 0.5,
+    "episodes/ended_done": 0.0,
+    "episodes/ended_turns": 0.25,
+    "episodes/ended_tokens": 0.0,
+    "episodes/ended_failed": 0.25,
+    "turns/bad_calls": 0.25,
+    "episodes/wait_seconds_mean": 0.5,
+    "episodes/wait_seconds_max": 2.0,
+}
+TALK_CHARTS = [
+    "Turns and calls",
+    "Tokens of conversations",
+    "How conversations end",
+    "Calls that failed",
+    "Wait for environments",
+]
+
+
+def sampled_turn(text: str, calls: Sequence[str] = (), answer: str = "", errors: int = 0) -> SampledTurn:
+    return SampledTurn(text, tuple(calls), answer, None if errors else 0.5, 12, len(answer), errors)
+
+
+def leave_talks(run_dir: Path) -> Path:
+    """Leave two steps of a run whose completions are conversations; texts are those of a page of HTML."""
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": "<3>"}}\n</tool_call>'
+    turns = (
+        sampled_turn(f"I add the two numbers.\n{call}", ["add"], "Error: TypeError: b must be a number", 1),
+        sampled_turn(call.replace('"<3>"', "3"), ["add", ""], "5\n" + "a long line of an answer " * 20),
+        sampled_turn("The answer is <b>5</b>."),
+    )
+    talks = [
+        SampledConversation("calculator", "answered", turns, ((12, 5), (12, 9), (12, 0))),
+        SampledConversation("calculator", "turns", tuple(sampled_turn("go on", [], "yes") for _ in range(15)), ()),
+        SampledConversation("calculator", "failed", (sampled_turn("?", ["add"]),), (), "late: took 60 s"),
+    ]
+    prompt = "<|im_start|>system\n# Tools\nadd(a: int, b: int)<|im_end|>\n<|im_start|>user\nWhat is 2 + 3?<|im_end|>\n"
+    sink = JsonlSink(run_dir, 0)
+    for step in (1, 2):
+        sink.write({**metrics(step), **TALK_METRICS})
+        rows = [
+            SampleRow(prompt, f"text {number}", {"success": 1.0 - number / 2}, 1.0 - number / 2, 0.5, 36, "stop",
+                      conversation=talk)
+            for number, talk in enumerate(talks)
+        ]  # fmt: skip
+        sink.samples(step, rows)
+    sink.close()
+    return run_dir
 
 
 def leave_evaluation(run_dir: Path, step: int, values: Sequence[float], *, gold: bool = True) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.report.runs import CHARTS, leave_evaluation, leave_run
+from tests.report.runs import CHARTS, leave_evaluation, leave_run, leave_talks
 from tpu_grpo.report.comparison import write_comparison
 from tpu_grpo.report.page import write_report
 from tpu_grpo.report.reading import read_run
@@ -62,6 +62,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "run": write_report(root / "first"),
         "comparison": write_comparison(runs, root / "comparison.html"),
+        "talks": write_report(leave_talks(root / "talks")),
         "going": write_report(root / "first", goes_on=True, path=root / "going.html"),
     }
 
@@ -78,7 +79,7 @@ def contrast(first: str, second: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize("page", ["run", "comparison", "going"])
+@pytest.mark.parametrize("page", ["run", "comparison", "going", "talks"])
 @pytest.mark.parametrize(("width", "columns"), [(1280, 2), (390, 1)])
 @pytest.mark.parametrize("scheme", [DARK, LIGHT])
 def test_a_page_fits_shows_values_and_loads_nothing(
@@ -91,7 +92,11 @@ def test_a_page_fits_shows_values_and_loads_nothing(
     assert contrast(background, ink) > 10
     assert (contrast(background, "rgb(0, 0, 0)") > contrast(background, "rgb(255, 255, 255)")) == (scheme == LIGHT)
     assert all(len(rows) > 1 for rows in seen["tips"].values())
-    if page != "comparison":
+    if page == "talks":
+        turn, answer, by = seen["said"]
+        assert (turn, by) == (ink, answer)
+        assert 4.5 < contrast(background, answer) < contrast(background, turn) / 2
+    elif page != "comparison":
         assert list(seen["tips"]) == CHARTS
 
 

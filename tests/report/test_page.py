@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.report.runs import CHARTS, Page, leave_evaluation, leave_run
+from tests.report.runs import CHARTS, TALK_CHARTS, Page, leave_evaluation, leave_run, leave_talks
 from tpu_grpo.errors import DataError
 from tpu_grpo.metrics.sinks import JsonlSink
 from tpu_grpo.report.page import write_report
@@ -110,6 +110,32 @@ def test_samples_of_the_first_a_middle_and_the_last_step_with_right_answers(tmp_
     ]  # fmt: skip
     assert [row[5] for row in first[1:]] == ["5.00", "4.00", "1.00", "0.00"]  # the best two and the worst two of six
     assert first[4][1] == "<script>alert(0)</script>"  # which was not cut
+
+
+def test_conversations_show_what_the_policy_wrote_and_what_it_was_answered(tmp_path: Path) -> None:
+    leave_talks(tmp_path)
+    html = written(tmp_path)
+    page = Page(html)
+    places = [list(page.charts).index(title) for title in TALK_CHARTS]
+    assert places == list(range(places[0], places[0] + len(TALK_CHARTS)))
+    assert list(page.charts)[places[-1] + 1 :][:3] == [
+        "Agreement of engine and trainer", "Time per stage", "Rollout speed"
+    ]  # fmt: skip
+    table = page.tables[1]
+    assert table[0] == ["prompt", "conversation", "success", "advantage", "tokens"]
+    assert table[1][1].startswith("3 turns, ended with its answerI add the two numbers.\n<tool_call>\n")
+    assert '{"name": "add", "arguments": {"a": 2, "b": "<3>"}}' in table[1][1]
+    assert "addError: TypeError: b must be a number1 call failed<tool_call>" in table[1][1]
+    assert table[1][1].endswith("The answer is <b>5</b>.reward 0.50")
+    assert table[2][1].count("go on") == table[2][1].count("calculatoryes") == 12
+    assert "… 3 turns left out …go on" in table[2][1]
+    assert table[2][1].startswith("15 turns, cut at the most turnsgo on")
+    ended = "1 turn, ended because the environment failed: late: took 60 s?called add, reward 0.50"
+    assert table[3][1] == ended
+    parts = re.findall(r'<div class="(turn|answer)">(?:<small class="by">([^<]*)</small>)?', html)
+    assert parts[:5] == [
+        ("turn", ""), ("answer", "add"), ("turn", ""), ("answer", "add, a call that cannot be read"), ("turn", "")
+    ]  # fmt: skip
 
 
 def test_equal_completions_of_a_prompt_show_once(tmp_path: Path) -> None:

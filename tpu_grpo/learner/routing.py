@@ -85,7 +85,7 @@ class ReplayShape:
         """
         for one, row, start in zip(sequences, packing.rows, packing.starts, strict=True):
             expected = (len(one) - 1, self.layers, self.per_token)
-            found = () if one.experts is None else one.experts.shape
+            found: tuple[int, ...] = () if one.experts is None else one.experts.shape
             beyond = found[0] - expected[0] if found[1:] == expected[1:] else -1
             if one.experts is None or not 0 <= beyond <= one.experts_beyond:
                 raise DataError(

@@ -1,6 +1,7 @@
 """This room turns what a run measured into values, and writes them; report/ shows them.
 
 values.py       turns the records of the stages into metric values, under the names of docs/metrics.md
+episodes.py     measures conversations with environments;  conversations.py: one of them, as people read it
 compilations.py counts the programs that XLA compiles in this process
 memory.py       measures memory of this process and its devices
 run_log.py      is the facade that a run talks to: one call per step, passed on to every sink

@@ -19,6 +19,9 @@ TABLE_WIDTH = 60
 """A narrower console shows samples as lines; in a table, a column would have room for a letter or two."""
 SHOWN_ROWS = 4
 SHOWN_CHARACTERS = 320
+SHOWN_TURNS = 4
+"""Of a longer conversation the first half of so many turns, and the last."""
+SHOWN_OF_A_TURN = 160
 
 _FIELDS = (
     ("reward", "rewards/mean", "{:.3f}"),
@@ -150,18 +153,43 @@ def _sample_table(step: int, rows: Sequence[SampleRow]) -> Table:
         table.add_column(Text(name), justify="right", overflow="fold")
     for row in rows:
         rewards = [Text(_number(row.rewards.get(name))) for name in names]
-        prompt, completion = (Text(visible(text, SHOWN_CHARACTERS)) for text in (row.prompt, row.completion))
-        table.add_row(prompt, completion, *rewards, Text(f"{row.advantage:+.2f}"))
+        prompt = Text(visible(row.prompt, SHOWN_CHARACTERS))
+        table.add_row(prompt, _completion_text(row), *rewards, Text(f"{row.advantage:+.2f}"))
     return table
 
 
 def _sample_lines(step: int, rows: Sequence[SampleRow]) -> list[str]:
     lines = [f"samples of step {step}"]
     for row in rows:
-        prompt, completion = (visible(text, SHOWN_CHARACTERS) for text in (row.prompt, row.completion))
+        prompt, completion = visible(row.prompt, SHOWN_CHARACTERS), " ".join(text for text, _ in _pieces(row))
         rewards = ", ".join(f"{name} {_number(value)}" for name, value in row.rewards.items() if value is not None)
         lines.append(f"{prompt} -> {completion} ({rewards}; advantage {row.advantage:+.2f})")
     return lines
+
+
+def _completion_text(row: SampleRow) -> Text:
+    """Return a completion for a cell: what an environment said is dim, and on lines of its own."""
+    return Text("\n").join(Text(text, style="dim" if is_dim else "") for text, is_dim in _pieces(row))
+
+
+def _pieces(row: SampleRow) -> list[tuple[str, bool]]:
+    """Return what a completion is made of, and whether the policy did not write it: a conversation turn by turn."""
+    if row.conversation is None:
+        return [(visible(row.completion, SHOWN_CHARACTERS), False)]
+    pieces: list[tuple[str, bool]] = []
+    turns, half = row.conversation.turns, SHOWN_TURNS // 2
+    left_out = range(half, len(turns) - half) if len(turns) > SHOWN_TURNS else range(0)
+    for number, turn in enumerate(turns):
+        if number in left_out:
+            pieces += [(f"[{len(left_out)} turns left out]", True)] if number == half else []
+            continue
+        pieces.append((visible(turn.text, SHOWN_OF_A_TURN), False))
+        if turn.answer:
+            said = visible(turn.answer, SHOWN_OF_A_TURN)
+            pieces.append((f"{visible(turn.caller or row.conversation.environment, 40)}> {said}", True))
+    if row.conversation.ending == "failed":
+        pieces.append((visible(f"[failed, {row.conversation.failure}]", SHOWN_OF_A_TURN), True))
+    return pieces
 
 
 def _number(value: float | None) -> str:

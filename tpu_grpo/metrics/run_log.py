@@ -15,6 +15,7 @@ from jaxtyping import Float
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.metrics.console import ConsoleSink
+from tpu_grpo.metrics.conversations import sampled_conversation
 from tpu_grpo.metrics.optional_sink import OptionalSink
 from tpu_grpo.metrics.sinks import JsonlSink, SampleRow, Sink
 from tpu_grpo.metrics.tensorboard_sink import TensorBoardSink, check_library
@@ -108,15 +109,16 @@ def sample_rows(scored: ScoredRollout, advantages: Float[np.ndarray, " B"]) -> l
     rows = zip(rollout.row_prompts, rollout.completions, rollout.texts, advantages, strict=True)
     return [
         SampleRow(
-            prompt=prompt.text,
+            prompt=prompt.text if completion.episode is None else completion.episode.prompt,
             completion=text,
             rewards={name: _applicable(rewards_B[row]) for name, rewards_B in scores.by_name.items()},
             reward=float(scores.total[row]),
             advantage=float(advantage),
-            tokens=len(completion.token_ids),
+            tokens=completion.sampled_tokens,
             finish_reason=completion.finish_reason,
             per_token=tuple(map(float, scores.per_token[row])) if scores.per_token else (),
             gold=prompt.gold,
+            conversation=sampled_conversation(completion),
         )
         for row, (prompt, completion, text, advantage) in enumerate(rows)
     ]

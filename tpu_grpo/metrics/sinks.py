@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
+from tpu_grpo.metrics.conversations import SampledConversation
 from tpu_grpo.metrics.jsonl import encode_line, keep_records
 from tpu_grpo.metrics.run_files import METRICS_FILE, SAMPLES_FILE
 from tpu_grpo.metrics.values import MetricValue
@@ -29,6 +30,8 @@ class SampleRow:
     """What was added to the advantage of each token; empty for nothing."""
     gold: str | None = None
     """The right answer; None where the prompt's record has none."""
+    conversation: SampledConversation | None = None
+    """What the completion is, if it is a conversation with an environment; the prompt is its first one then."""
 
 
 class Sink(Protocol):
@@ -99,4 +102,5 @@ def sample_fields(row: SampleRow) -> dict[str, object]:
         "tokens": row.tokens,
         "finish_reason": row.finish_reason,
         **({"per_token": list(row.per_token)} if row.per_token else {}),
+        **(row.conversation.fields() if row.conversation else {}),
     }

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
+from tpu_grpo.metrics.episodes import episode_metrics
 from tpu_grpo.types import Completion, ScoredRollout, Scores, SyncResult, UpdateResult
 
 MetricValue = float | int | str
 
 
 def rollout_metrics(scored: ScoredRollout) -> dict[str, float | str]:
-    """Compute ``rewards/*``, ``groups/*``, ``completions/*`` and ``rollout/*`` for one step.
+    """Compute ``rewards/*``, ``groups/*``, ``completions/*``, ``episodes/*``, ``turns/*`` and ``rollout/*`` of a step.
 
     Standard deviations are population ones; times are in seconds. A reward that applies to no row has no mean, and rows
     that no reward applies to count in none.
@@ -25,6 +26,7 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, float | str]:
         **_reward_values(scores),
         "groups/zero_variance_fraction": zero_variance_fraction(scores.total.reshape(-1, rollout.group_size)),
         **_completion_values(rollout.completions),
+        **episode_metrics(rollout.completions),
         "rollout/seconds": float(rollout.seconds),
         "rollout/tokens_per_second": rollout.total_tokens / rollout.seconds if rollout.seconds > 0 else float("nan"),
         "rollout/tokens_digest": tokens_digest(rollout.completions),
@@ -51,7 +53,7 @@ def zero_variance_fraction(totals_PG: Float[np.ndarray, "P G"]) -> float:
 
 
 def tokens_digest(completions: Sequence[Completion]) -> str:
-    """Compute the SHA-256 (hex) of all sampled token ids, by which two rollouts are compared bit by bit.
+    """Compute the SHA-256 (hex) of all token ids behind the prompts, by which two rollouts are compared bit by bit.
 
     The hashed bytes are, for each row in order, the number of its tokens as a little-endian int64 and then its token
     ids as little-endian int32. The lengths keep ``[1 2] [3]`` apart from ``[1] [2 3]``.
@@ -77,6 +79,6 @@ def _reward_values(scores: Scores) -> dict[str, float]:
 
 def _completion_values(completions: Sequence[Completion]) -> dict[str, float]:
     return {
-        "completions/mean_tokens": float(np.mean([len(c.token_ids) for c in completions])),
+        "completions/mean_tokens": float(np.mean([c.sampled_tokens for c in completions])),
         "completions/truncated_fraction": float(np.mean([c.finish_reason == "length" for c in completions])),
     }

@@ -50,6 +50,52 @@ SPECS = (
         "share",
     ),
     _Spec(
+        "Turns and calls",
+        "Per conversation.",
+        {
+            "episodes/turns_mean": "turns, mean",
+            "episodes/turns_max": "turns, most",
+            "episodes/calls_mean": "tool calls, mean",
+        },
+        "zero",
+    ),
+    _Spec(
+        "Tokens of conversations",
+        "Means per conversation, and per turn.",
+        {
+            "episodes/tokens_mean": "sampled",
+            "episodes/observation_tokens_mean": "answered by the environment",
+            "turns/tokens_mean": "sampled in a turn",
+        },
+        "zero",
+    ),
+    _Spec(
+        "How conversations end",
+        "Shares.",
+        {
+            "episodes/ended_answered": "with an answer",
+            "episodes/ended_done": "by the environment",
+            "episodes/ended_turns": "cut at the most turns",
+            "episodes/ended_tokens": "cut at the longest length",
+            "episodes/ended_failed": "environment failed",
+        },
+        "share",
+        True,
+    ),
+    _Spec(
+        "Calls that failed",
+        "Per turn: calls that could not be read, or raised.",
+        {"turns/bad_calls": "calls that failed"},
+        "zero",
+        True,
+    ),
+    _Spec(
+        "Wait for environments",
+        "Seconds of a conversation in which its environment worked.",
+        {"episodes/wait_seconds_mean": "mean", "episodes/wait_seconds_max": "longest"},
+        "zero",
+    ),
+    _Spec(
         "Agreement of engine and trainer",
         "Absolute difference of the log-probabilities of the same tokens under the same weights.",
         {"agreement/logprob_abs_diff_max": "largest", "agreement/logprob_abs_diff_mean": "mean"},
@@ -78,7 +124,7 @@ SPECS = (
 def run_charts(run: RunRead) -> list[Chart]:
     """List the charts that a run's metrics allow, in reading order."""
     found = [_reward(run.lines), _evaluation(run), *(_metrics(spec, run.lines) for spec in SPECS)]
-    found.insert(5, _stages(run.lines))
+    found.insert(2 + [spec.title for spec in SPECS].index("Rollout speed"), _stages(run.lines))
     return [chart for chart in found if chart is not None]
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from tpu_grpo.metrics.lines import Record, names_in, number_or_zero
+from tpu_grpo.report.conversations import conversation, is_conversation
 from tpu_grpo.report.reading import Rows
 from tpu_grpo.report.tables import Cell, Column, Table, decimal, shorten
 
@@ -21,7 +22,7 @@ def step_table(rows: Rows) -> Table:
         title=f"Samples of step {rows[0]['step']:,}",
         note="The best and the worst by reward." if len(rows) > len(shown) else "",
         columns=[
-            *map(Column, ("prompt", "completion", *gold)),
+            *map(Column, ("prompt", "conversation" if any(map(is_conversation, shown)) else "completion", *gold)),
             *(Column(name, is_number=True) for name in (*rewards, *total, "advantage", "tokens")),
         ],
         rows=[_cells(row, rewards, bool(gold)) for row in shown],
@@ -45,12 +46,13 @@ def held_out_table(evaluations: Sequence[tuple[int, Rows]], best: str) -> Table 
     chosen = _telling(pairs, reward)
     gold = ["right answer"] if any(row.get("gold") is not None for _, row in chosen) else []
     texts = [f"step {step:,}" for step, _ in evaluations]
+    kind = "conversation" if any(is_conversation(row) for _, row in chosen) else "completion"
     rows = [_problem(pair[-len(evaluations) :], reward, bool(gold)) for pair in chosen]
     return Table(
         title="Held-out prompts",
         note="Greedy completions of the first and of the last evaluation." if len(texts) > 1 else "Greedy completions.",
         columns=[
-            *map(Column, ("prompt", *gold, *(f"completion, {text}" for text in texts))),
+            *map(Column, ("prompt", *gold, *(f"{kind}, {text}" for text in texts))),
             *(Column(f"{reward}, {text}", is_number=True) for text in texts),
         ],
         rows=rows,
@@ -92,6 +94,8 @@ def _cells(row: Record, rewards: Sequence[str], has_gold: bool) -> list[Cell]:
 
 
 def _completion(row: Record) -> Cell:
+    if is_conversation(row):
+        return conversation(row)
     return Cell(shorten(row["completion"]), "" if row["finish_reason"] == "stop" else "cut at the longest length")
 
 

@@ -21,6 +21,16 @@ class Column:
 
 
 @dataclass(frozen=True)
+class Said:
+    """A piece of a conversation."""
+
+    text: str
+    by: str = ""
+    """Who said it; nothing for the policy."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class Cell:
     """A cell of a table."""
 
@@ -29,6 +39,8 @@ class Cell:
     is_best: bool = False
     colour: int | None = None
     """The colour of the run that the cell names."""
+    said: Sequence[Said] = ()
+    """A conversation in place of the text."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +53,12 @@ class Table:
     rows: Sequence[Sequence[Cell]]
 
 
-def shorten(text: str) -> str:
+def shorten(text: str, head: int = HEAD_CHARACTERS, tail: int = TAIL_CHARACTERS) -> str:
     """Leave out the middle of a long text, and say how much that is."""
-    left_out = len(text) - HEAD_CHARACTERS - TAIL_CHARACTERS
+    left_out = len(text) - head - tail
     if left_out <= 0:
         return text
-    return f"{text[:HEAD_CHARACTERS]}\n… {left_out:,} characters left out …\n{text[-TAIL_CHARACTERS:]}"
+    return f"{text[:head]}\n… {left_out:,} characters left out …\n{text[-tail:]}"
 
 
 def decimal(value: Any, form: str = ".2f") -> str:

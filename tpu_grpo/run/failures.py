@@ -28,12 +28,14 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import DataError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner.failed import FailedUpdate, PassArrays
+from tpu_grpo.metrics.conversations import sampled_conversation
 from tpu_grpo.metrics.jsonl import encode_line, replace_bytes
 from tpu_grpo.metrics.run_files import CHECKPOINTS_DIR, NON_FINITE_DIR
 from tpu_grpo.metrics.run_log import sample_rows
 from tpu_grpo.metrics.sinks import sample_fields
 from tpu_grpo.metrics.summary import versions
 from tpu_grpo.rollout.broken import BrokenRollout
+from tpu_grpo.types import Completion
 
 FORMAT = 1
 _ABOUT = "about"
@@ -141,7 +143,21 @@ def _rows(broken: BrokenRollout) -> Iterator[dict[str, Any]]:
             "prompt_token_ids": list(prompt.token_ids),
             "token_ids": completion.token_ids.tolist(),
             "logprobs": completion.logprobs.tolist(),
+            **_conversation(completion),
         }
+
+
+def _conversation(completion: Completion) -> dict[str, Any]:
+    """Return what a row of a conversation has beside, or in place of others: its first prompt is that of a branch."""
+    episode, conversation = completion.episode, sampled_conversation(completion)
+    if episode is None or conversation is None:
+        return {}
+    branches = [
+        {"prompt_token_ids": list(branch.prompt), "start": branch.start, "end": branch.end}
+        for branch in episode.branches
+    ]
+    first = branches[0]["prompt_token_ids"] if branches else []
+    return {"prompt": episode.prompt, "prompt_token_ids": first, **conversation.fields(), "branches": branches}
 
 
 def _about(failed: FailedUpdate, config: RunConfig) -> dict[str, Any]:

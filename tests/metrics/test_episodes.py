@@ -1,0 +1,59 @@
+"""What is measured of conversations, worked out by hand."""
+
+import numpy as np
+import pytest
+
+from tests.metrics.samples import completion
+from tests.talks import talk
+from tpu_grpo.episode import Failure
+from tpu_grpo.metrics.episodes import episode_metrics
+from tpu_grpo.metrics.values import rollout_metrics, tokens_digest
+from tpu_grpo.types import Prompt, PromptBatch, Rollout, ScoredRollout, Scores
+
+TALKS = (
+    talk([1], ([3, 4], [5]), ([6], [7, 8]), ([9], []), prompts={2: [1, 2]}, ending="done", seconds=3.0,
+         turns={0: {"calls": ("add", ""), "errors": 1}, 1: {"calls": ("add",)}}),
+    talk([1], ([3] * 5, [4, 4]), ending="tokens"),
+    talk([1], ([3], [4]), ending="failed", failure=Failure("late", "did not answer"), seconds=1.0),
+    talk([1], ([3] * 4, []), ending="answered", turns={0: {"errors": 2}}),
+)  # fmt: skip
+
+
+def test_values_by_hand() -> None:
+    """Four conversations of 3, 1, 1 and 1 turns; they sampled 4, 5, 1 and 4 tokens, and observed 3, 2, 1 and 0."""
+    found = episode_metrics([*TALKS, completion([1, 2, 3])])
+    assert found == pytest.approx(
+        {
+            "episodes/turns_mean": 1.5,
+            "episodes/turns_max": 3,
+            "episodes/calls_mean": 0.75,
+            "episodes/tokens_mean": 3.5,
+            "episodes/observation_tokens_mean": 1.5,
+            "episodes/branches_mean": 1.25,
+            "episodes/truncated_fraction": 0.25,
+            "episodes/ended_answered": 0.25,
+            "episodes/ended_done": 0.25,
+            "episodes/ended_turns": 0.0,
+            "episodes/ended_tokens": 0.25,
+            "episodes/ended_failed": 0.25,
+            "episodes/failed_fraction": 0.25,
+            "episodes/failed_late": 0.25,
+            "episodes/wait_seconds_mean": 1.0,
+            "episodes/wait_seconds_max": 3.0,
+            "turns/tokens_mean": 14 / 6,
+            "turns/bad_calls": 0.5,
+        }
+    )
+    assert episode_metrics([completion([1])]) == {}
+
+
+def test_tokens_of_a_step_are_those_that_were_sampled() -> None:
+    prompts = (Prompt("", (1,)), Prompt("", (2,)))
+    rollout = Rollout(PromptBatch(1, prompts), 2, TALKS, ("",) * 4, seconds=2.0)
+    assert rollout.mean_tokens == (4.5, 2.5)
+    assert rollout.total_tokens == 14
+    found = rollout_metrics(ScoredRollout(rollout, Scores(np.zeros(4), {}, 0.0)))
+    assert found["completions/mean_tokens"] == 3.5
+    assert found["rollout/tokens_per_second"] == 7.0
+    assert found["episodes/turns_mean"] == 1.5
+    assert found["rollout/tokens_digest"] == tokens_digest([completion(one.token_ids.tolist()) for one in TALKS])
