@@ -85,12 +85,12 @@ class ReplayShape:
         """
         for one, row, start in zip(sequences, packing.rows, packing.starts, strict=True):
             expected = (len(one) - 1, self.layers, self.per_token)
-            found: tuple[int, ...] = () if one.experts is None else one.experts.shape
-            beyond = found[0] - expected[0] if found[1:] == expected[1:] else -1
+            found = None if one.experts is None else one.experts.shape
+            beyond = found[0] - expected[0] if found is not None and found[1:] == expected[1:] else -1
             if one.experts is None or not 0 <= beyond <= one.experts_beyond:
                 raise DataError(
                     f"with algorithm.routing_replay every computed token needs its experts: row {one.row} must have "
-                    f"{list(expected)} (tokens, layers, experts per token), got {list(found) or None}; let the "
+                    f"{list(expected)} (tokens, layers, experts per token), got {found and list(found)}; let the "
                     "engine return them"
                 )
             table_RLKS[row, :, start : start + expected[0]] = one.experts[: expected[0]].reshape(expected[0], -1).T
