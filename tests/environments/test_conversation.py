@@ -142,6 +142,22 @@ def test_a_template_that_forgets_begins_another_branch() -> None:
     assert (found.episode.ending, found.episode.reward) == ("done", 0.75)  # what its turns gave
 
 
+def test_tokens_that_a_branch_forgot_count_for_the_limit_of_the_whole_conversation() -> None:
+    """Of 8 tokens 6 are written in the first turn; the second branch sees 7 where 11 may stand, and still gets 2."""
+    talk = conversation(Dialect(forgets=True), takes="texts", most=8)
+    talk.first(Answered(()))
+    assert talk.turn(sampled(10, 11, 12, 13, 14, 15)) is not None
+    second = talk.answered(Answered(({"role": "user", "content": "no"},)))
+    assert second is not None
+    assert (second.token_ids, second.sampling.max_new_tokens) == ((1, 2, 3, 15, 50, 2, 51), 2)
+    assert talk.turn(sampled(16, 17)) is not None
+    assert talk.answered(Answered(({"role": "user", "content": "no"},))) is None
+    found = talk.completion()
+    assert found.token_ids.tolist() == [10, 11, 12, 13, 14, 15, 16, 17]
+    assert found.episode is not None
+    assert (found.episode.ending, len(found.episode.branches)) == ("tokens", 2)
+
+
 @pytest.mark.parametrize(
     ("settings", "turns", "ending", "reason", "tokens"),
     [

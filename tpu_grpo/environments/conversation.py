@@ -171,9 +171,14 @@ class Conversation:
     # --- its tokens ---------------------------------------------------------------------------------------------------
 
     def _next_request(self) -> Request | None:
-        """Make the request of the next turn, if there is room for a token of it."""
+        """Make the request of the next turn, if there is room for a token of it.
+
+        There must be room behind what the policy sees now, and behind all tokens of the conversation, which are more
+        where the template left some out of a later branch.
+        """
         request = self._start.request
-        room = self._first_tokens + request.sampling.max_new_tokens - len(self._ids)
+        most_tokens = request.sampling.max_new_tokens
+        room = most_tokens - max(len(self._ids) - self._first_tokens, len(self._tokens))
         if (most := self._start.section.max_turn_tokens) is not None:
             room = min(room, most)
         if room < 1:
@@ -188,8 +193,9 @@ class Conversation:
         """Append the answer's tokens, if they leave room for another turn; an answer that does not is left out."""
         following = self._start.dialect.follow(self._ids, self._first_tokens, self._branch_sampled(), messages)
         past = self._ids if following.new_prompt is None else list(following.new_prompt)
-        limit = self._first_tokens + self._start.request.sampling.max_new_tokens
-        if len(past) + len(following.suffix) >= limit:
+        seen = len(past) - self._first_tokens + len(following.suffix)
+        written = len(self._tokens) + (len(following.suffix) if following.new_prompt is None else 0)
+        if max(seen, written) >= self._start.request.sampling.max_new_tokens:
             self._ending = "tokens"
             return None
         if following.new_prompt is not None:
