@@ -17,7 +17,7 @@ def q(text: str) -> list[int]:
     return ids("qwen3", text)
 
 
-def said(answer: str) -> list[dict[str, Any]]:
+def said(answer: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": answer}]
 
 
@@ -34,6 +34,7 @@ def test_thinking_is_cut_and_a_new_prompt_begins() -> None:
     assert following.new_prompt == (*prompt, *q("4"), *q("7"), *q("<|im_end|>"))
     assert q("47") != [*q("4"), *q("7")]
 
+    assert following.new_prompt is not None
     second = [*following.new_prompt, *suffix]
     turn = q("<think>\nmore\n</think>\n\n60<|im_end|>")
     mask = [False] * len(second) + [True] * len(turn)
@@ -45,7 +46,7 @@ def test_thinking_is_cut_and_a_new_prompt_begins() -> None:
 def test_the_cut_past_is_what_the_template_writes() -> None:
     opened = dialect("qwen3", tools=())
     messages = [*FIRST]
-    past, marks = opened.first(FIRST, None)[1], []
+    past = opened.first(FIRST, None)[1]
     for number, answer in (("50", "low"), ("75", "high")):
         turn = q(f"<think>\nT{number}\n</think>\n\n{number}<|im_end|>")
         marks = [False] * len(past) + [True] * len(turn)

@@ -162,7 +162,7 @@ def test_three_turns(name: str) -> None:
 def test_the_template_writes_the_same_of_the_conversation_as_it_was_read(name: str) -> None:
     opened, case = dialect(name), CASES[name]
     turns = [ids(name, turn) for turn in case.turns]
-    messages: list[Mapping[str, Any]] = list(FIRST)
+    messages: list[Any] = list(FIRST)
     for turn, answers in zip(turns, (ONE, TWO[:1] if name == "llama3" else TWO, []), strict=True):
         action = opened.read(turn)
         message: dict[str, Any] = {"role": "assistant", "content": action.content}
@@ -172,7 +172,7 @@ def test_the_template_writes_the_same_of_the_conversation_as_it_was_read(name: s
             calls = [call for call in action.calls if isinstance(call, ToolCall)]
             message["tool_calls"] = [{"function": {"name": c.name, "arguments": dict(c.arguments)}} for c in calls]
         messages += [message, *answers]
-    whole = tokenizer(name).apply_chat_template(messages, tools=[ADD, SAY], return_dict=False)
+    whole: Any = tokenizer(name).apply_chat_template(messages, tools=[ADD, SAY], return_dict=False)
     result = played(name, turns).ids
     assert whole[: len(result)] == result
     assert len(whole) - len(result) == (1 if name.startswith("qwen") else 0)  # Qwen's newline behind the last turn
@@ -254,8 +254,7 @@ def test_a_reset_observation_goes_behind_the_last_user_message() -> None:
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
     text, prompt = opened.first(messages, " O<|im_end|>")
     assert text.endswith("<|im_start|>user\nQ O<|im_end|><|im_end|>\n<|im_start|>assistant\n")
-    end = own.convert_tokens_to_ids("<|im_end|>")
-    assert prompt.count(end) == 2  # the system message's and the user's
+    assert prompt.count(ids("qwen2_5", "<|im_end|>")[0]) == 2  # the system message's and the user's
     assert own.decode(prompt) == text
     assert messages[-1]["content"] == "Q"
     assert opened.first(messages, None)[1] == own.apply_chat_template(

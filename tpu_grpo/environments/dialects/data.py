@@ -7,12 +7,13 @@ words up by a character that no text has, the template writes the message, and `
 
 import json
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import AddedToken, PreTrainedTokenizerFast
 
 BREAK = "\ufdd0"
 """Unicode keeps this character out of all text."""
@@ -93,7 +94,7 @@ class Encoder:
         return next(found, None)
 
 
-def _without_markers(tokenizer: "PreTrainedTokenizerFast") -> tuple[Tokenizer, dict[int, AddedToken]]:
+def _without_markers(tokenizer: "PreTrainedTokenizerFast") -> tuple[Tokenizer, Mapping[int, "AddedToken"]]:
     """Return a tokenizer of the vocabulary alone, and the markers by their ids."""
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary = state["model"].get("vocab", {})
@@ -106,7 +107,7 @@ def _without_markers(tokenizer: "PreTrainedTokenizerFast") -> tuple[Tokenizer, d
     return Tokenizer.from_str(json.dumps(state)), markers
 
 
-def _spaced(token: AddedToken) -> str:
+def _spaced(token: "AddedToken") -> str:
     """Return the pattern of a marker with the spaces that belong to it."""
     return (r"\s*" if token.lstrip else "") + re.escape(token.content) + (r"\s*" if token.rstrip else "")
 

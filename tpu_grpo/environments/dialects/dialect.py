@@ -10,7 +10,7 @@ from tpu_grpo.environments.actions import Action, Message
 from tpu_grpo.environments.dialects import thinking
 from tpu_grpo.environments.dialects.data import Encoder
 from tpu_grpo.environments.dialects.formats import CallReader, reader, schemas_of
-from tpu_grpo.environments.dialects.past import CALLED, QUESTION, SAID, Past, Prober
+from tpu_grpo.environments.dialects.past import CALL_ID, CALLED, QUESTION, SAID, Past, Prober
 from tpu_grpo.environments.dialects.template import ChatTemplate
 from tpu_grpo.environments.dialects.values import checked
 from tpu_grpo.errors import ConfigError, DataError
@@ -120,8 +120,8 @@ class Dialect:
 
     def read(self, ids: Sequence[int]) -> Action:
         """Return what the policy wrote in a turn, whose tokens these are, the one that ended it included."""
-        stops = {*self._ends, self._tokenizer.eos_token_id, self._tokenizer.pad_token_id}
-        ended = len(ids) > 0 and ids[-1] in stops
+        own = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
+        ended = self.ends(ids) or (len(ids) > 0 and ids[-1] in own)
         written = self._decode(ids[:-1] if ended else ids)
         opened = self._prober.opened if thinking.CLOSE not in self._prober.opened else ""
         thought, said = thinking.split(opened + written)
@@ -175,7 +175,7 @@ class Dialect:
 
     def _suffix(self, answers: Sequence[Message]) -> list[int]:
         """Return the ids that the template writes for answers, from behind the token that ended the turn."""
-        written = [{**answer, "content": self._encoder.guarded(str(answer["content"]))} for answer in answers]
+        written = [self._as_data(answer) for answer in answers]
         names = [str(answer.get("name") or "") for answer in answers if answer["role"] == "tool"]
         if len(names) > 1 and not self._many_calls:
             names = names[-1:]
@@ -189,6 +189,10 @@ class Dialect:
         suffix = self._encoder.encode(text[text.index(end, begin) :])
         assert suffix[0] in self._ends
         return suffix[1:]
+
+    def _as_data(self, answer: Message) -> Message:
+        content = self._encoder.guarded(str(answer["content"]))
+        return {**({"tool_call_id": CALL_ID} if answer["role"] == "tool" else {}), **answer, "content": content}
 
     @cached_property
     def _many_calls(self) -> bool:
@@ -208,8 +212,7 @@ class Dialect:
         return frozenset(special[end] for end in (self._prober.end, *ALSO_ENDS) if end in special)
 
     def _check_tools(self) -> None:
-        question: list[Message] = [{"role": "user", "content": QUESTION}]
-        if self._template.tools and self._prober.begin == self._template.write(question, with_tools=False):
+        if self._template.tools and not self._template.shows_tools([{"role": "user", "content": QUESTION}]):
             raise ConfigError(
                 "an environment with tools needs a chat template that shows them to the policy, this one writes the "
                 "same without; take a model whose template does, or an environment with a method step"

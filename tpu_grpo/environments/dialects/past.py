@@ -7,6 +7,7 @@ and two turns and answers more. Each must begin with the one before, apart from 
     "<|im_start|>user\\nQ<|im_end|>\\n<|im_start|>assistant\\nC1<|im_end|>\\n<|im_start|>user\\nA1<|im_end|>\\n<|im_start|>assi..."
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +21,8 @@ from tpu_grpo.errors import ConfigError
 
 QUESTION, SAID, THOUGHT, CALLED, ANSWERED = "q7zq", "c7zc", "t7zt", "v7zv", "a7za"
 """The marks; turns and answers have a number behind theirs."""
+CALL_ID = "call00000"
+"""Some templates ask for one, of nine letters and digits, and write it nowhere that matters here."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,10 @@ class Prober:
         texts = self._growing(role, thinks=True)
         self._compare(role, texts)
         written = texts[1][len(self._without_opened(texts[0])) :]
-        if written.startswith(thinking(1)):
+        if re.match(rf"{OPEN}\s*{THOUGHT}1\s*{CLOSE}\s*{SAID}", written):
             return Past(drops_thinking=False, drops_newlines=False)
-        if THOUGHT not in texts[2] and written.lstrip("\n").startswith((SAID, "<tool_call>")):
-            return Past(drops_thinking=True, drops_newlines=not written.startswith("\n\n"))
+        if THOUGHT not in texts[2] and written.startswith((SAID, f"\n\n{SAID}")):
+            return Past(drops_thinking=True, drops_newlines=written.startswith(SAID))
         raise _changed(role, f"writes a turn's thinking as {written[:80]!r}")
 
     def _growing(self, role: str, *, thinks: bool) -> list[str]:
@@ -95,7 +98,7 @@ class Prober:
             turn = said(number, thinks=thinks)
             if role == "tool":
                 turn = {**turn, "tool_calls": [self.call(f"{CALLED}{number}")]}
-            name = {"name": self._name} if role == "tool" else {}
+            name = {"name": self._name, "tool_call_id": CALL_ID} if role == "tool" else {}
             messages += [turn, {"role": role, **name, "content": f"{ANSWERED}{number}"}]
             texts.append(self._template.write(messages))
         return texts
@@ -118,12 +121,13 @@ class Prober:
 
     def call(self, mark: str, name: str | None = None) -> dict[str, Any]:
         """Return a call of a tool with a mark for its argument; of the first tool unless one is named."""
-        return {"type": "function", "function": {"name": name or self._name, "arguments": {"mark": mark}}}
+        function = {"name": name or self._name, "arguments": {"mark": mark}}
+        return {"type": "function", "id": CALL_ID, "function": function}
 
     def written_call(self) -> str:
         """Return what the template writes of a turn that is nothing but a call of the first tool."""
         turn: Mapping[str, Any] = {"role": "assistant", "content": "", "tool_calls": [self.call(CALLED)]}
-        answer: Message = {"role": "tool", "name": self._name, "content": ANSWERED}
+        answer: Message = {"role": "tool", "name": self._name, "tool_call_id": CALL_ID, "content": ANSWERED}
         text = self._template.write([{"role": "user", "content": QUESTION}, turn, answer])
         return text[len(self.head) : text.index(self.end, len(self.head))]
 

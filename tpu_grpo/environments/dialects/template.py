@@ -21,7 +21,7 @@ class ChatTemplate:
         self, tokenizer: "PreTrainedTokenizerFast", tools: Sequence[Mapping[str, Any]], switches: Mapping[str, Any]
     ):
         self._tokenizer = tokenizer
-        self.tools = [dict(tool) for tool in tools]
+        self.tools: list[Any] = [dict(tool) for tool in tools]
         self._switches = dict(switches)
         if not tokenizer.chat_template:
             raise ConfigError(
@@ -29,6 +29,13 @@ class ChatTemplate:
                 "model's tokenizer"
             )
         self.source = tokenizer.get_chat_template(tools=self.tools or None)
+
+    def shows_tools(self, messages: Sequence[Message]) -> bool:
+        """Say whether a conversation is another with the tools than without."""
+        try:
+            return self.write(messages) != self.write(messages, with_tools=False)
+        except ConfigError:  # a template for tools alone may refuse to write without
+            return True
 
     def write(self, messages: Sequence[Message], *, is_open: bool = True, with_tools: bool = True) -> str:
         """Return the text of a conversation.
