@@ -44,8 +44,8 @@ def talk(
         ids += [*written, *answer]
         sampled += [True] * len(written) + [False] * len(answer)
     ends = [start for start, _ in list(starts.values())[1:]] + [len(ids)]
-    branches = tuple(Branch(of, start, end) for (start, of), end in zip(starts.values(), ends, strict=True))
-    mask, values = np.array(sampled), np.zeros(len(ids), np.float32)
+    branches = tuple(Branch(of, start, end) for (start, of), end in zip(starts.values(), ends, strict=True) if end)
+    mask, values = np.array(sampled, np.bool_), np.zeros(len(ids), np.float32)
     values[mask] = -0.5 if logprobs is None else logprobs
     about = {"prompt": "", "ending": "answered", "messages": (), "environment": "Toy", **episode}
     reason = "length" if about["ending"] in ("turns", "tokens") else "stop"

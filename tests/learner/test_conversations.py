@@ -11,11 +11,11 @@ import pytest
 from tests.algorithms.test_objectives import gradient_of, surrogate
 from tests.learner.test_loss import batch_of, distance, pick
 from tests.learner.test_mini_batches import completions_of
-from tests.learner.toy import VOCAB, make_config, make_learner, make_mesh, make_model, model_logps
+from tests.learner.toy import VOCAB, make_config, make_learner, make_mesh, make_model, model_logps, with_completion
 from tests.talks import talk
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import AlgorithmSection, LossAggregation
-from tpu_grpo.episode import Branch
+from tpu_grpo.episode import Branch, Failure
 from tpu_grpo.learner.loss import LossSettings
 from tpu_grpo.learner.rows import RowShape, train_rows
 from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
@@ -199,6 +199,11 @@ def check_mini_batches(learner: Any, scored: ScoredRollout, logprobs: list[list[
             row, _ = branches[ids]
             np.testing.assert_allclose(weights, 1 / (4 * scored.rollout.completions[row].sampled_tokens), rtol=1e-6)
     assert sorted(prompt for part in seen for prompt in part) == [0, 1, 2, 3]
+    failed = scored
+    for row in scored.rollout.rows_of(seen[0]):  # their environments failed at once: there is nothing to learn from
+        failed = with_completion(failed, row, **vars(talk([1], ending="failed", failure=Failure("died", "died"))))
+    failed = replace(failed, scores=replace(failed.scores, per_token=()))
+    assert len(list(learner._updates(failed, np.zeros(8), np.ones(8, np.bool_)))) == 1
 
 
 def sampled_ids(completion: Completion, branch: Branch) -> tuple[int, ...]:

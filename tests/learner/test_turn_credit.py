@@ -77,6 +77,14 @@ def test_turns_that_differ_make_a_group_informative() -> None:
     assert informative_groups(both, {}, config(turn_credit="episode")).tolist() == [False, False]
 
 
+def test_what_is_said_of_observed_tokens_makes_no_group_informative() -> None:
+    for place, informative in ((2, False), (3, True)):
+        per_token = (np.zeros(4), np.where(np.arange(4) == place, 1.0, 0.0), np.zeros(1))
+        group = scored(*GROUP)
+        group = replace(group, scores=replace(group.scores, per_token=per_token))
+        assert informative_groups(group, {}, config(turn_credit="episode")).tolist() == [informative]
+
+
 def test_an_environment_that_failed_is_skipped_or_gave_nothing() -> None:
     """Skipped it is in no mean and does not count; else its 7 makes the first turns' mean (1 + 1 + 7) / 3 = 3."""
     group = scored(*GROUP[:2], FAILED)

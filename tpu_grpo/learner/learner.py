@@ -214,7 +214,7 @@ class Learner:
         """Yield the micro-batches of every update on a rollout.
 
         What the policy is compared with is of the policy before the first update. Mini-batches of an iteration are
-        placed together, so that no device waits for the host between them.
+        placed together, so that no device waits for the host between them; one without a sampled token is left out.
         """
         config, rollout = self._config, scored.rollout
         iterations, prompts = config.algorithm.iterations, config.data.prompts_per_step
@@ -225,7 +225,8 @@ class Learner:
         known = self._per_token(row_prompts, rollout.completions, self._batches.compared)
         for iteration in range(1, iterations + 1):
             updates = []
-            for chosen in mini_batches(prompts, size, config.run.seed, rollout.batch.step, iteration):
+            parts = mini_batches(prompts, size, config.run.seed, rollout.batch.step, iteration)
+            for chosen in (part for part in parts if rollout.select(part).total_tokens):
                 rows = rollout.rows_of(chosen)
                 of_rows = {name: values_BT[rows] for name, values_BT in known.items()}
                 updates.append(self._micro_batches(scored.select(chosen), advantages[rows], counted_B[rows], of_rows))

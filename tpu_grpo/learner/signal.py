@@ -16,7 +16,9 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.learner.turn_credit import skipped_rows, turn_credits
+from tpu_grpo.learner.sequences import sampled_mask
+from tpu_grpo.learner.token_advantages import token_advantages
+from tpu_grpo.learner.turn_credit import skipped_rows
 from tpu_grpo.types import Rollout, ScoredRollout
 
 
@@ -27,6 +29,9 @@ def informative_groups(
 
     That is the total reward; but each reward that has a weight, if ``known`` holds them one by one because the
     advantages ask for them (see `ON_REQUEST` in algorithms/algorithm.py).
+
+    Raises:
+        RewardError, NonFiniteError: for what is said of tokens or turns and is not a number for each; names the row.
     """
     totals_PG = scored.scores.total.reshape(-1, scored.rollout.group_size)
     judged = [totals_PG]
@@ -35,10 +40,10 @@ def informative_groups(
     informative_P = np.zeros(len(totals_PG), np.bool_)
     for rewards_PG in judged:
         informative_P |= _vary(rewards_PG)
-    for of_tokens in (scored.scores.per_token, turn_credits(scored.rollout, config)):
-        if of_tokens:
-            any_B = np.array([np.any(values) for values in of_tokens])
-            informative_P |= any_B.reshape(totals_PG.shape).any(axis=1)
+    of_tokens, completions = token_advantages(np.zeros(totals_PG.size), scored, config), scored.rollout.completions
+    if not isinstance(of_tokens, np.ndarray):
+        any_B = np.array([v[sampled_mask(one)].any() for v, one in zip(of_tokens, completions, strict=True)])
+        informative_P |= any_B.reshape(totals_PG.shape).any(axis=1)
     return informative_P & (~_left_out(scored.rollout, config)).reshape(totals_PG.shape).any(axis=1)
 
 
