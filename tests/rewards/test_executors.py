@@ -18,6 +18,7 @@ from tests.rewards.conftest import make_rollout
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.errors import RewardError
 from tpu_grpo.rewards import RewardSet, open_rewards
+from tpu_grpo.workers.process import WORKER_MARK
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "bb", "ccc", "dddd"])
 GOOD = [1.0, 2.0, 3.0, 4.0]
@@ -32,7 +33,7 @@ def workers_alive() -> list[int]:
     found = []
     for process in psutil.process_iter():
         try:
-            if process.status() != psutil.STATUS_ZOMBIE and "TPU_GRPO_REWARD_WORKER" in process.environ():
+            if process.status() != psutil.STATUS_ZOMBIE and WORKER_MARK in process.environ():
                 found.append(process.pid)
         except psutil.Error:
             continue

@@ -21,7 +21,7 @@ from tpu_grpo.errors import RewardError
 from tpu_grpo.rewards.batches import Answer, Call, Problem, RewardBatch, failed_answer
 from tpu_grpo.rewards.calling import Caller
 from tpu_grpo.rewards.feed import Feed, Served, Task
-from tpu_grpo.rewards.worker import Ready, SetupFailed, WorkerJob, WorkerProcess
+from tpu_grpo.rewards.worker import Ready, RewardWorker, SetupFailed, WorkerJob
 
 START_SECONDS = 120.0
 """A worker has this time to import and set up its reward, outside any batch's deadline."""
@@ -70,7 +70,7 @@ class WorkerPool:
         self._count = count
         self._recycle = recycle
         self._directory = Path.cwd()
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[RewardWorker] = []
         self._was_ready = False
         self._setup_problem: Problem | None = None
         self._finalizer = weakref.finalize(self, _kill_all, self._workers)
@@ -120,7 +120,7 @@ class WorkerPool:
 
     def _start_workers(self, wanted: int) -> None:
         while len(self._workers) < min(self._count, wanted) and not self._setup_problem:
-            self._workers.append(WorkerProcess(self._job, self._directory))
+            self._workers.append(RewardWorker(self._job, self._directory))
 
     def _await_setup(self, feed: Feed) -> None:
         deadline = time.monotonic() + START_SECONDS
@@ -146,12 +146,12 @@ class WorkerPool:
             with contextlib.suppress(OSError):  # it died while idle, which the next _handle_message reports
                 worker.send((task.batch, task.until - time.monotonic()))
 
-    def _await_messages(self, feed: Feed, seconds: float) -> list[WorkerProcess]:
+    def _await_messages(self, feed: Feed, seconds: float) -> list[RewardWorker]:
         """Return the workers that have said something or have ended."""
         speaking = feed.wait(seconds, [w.connection for w in self._workers])
         return [w for w in self._workers if w.connection in speaking] or [w for w in self._workers if w.ended]
 
-    def _handle_message(self, worker: WorkerProcess, feed: Feed) -> None:
+    def _handle_message(self, worker: RewardWorker, feed: Feed) -> None:
         """Receive what a worker has to say, or find that it is gone."""
         try:
             message = worker.receive() if worker.connection.poll() else None
@@ -184,7 +184,7 @@ class WorkerPool:
             self._kill(worker)
             feed.answer(task, failed_answer(task.batch.size, _LATE))
 
-    def _kill(self, worker: WorkerProcess) -> str:
+    def _kill(self, worker: RewardWorker) -> str:
         """End a worker of the pool; return how it ended, in words."""
         self._workers.remove(worker)
         return worker.kill()
@@ -205,7 +205,7 @@ class WorkerPool:
             worker.stop()
 
 
-def _kill_all(workers: list[WorkerProcess]) -> None:
+def _kill_all(workers: list[RewardWorker]) -> None:
     for worker in workers:
         worker.kill()
 

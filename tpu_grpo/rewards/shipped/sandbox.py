@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.rewards.worker import WORKER_MARK
+from tpu_grpo.workers.process import WORKER_MARK
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
 

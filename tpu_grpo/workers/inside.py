@@ -1,0 +1,80 @@
+"""What a process of users' code does before it runs any of it."""
+
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
+"""PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of Linux's prctl.h."""
+
+
+def end_with_parent(lifeline: int) -> None:
+    """Have the kernel kill this process's whole group once the other end of the pipe ``lifeline`` closes.
+
+    A thread could not do it: code that hangs without giving up the interpreter lock would keep it from running. The
+    signal is SIGKILL, which nobody can block or ignore.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+
+
+def outlive_parent(lifeline: int) -> None:
+    """Undo ``end_with_parent``, for a process that ends by itself and has something to tidy up before."""
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) & ~os.O_ASYNC)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process at once, but for what is registered to be done at its end, such as removing files.
+
+    The interpreter's own end takes longer, and does not come at all while a thread or a task refuses to end.
+    """
+    try:
+        atexit._run_exitfuncs()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(ValueError, OSError):  # users' code has closed it
+                stream.flush()
+    finally:
+        os._exit(code)
+
+
+def limit_memory(memory_bytes: int) -> None:
+    """Let this process and each of those it starts allocate so many bytes, and write no core files."""
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when the process ``parent``, which forked it, dies."""
+    _prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every process below this one whose own parent dies, so that none can get away."""
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+
+
+def children() -> list[int]:
+    """Return the numbers of the processes whose parent this one is."""
+    path = Path(f"/proc/self/task/{os.getpid()}/children")
+    if path.exists():
+        return [int(number) for number in path.read_text().split()]
+    return [process.pid for process in psutil.Process().children()]  # a kernel without CONFIG_PROC_CHILDREN
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

@@ -1,0 +1,100 @@
+"""A process that runs users' code, as the main process sees it.
+
+It is started without jax's and the accelerator's environment, and ended with everything it started. It leads a session
+of its own and holds one end of a pipe, the lifeline. When the other end closes, because the main process closed it or
+died, the kernel ends the process's group, whatever it is doing. What leaves the group is found by a mark in its
+environment.
+"""
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+import psutil
+
+WORKER_MARK = "TPU_GRPO_WORKER"
+"""This environment variable holds a process's mark; everything that the process starts inherits it."""
+_NONE: Mapping[str, str] = MappingProxyType({})
+_ACCELERATOR = ("JAX_", "XLA_", "LIBTPU", "TPU_", "PJRT_")
+
+
+class WorkerProcess:
+    """A process of users' code. Its program gets two descriptors as arguments: its socket's, and the lifeline's."""
+
+    def __init__(self, program: str, theirs: socket.socket, directory: Path, variables: Mapping[str, str] = _NONE):
+        """Start Python with the source text ``program``; ``theirs`` goes to it, and is closed here."""
+        lifeline, self._lifeline = os.pipe()
+        self._mark = secrets.token_hex(8)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program, str(theirs.fileno()), str(lifeline)],
+                stdin=subprocess.DEVNULL,
+                env={**_environment(self._mark), **variables},
+                cwd=directory,
+                pass_fds=(theirs.fileno(), lifeline),
+                start_new_session=True,
+            )
+        os.close(lifeline)
+
+    @property
+    def ended(self) -> bool:
+        """Return whether the process is gone; it is not reaped, so that its number stays its own until ``kill``."""
+        if self._process.returncode is not None:
+            return True
+        return os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+    def wait(self, seconds: float) -> bool:
+        """Return whether the process ends by itself within so many seconds."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.returncode is not None
+
+    def kill(self) -> str:
+        """End the process and what it started; return how it ended, in words."""
+        if self._process.returncode is None and not self.ended:
+            _kill_group(self._process.pid)
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+        code = self._process.wait()
+        _kill_marked(self._mark)
+        return how_it_ended(code)
+
+
+def how_it_ended(code: int) -> str:
+    """Say in words what an exit code means; a negative one is a signal's number."""
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+
+def _environment(mark: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_ACCELERATOR)}
+    search = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": search, WORKER_MARK: mark}
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill every process that inherited a mark, also those that left its session."""
+    while found := [p for p in psutil.process_iter() if _has_mark(p, mark)]:
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(found, timeout=1.0)
+
+
+def _has_mark(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(WORKER_MARK) == mark
+    except (psutil.Error, OSError):  # gone meanwhile, or somebody else's
+        return False
