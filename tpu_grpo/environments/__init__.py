@@ -1,5 +1,20 @@
 """Environments: what the policy has conversations with, of several turns and with tools.
 
-actions.py           what passes between the policy's turns and an environment
-dialects/            what a chat template writes around turns, in tokens
+actions.py          what passes between the policy's turns and an environment
+dialects/           what a chat template writes around turns, in tokens
+conversation.py     the state of one conversation
+episodes.py         all conversations of a batch
+loading.py          a name of the config becomes a class that is known to fit: what its constructor and reset take
+schemas.py          its tools, and their schemas
+pool.py             EnvironmentPool: the environments of this host, as the main process sees them
+forked.py           a process for each conversation, forked from a server that has imported the class
+shared.py           processes that have many conversations of an async environment on one loop each
+fork_server.py, loop_server.py      the programs of these processes
+playing.py          one environment that is played, in its process
+tools.py            its public methods are tools, as in TRL
+adapters/           or its ``step`` takes texts: Gym, Tunix, SkyRL-Gym, OpenEnv
+values.py           what it gives becomes text or a number
+kept.py             what is kept of it for the rewards
+tally.py            what is counted, as metrics
+shipped/            environments that ship
 """

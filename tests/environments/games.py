@@ -1,0 +1,127 @@
+"""Environments that behave."""
+
+import asyncio
+import os
+import random
+import sys
+import time
+from typing import Any
+
+
+class Counter:
+    """The counter of TRL's documentation, told where to go."""
+
+    made = 0
+
+    def __init__(self, first: int = 0):
+        type(self).made += 1
+        self.counter = first
+        self.made_before = type(self).made - 1
+        self.drawn = random.random()
+
+    def reset(self, target: int, seed: int = -1, **columns: Any) -> str:
+        self.target, self.seed, self.columns = target, seed, columns
+        self.rewards: list[float] = []
+        return f"Count to {target}."
+
+    def increment(self, step: int, times: int = 1) -> int:
+        """Increment the counter.
+
+        Args:
+            step: How much is added.
+            times: How often.
+        """
+        self.counter += step * times
+        self.rewards.append(float(step))
+        return self.counter
+
+    def look(self) -> Any:
+        """Look at what the environment knows."""
+        return {"seed": self.seed, "columns": self.columns, "made_before": self.made_before, "drawn": self.drawn}
+
+    def get_reward(self) -> float:
+        return float(self.counter == self.target)
+
+    def get_turn_rewards(self) -> list[float]:
+        return self.rewards
+
+
+class Async:
+    """Waits for what it is told, on the loop that it shares."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    async def reset(self, **columns: Any) -> None:
+        self.columns = columns
+        await asyncio.sleep(0)
+
+    async def wait(self, seconds: float) -> str:
+        """Wait.
+
+        Args:
+            seconds: How long.
+        """
+        await asyncio.sleep(seconds)
+        return f"waited {seconds}"
+
+    async def resist(self) -> str:
+        """Wait, and not be cancelled."""
+        while True:
+            try:
+                await asyncio.sleep(1000)
+            except asyncio.CancelledError:
+                continue
+
+    async def fail(self) -> str:
+        """Raise something."""
+        raise ValueError("no")
+
+    async def leave(self) -> str:
+        """Leave the process."""
+        raise SystemExit(4)
+
+    def block(self) -> str:
+        """Block the loop."""
+        time.sleep(1000)
+        return ""
+
+    async def get_reward(self) -> float:
+        await asyncio.sleep(0)
+        return 0.5
+
+
+class Steps:
+    """Takes texts, in the manner of Gym."""
+
+    def __init__(self, form: int = 4):
+        self.form = form
+
+    def reset(self, goal: str, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        self.goal, self.turns = goal, 0
+        return f"Say {goal}. Seed {seed}.", {}
+
+    def step(self, action: str) -> Any:
+        self.turns += 1
+        done = action == self.goal
+        observation, reward = ("Yes." if done else "No."), float(done)
+        if self.form == 4:
+            return observation, reward, done, {}
+        if self.form == 5:
+            return observation, reward, False, done, {}
+        return {"observations": [{"role": "user", "content": observation}], "reward": reward, "done": done}
+
+
+class Knows:
+    """Tells about its process."""
+
+    def reset(self) -> Any:
+        return {
+            "jax": "jax" in sys.modules,
+            "platforms": os.environ["JAX_PLATFORMS"],
+            "tpu": [name for name in os.environ if name.startswith(("TPU_", "XLA_", "LIBTPU"))],
+            "hash": os.environ["PYTHONHASHSEED"],
+        }
+
+    def get_reward(self) -> float:
+        return 0.0

@@ -1,0 +1,81 @@
+"""Tests play conversations with these."""
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+from tpu_grpo.config.environment import EnvironmentSection
+from tpu_grpo.environments.actions import Action, Answered, BadCall, Ended, Failed, Reply, ToolCall
+from tpu_grpo.environments.loading import load_environments
+from tpu_grpo.environments.pool import EnvironmentPool
+from tpu_grpo.workers.process import WORKER_MARK
+
+
+def open_pool(name: str | dict[str, str], keep: bool = False, **settings: Any) -> EnvironmentPool:
+    """A pool of environments by their names in a config."""
+    section = EnvironmentSection(name=name, **settings)
+    return EnvironmentPool(load_environments(section), section, keep)
+
+
+def calls(*made: ToolCall | BadCall) -> Action:
+    """A turn that calls tools."""
+    return Action(text="", content="", calls=made)
+
+
+def call(name: str, **arguments: Any) -> Action:
+    """A turn that calls one tool."""
+    return calls(ToolCall(name, arguments))
+
+
+def says(text: str) -> Action:
+    """A turn that calls nothing."""
+    return Action(text=text, content=text)
+
+
+def begun(pool: EnvironmentPool, key: int = 0, columns: Mapping[str, Any] | None = None, name: str = "") -> Reply:
+    pool.start(key, name, columns or {}, seed=7)
+    return pool.take(key)
+
+
+def acted(pool: EnvironmentPool, action: Action, key: int = 0) -> Reply:
+    pool.act(key, action)
+    return pool.take(key)
+
+
+def ended(pool: EnvironmentPool, key: int = 0) -> Ended:
+    pool.end(key)
+    reply = pool.take(key)
+    assert isinstance(reply, Ended), reply
+    return reply
+
+
+def told(reply: Reply) -> str:
+    """The text of an answer with at most one message."""
+    assert isinstance(reply, Answered), reply
+    assert len(reply.messages) <= 1
+    return reply.messages[0]["content"] if reply.messages else ""
+
+
+def failure(reply: Reply) -> tuple[str, str]:
+    """How an environment failed, and the text."""
+    assert isinstance(reply, Failed), reply
+    return reply.failure.kind, reply.failure.text
+
+
+os.environ["TESTED_BY"] = TESTER = os.environ.get("TESTED_BY", str(os.getpid()))
+"""What these tests start inherits this, and nothing that others start at the same time."""
+
+
+def marked() -> set[int]:
+    """The processes of users' code that these tests have started and are alive."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            variables = process.environ() if process.status() != psutil.STATUS_ZOMBIE else {}
+            if WORKER_MARK in variables and variables.get("TESTED_BY") == TESTER:
+                found.add(process.pid)
+        except (psutil.Error, OSError):
+            continue
+    return found

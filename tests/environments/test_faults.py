@@ -1,0 +1,190 @@
+"""What environments do wrong ends them alone, and nothing stays behind."""
+
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.environments.playing import acted, begun, call, ended, failure, marked, open_pool, told
+from tpu_grpo.environments.actions import Reply
+from tpu_grpo.environments.pool import EnvironmentPool
+from tpu_grpo.errors import EpisodeError
+
+NAME = "tests.environments.faulty:Faulty"
+SECONDS = 3.0
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_behind() -> Iterator[None]:
+    before = marked()
+    yield
+    _await(lambda: not marked() - before)
+
+
+def _await(is_so) -> None:
+    deadline = time.monotonic() + 20.0
+    while not is_so() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert is_so()
+
+
+LATE = "did not answer within its timeout of 3 s in"
+FAULTS = {
+    ("raises", "reset"): ("raised", r"raised KeyError: 'nothing there' in reset \(.*faulty.py:\d+ in raises\)"),
+    ("hangs", "reset"): ("late", f"{LATE} its constructor and reset"),
+    ("leaves", "reset"): ("died", "exited with code 3"),
+    ("gives_an_object", "reset"): ("wrong", "must give a text, .*, got object <object .* from reset"),
+    ("hangs", "work"): ("late", f"{LATE} the tool work"),
+    ("resists", "work"): ("late", f"{LATE} the tool work"),
+    ("leaves", "work"): ("died", "exited with code 3"),
+    ("exits", "work"): ("died", r"called sys.exit\('enough'\) in the tool work"),
+    ("crashes", "work"): ("died", "was ended by SIGSEGV"),
+    ("eats", "work"): ("memory", "took more memory than environment.memory_gb in the tool work"),
+    ("gives_an_object", "work"): ("wrong", "must give a text, or what JSON can hold, got object .* from the tool work"),
+    ("gives_bytes", "work"): (
+        "wrong",
+        "must give a text, or what JSON can hold, got bytes b'bytes' from the tool work",
+    ),
+    ("gives_much", "work"): (
+        "wrong",
+        "must give at most 1,048,576 bytes of text at once, got 100,000,000 from the tool",
+    ),
+    ("closes_everything", "work"): ("died", "exited with code 0|closed its connection"),
+    ("writes_into_connections", "work"): ("died", "wrote something of its own into its connection, and was ended"),
+    ("raises", "get_reward"): ("raised", "raised KeyError: 'nothing there' in get_reward"),
+    ("not_a_number", "get_reward"): ("wrong", "must give a finite number or None, got float nan from get_reward"),
+    ("gives_text", "get_reward"): ("wrong", "must give a finite number or None, got str '1' from get_reward"),
+    ("leaves", "get_reward"): ("died", "exited with code 3"),
+}
+
+
+@pytest.fixture(scope="module")
+def played() -> Iterator[tuple[EnvironmentPool, dict, list[Reply]]]:
+    """All faults and good conversations among them, side by side."""
+    with open_pool(NAME, timeout=SECONDS, memory_gb=1.0) as pool:
+        faults = list(FAULTS)
+        columns = [column for fault, where in faults for column in ({"fault": fault, "where": where}, {})]
+        for key, row in enumerate(columns):
+            pool.start(key, "", row, seed=key)
+        replies = {key: [pool.take(key)] for key in range(len(columns))}
+        for ask in (lambda key: pool.act(key, call("work", text="a")), pool.end):
+            going = [key for key, given in replies.items() if type(given[-1]).__name__ == "Answered"]
+            for key in going:
+                ask(key)
+            for key in going:
+                replies[key].append(pool.take(key))
+        yield pool, dict(zip(faults, list(replies.values())[::2], strict=True)), list(replies.values())[1::2]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids="-".join)
+def test_a_fault_ends_its_conversation_and_is_named(played, fault):
+    kind, text = failure(played[1][fault][-1])
+    assert kind == FAULTS[fault][0]
+    assert re.match(FAULTS[fault][1], text), text
+
+
+def test_others_are_unaffected(played):
+    for begin, work, end in played[2]:
+        assert told(begin) == "begin"
+        assert told(work) == "did a"
+        assert end.reward == 1.0
+
+
+def test_faults_are_counted(played):
+    figures = played[0].figures()
+    kinds = [kind for kind, _ in FAULTS.values()]
+    counted = {
+        name.removeprefix("environments/failures/"): f.value for name, f in figures.items() if "failures" in name
+    }
+    assert counted == {kind: kinds.count(kind) for kind in kinds}
+    assert figures["environments/conversations"].value == 2 * len(FAULTS)
+
+
+def test_a_tool_that_raises_is_an_answer_and_the_conversation_goes_on():
+    with open_pool(NAME) as pool:
+        begun(pool, columns={"fault": "raises", "where": "work"})
+        reply = acted(pool, call("work", text="a"))
+        assert told(reply) == "Error: KeyError: 'nothing there'"
+        assert reply.errors == 1
+        assert ended(pool).reward == 1.0
+
+
+@pytest.mark.parametrize("fault", ["forks", "doubles", "closes_its_output", "fills_its_output"])
+def test_what_is_not_forbidden_ends_with_the_conversation(fault: str):
+    with open_pool(NAME) as pool:
+        begun(pool, 1)
+        before = marked()
+        begun(pool, columns={"fault": fault, "where": "work"})
+        assert told(acted(pool, call("work", text="a"))) in ("forked", "doubled", "closed", "done")
+        assert ended(pool).reward == 1.0
+        _await(lambda: marked() == before)
+        assert told(acted(pool, call("work", text="b"), 1)) == "did b"
+
+
+def test_what_a_late_one_has_started_ends_with_it():
+    with open_pool(NAME, timeout=1.0) as pool:
+        begun(pool, 1)
+        before = marked()
+        begun(pool, columns={"fault": "forks", "where": "reset"})
+        assert len(marked() - before) >= 4
+        pool.drop(0)
+        _await(lambda: marked() == before)
+
+
+def test_a_pool_goes_on_without_a_server_that_was_killed():
+    with open_pool(NAME) as pool:
+        begun(pool, 1)
+        begun(pool, columns={"fault": "kills_its_parent", "where": "work"})
+        assert failure(acted(pool, call("work", text="a")))[0] == "died"
+        assert failure(acted(pool, call("work", text="a"), 1))[0] == "died"
+        assert told(begun(pool)) == "begin"
+
+
+def test_a_constructor_that_raises_is_named():
+    with open_pool("tests.environments.faulty:FailsToBegin") as pool:
+        assert failure(begun(pool))[1].startswith("raised KeyError: 'nothing there' in its constructor (")
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("leaves", "environment Silent must be imported in its process, which exited with code 7 instead"),
+        ("raises", "environment Silent failed in its process: environment module tests.environments.faulty failed to "),
+    ],
+)
+def test_an_import_that_fails_in_the_process_ends_the_run(monkeypatch: pytest.MonkeyPatch, fault: str, said: str):
+    monkeypatch.setenv("FAULTY_IMPORT", fault)
+    with open_pool("tests.environments.faulty:Silent") as pool, pytest.raises(EpisodeError, match=re.escape(said)):
+        begun(pool)
+
+
+@pytest.mark.parametrize("fault", ["", "hangs", "resists", "forks"])
+def test_processes_end_with_a_main_process_that_is_killed(fault: str):
+    script = f"""
+        import time
+        from tests.environments.playing import begun, call, open_pool
+        pool = open_pool("{NAME}")
+        begun(pool, 0, {{}})
+        begun(pool, 1, {{"fault": "{fault}", "where": "work"}})
+        pool.act(1, call("work", text="a"))
+        print("here", flush=True)
+        time.sleep(1000)
+    """
+    before = marked()
+    main = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert main.stdout is not None
+    assert main.stdout.readline() == b"here\n"
+    time.sleep(0.3)  # for the environment to get to it
+    assert len(marked() - before) >= (6 if fault == "forks" else 3)
+    psutil.Process(main.pid).send_signal(signal.SIGKILL)
+    main.wait()
+    main.stdout.close()
+    _await(lambda: not marked() - before)

@@ -1,0 +1,278 @@
+"""A pool plays conversations, many at once, each with an environment of its own."""
+
+import os
+import pickle
+import time
+
+import pytest
+
+from tests.environments.playing import acted, begun, call, calls, ended, failure, marked, open_pool, says, told
+from tpu_grpo.environments.actions import Answered, BadCall, ToolCall
+from tpu_grpo.environments.pool import EnvironmentPool
+
+COUNTER, ASYNC = "tests.environments.games:Counter", "tests.environments.games:Async"
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with open_pool(COUNTER, options={"first": 1}) as pool:
+        yield pool
+
+
+def test_a_conversation_from_its_beginning_to_its_end(pool: EnvironmentPool):
+    reply = begun(pool, columns={"target": 6})
+    assert reply == Answered(({"role": "user", "content": "Count to 6."},))
+    assert acted(pool, call("increment", step=2)) == Answered(({"role": "tool", "name": "increment", "content": "3"},))
+    assert told(acted(pool, call("increment", step=1, times=3))) == "6"
+    end = ended(pool)
+    assert (end.reward, end.turn_rewards, end.kept) == (1.0, (2.0, 1.0), None)
+
+
+def test_calls_of_a_turn_are_made_in_order_and_bad_ones_are_answered(pool: EnvironmentPool):
+    begun(pool, columns={"target": 6})
+    made = [
+        ToolCall("increment", {"step": 2}),
+        ToolCall("decrement", {"step": 2}),
+        ToolCall("increment", {}),
+        ToolCall("increment", {"step": 1, "by": 2}),
+        ToolCall("reset", {"target": 3}),
+        BadCall("the call is no JSON"),
+        ToolCall("increment", {"step": "a"}),
+        ToolCall("increment", {"step": 3}),
+    ]
+    reply = acted(pool, calls(*made))
+    assert [(message["role"], message["name"], message["content"]) for message in reply.messages] == [
+        ("tool", "increment", "3"),
+        ("tool", "decrement", "Error: there is no tool 'decrement'; the tools are: increment, look"),
+        ("tool", "increment", "Error: increment needs the argument 'step'; it takes: step, times"),
+        ("tool", "increment", "Error: increment has no argument 'by'; it takes: step, times"),
+        ("tool", "reset", "Error: there is no tool 'reset'; the tools are: increment, look"),
+        ("tool", "", "Error: the call is no JSON"),
+        ("tool", "increment", "Error: TypeError: unsupported operand type(s) for +=: 'int' and 'str'"),
+        ("tool", "increment", "6"),
+    ]
+    assert reply.errors == 6
+    pool.drop(0)
+
+
+def test_every_conversation_has_an_environment_of_its_own_and_a_seed(pool: EnvironmentPool):
+    seen = []
+    for key, seed in ((1, 5), (2, 5), (3, 6)):
+        pool.start(key, "", {"target": 1, "environment": "kept", "prompt": "p"}, seed)
+        pool.take(key)
+        seen.append(eval(told(acted(pool, call("look"), key))))
+        pool.drop(key)
+    assert seen[0] == seen[1]
+    assert seen[0] == {
+        "seed": 5,
+        "columns": {"environment": "kept", "prompt": "p"},
+        "made_before": 0,
+        "drawn": seen[0]["drawn"],
+    }
+    assert seen[2]["drawn"] != seen[0]["drawn"]
+
+
+def test_a_column_named_seed_is_the_column(pool: EnvironmentPool):
+    begun(pool, columns={"target": 1, "seed": 99})
+    assert eval(told(acted(pool, call("look"))))["seed"] == 99
+    pool.drop(0)
+
+
+def test_turns_without_rewards_for_each_are_refused(pool: EnvironmentPool):
+    begun(pool, columns={"target": 1})
+    acted(pool, call("look"))
+    acted(pool, call("look"))
+    pool.end(0)
+    kind, text = failure(pool.take(0))
+    assert kind == "wrong"
+    assert text.startswith("must give a list of 2 numbers, one for each turn that it answered")
+
+
+def test_attributes_are_kept_for_rewards():
+    with open_pool(COUNTER, keep=True) as pool:
+        begun(pool, columns={"target": 2, "big": "x" * 2**20})
+        acted(pool, call("increment", step=2))
+        kept = ended(pool).kept
+    assert kept is not None
+    assert kept.source == COUNTER
+    assert {name: pickle.loads(data) for name, data in kept.attributes.items()}["counter"] == 2
+    assert kept.left_out["columns"].endswith("bytes, and an attribute may have 1,048,576")
+
+
+def test_several_environments_and_the_column_that_chooses():
+    with open_pool({"count": COUNTER, "say": "tests.environments.games:Steps"}) as pool:
+        assert told(begun(pool, 0, {"target": 2, "goal": "a", "environment": "count"}, "count")) == "Count to 2."
+        assert told(begun(pool, 1, {"target": 2, "goal": "a", "environment": "say"}, "say")) == "Say a. Seed 7."
+        assert eval(told(acted(pool, call("look"))))["columns"] == {"goal": "a"}
+
+
+@pytest.mark.parametrize("form", [4, 5, 6])
+def test_steps_take_texts_and_end_by_themselves(form: int):
+    with open_pool("tests.environments.games:Steps", options={"form": form}) as pool:
+        begun(pool, columns={"goal": "a", "other": 1})
+        assert acted(pool, says("b")) == Answered(({"role": "user", "content": "No."},), 0.0, False)
+        assert acted(pool, says("a")) == Answered(({"role": "user", "content": "Yes."},), 1.0, True)
+        assert ended(pool).reward is None
+
+
+# --- many at once ----------------------------------------------------------------------------------------------------
+
+
+def test_256_conversations_at_once(pool: EnvironmentPool):
+    for key in range(256):
+        pool.start(key, "", {"target": key}, seed=key)
+    for key in range(256):
+        assert told(pool.take(key)) == f"Count to {key}."
+        pool.act(key, call("increment", step=key - 1))
+    for key in range(256):
+        assert told(pool.take(key)) == str(key)
+        pool.end(key)
+    for key in range(256):
+        end = pool.take(key)
+        assert end.reward == 1.0  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_conversations_wait_for_places_in_their_order_and_never_for_ever():
+    with open_pool(COUNTER, workers=2) as pool:
+        for key in range(5):
+            pool.start(key, "", {"target": key}, seed=0)
+        assert [told(pool.take(key)) for key in (0, 1)] == ["Count to 0.", "Count to 1."]
+        assert not pool.ready(2)
+        pool.end(0)
+        pool.take(0)
+        while not pool.ready(2):
+            time.sleep(0.01)
+        assert told(pool.take(2)) == "Count to 2."
+        assert told(pool.take(4)) == "Count to 4."  # those that have places go on only once this one has
+        assert not pool.ready(3)
+
+
+def test_what_is_given_up_is_over_and_others_can_begin(pool: EnvironmentPool):
+    before = marked()
+    for key in range(3):
+        begun(pool, key, {"target": 1})
+    assert len(marked() - before) == 3
+    pool.act(0, call("look"))
+    pool.give_up()
+    deadline = time.monotonic() + 10.0
+    while marked() - before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert marked() - before == set()
+    assert told(begun(pool, 0, {"target": 1})) == "Count to 1."
+    pool.drop(0)
+
+
+def test_a_server_is_replaced_after_so_many_conversations():
+    with open_pool(COUNTER, recycle=2) as pool:
+        parents = []
+        for key in range(6):
+            begun(pool, key, {"target": 1})
+            while len(pool._homes[""]._servers) > 1 and not pool._homes[""]._servers[-1].is_ready:
+                pool.ready(key)
+            parents.append({os.getpgid(s.process._process.pid) for s in pool._homes[""]._servers})
+        assert told(acted(pool, call("increment", step=5), 0)) == "5"  # one of the first server goes on
+        for key in range(6):
+            pool.drop(key)
+        assert len(set.union(*parents)) == 4
+        assert len(pool._homes[""]._servers) == 1
+
+
+def test_figures_count_and_begin_anew(pool: EnvironmentPool):
+    pool.figures()
+    begun(pool, columns={"target": 1})
+    acted(pool, calls(ToolCall("increment", {"step": 1}), ToolCall("increment", {"step": "a"}), ToolCall("no", {})))
+    pool.drop(0)
+    figures = pool.figures()
+    counts = {name: figure.value for name, figure in figures.items() if "seconds" not in name}
+    assert counts == {
+        "environments/conversations": 1.0,
+        "environments/calls/increment": 2.0,
+        "environments/call_errors": 2.0,
+    }
+    assert figures["environments/answer_seconds"].count == 2
+    assert pool.figures() == {}
+
+
+def test_processes_know_nothing_of_the_accelerator_and_order_sets_alike(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TPU_VISIBLE_CHIPS", "0")
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    with open_pool("tests.environments.games:Knows") as pool:
+        assert eval(told(begun(pool))) == {"jax": False, "platforms": "cpu", "tpu": ["TPU_GRPO_WORKER"], "hash": "0"}
+
+
+# --- async -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with open_pool(ASYNC, timeout=1.0) as pool:
+        yield pool
+
+
+def test_async_conversations_share_a_loop(shared: EnvironmentPool):
+    for key in range(64):
+        shared.start(key, "", {}, seed=key)
+    for key in range(64):
+        assert shared.take(key) == Answered(())
+    before = time.monotonic()
+    for key in range(64):
+        shared.act(key, call("wait", seconds=0.5))
+    for key in range(64):
+        assert told(shared.take(key)) == "waited 0.5"
+    assert time.monotonic() - before < 16.0  # not 32
+    for key in range(64):
+        assert ended(shared, key).reward == 0.5
+
+
+def test_an_async_tool_that_raises_is_an_answer(shared: EnvironmentPool):
+    begun(shared)
+    assert told(acted(shared, call("fail"))) == "Error: ValueError: no"
+    assert ended(shared).reward == 0.5
+
+
+@pytest.mark.parametrize("tool", ["wait", "resist"])
+def test_a_late_coroutine_is_cancelled_and_others_go_on(shared: EnvironmentPool, tool: str):
+    begun(shared, 0)
+    begun(shared, 1)
+    shared.act(0, call(tool, **({"seconds": 1000.0} if tool == "wait" else {})))
+    assert told(acted(shared, call("wait", seconds=0.1), 1)) == "waited 0.1"
+    assert failure(shared.take(0)) == ("late", f"did not answer within its timeout of 1 s in the tool {tool}")
+    assert ended(shared, 1).reward == 0.5
+
+
+def test_an_async_environment_that_exits_ends_alone(shared: EnvironmentPool):
+    begun(shared, 0)
+    begun(shared, 1)
+    kind, text = failure(acted(shared, call("leave"), 0))
+    assert (kind, text[:34]) == ("died", "called sys.exit(4) in the tool lea")
+    assert ended(shared, 1).reward == 0.5
+
+
+def test_a_blocked_loop_is_ended_with_all_that_share_it():
+    with open_pool(ASYNC, timeout=0.5) as pool:
+        begun(pool, 0)
+        begun(pool, 1)
+        assert failure(acted(pool, call("block"), 0))[0] == "late"
+        assert failure(acted(pool, call("wait", seconds=0.0), 1)) == (
+            "died",
+            "was ended with its process, where another environment had blocked the event loop",
+        )
+        assert begun(pool, 2) == Answered(())
+
+
+def test_an_async_process_is_replaced_after_so_many_conversations():
+    with open_pool(ASYNC, recycle=2) as pool:
+        for key in range(2):
+            begun(pool, key)
+        first = marked()
+        while not pool._homes[""]._loops[-1].is_ready:
+            pool.ready(0)
+        begun(pool, 2)
+        assert told(acted(pool, call("wait", seconds=0.0), 0)) == "waited 0.0"
+        for key in range(2):
+            assert ended(pool, key).reward == 0.5
+        deadline = time.monotonic() + 10.0
+        while len(pool._homes[""]._leaving) and time.monotonic() < deadline:
+            pool.ready(2)
+        assert len(first - marked()) == 1
+        assert ended(pool, 2).reward == 0.5

@@ -1,0 +1,35 @@
+"""An environment's name leads to its class."""
+
+import difflib
+from typing import Any
+
+from tpu_grpo.environments.shipped import SHIPPED
+from tpu_grpo.errors import EpisodeError
+from tpu_grpo.plugins import find_function
+
+
+def source_of(name: str) -> str:
+    """Return where the class of an environment is, as path.py:Class or package.module:Class.
+
+    Raises:
+        EpisodeError: for a name that is neither, and none of those that ship.
+    """
+    if name in SHIPPED:
+        return SHIPPED[name]
+    if ":" in name:
+        return name
+    near = difflib.get_close_matches(name, SHIPPED, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise EpisodeError(
+        f"{name!r} is not a shipped environment; {hint}(shipped: {', '.join(SHIPPED) or 'none'}; your own: "
+        "path.py:Class or package.module:Class)"
+    )
+
+
+def find_environment(source: str) -> Any:
+    """Return the class, or the function that makes an environment, at ``source``.
+
+    Raises:
+        EpisodeError: for a file or module that is missing or fails to import, or one without it.
+    """
+    return find_function(source, "environment", EpisodeError)

@@ -1,0 +1,253 @@
+"""Environments that have a process of their own for their whole conversation, as the main process sees them.
+
+``fork_server.py`` is the program at the other end. A server that has had ``recycle`` conversations is replaced once the
+next is ready, and ends with the last of its own.
+"""
+
+import collections
+import os
+import pickle
+import resource
+import socket
+from pathlib import Path
+from selectors import EVENT_READ, BaseSelector
+from typing import Any, Protocol
+
+from tpu_grpo.environments.actions import Reply
+from tpu_grpo.environments.fork_server import MOST_BYTES, PROGRAM
+from tpu_grpo.environments.requests import Exited, Finish, Fork, Job, Ready, Request, SetupFailed
+from tpu_grpo.errors import EpisodeError
+from tpu_grpo.workers.channel import BrokenChannelError, Channel
+from tpu_grpo.workers.process import WorkerProcess
+
+LARGEST_REPLY = 2**26
+"""A reply has texts of at most 1 MiB for each call, and what is kept, which is limited too."""
+SETTINGS = {"PYTHONHASHSEED": "0"}
+"""Sets of texts have the same order in every process, and so on every host and after a restart."""
+_DYING_SECONDS = 1.0
+
+
+class Listener(Protocol):
+    """Who is told what becomes of conversations."""
+
+    def answered(self, number: int, reply: Reply) -> None:
+        """Take the answer of a conversation's environment."""
+        ...
+
+    def lost(self, number: int, text: str) -> None:
+        """Take note that a conversation's process is gone; ``text`` says how."""
+        ...
+
+
+class _Server:
+    """A fork server."""
+
+    def __init__(self, job: Job, directory: Path):
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.process = WorkerProcess(PROGRAM, theirs, directory, SETTINGS)
+        self.control.setblocking(False)
+        self.channels: dict[int, Channel] = {}
+        self.dying: dict[int, str] = {}
+        """Conversations whose connection is gone, with what is known of the reason."""
+        self.is_ready = False
+        self.conversations = 0
+        self._leaving: collections.deque[tuple[bytes, int | None]] = collections.deque()
+        self.say("job", in_memory(pickle.dumps(job)))
+
+    @property
+    def is_full(self) -> bool:
+        return bool(self._leaving) or any(channel.is_full for channel in self.channels.values())
+
+    def say(self, message: Any, descriptor: int | None = None) -> None:
+        """Send a message, and a descriptor along with it, which is closed here."""
+        self._leaving.append((pickle.dumps(message), descriptor))
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._leaving:
+                data, descriptor = self._leaving[0]
+                socket.send_fds(self.control, [data], [] if descriptor is None else [descriptor])
+                self._leaving.popleft()
+                if descriptor is not None:
+                    os.close(descriptor)
+        except BlockingIOError:
+            pass
+        except OSError:  # it is gone, which whoever listens learns; or too many sockets are on their way to it
+            pass
+        for channel in self.channels.values():
+            channel.flush()
+
+
+class ForkedEnvironments:
+    """The processes of one environment's conversations."""
+
+    grace = 0.0
+    """A late answer is given no time beyond its deadline."""
+
+    def __init__(self, job: Job, directory: Path, recycle: int, selector: BaseSelector, listener: Listener):
+        self._job, self._directory, self._recycle = job, directory, recycle
+        self._selector, self._listener = selector, listener
+        self._servers: list[_Server] = []
+        self._server_of: dict[int, _Server] = {}
+        self.was_ready = False
+        self._add_server()
+
+    @property
+    def is_ready(self) -> bool:
+        """Say whether a conversation can begin at once."""
+        return any(server.is_ready for server in self._servers)
+
+    @property
+    def is_full(self) -> bool:
+        """Say whether something waits to be sent."""
+        return any(server.is_full for server in self._servers)
+
+    def flush(self) -> None:
+        """Send what waits."""
+        for server in self._servers:
+            server.flush()
+
+    def begin(self, number: int) -> None:
+        """Have a process for a conversation; one server must be ready."""
+        server = [server for server in self._servers if server.is_ready][-1]
+        ours, theirs = _socket_pair(len(self._server_of))
+        channel = Channel(ours, LARGEST_REPLY)
+        server.channels[number] = channel
+        server.conversations += 1
+        self._server_of[number] = server
+        self._selector.register(channel, EVENT_READ, lambda: self._hear(server, number))
+        server.say(Fork(number), theirs.detach())
+        if server.conversations >= self._recycle and server is self._servers[-1]:
+            self._add_server()
+
+    def ask(self, number: int, request: Request, seconds: float) -> None:
+        """Send a request of a conversation, whose deadline the caller keeps."""
+        if (channel := self._server_of[number].channels.get(number)) is not None:
+            channel.send(request)
+
+    def is_answering(self, number: int) -> bool:
+        """Say whether a part of an answer has come."""
+        channel = self._server_of[number].channels.get(number)
+        return channel is not None and channel.is_receiving
+
+    def release(self, number: int, seconds: float) -> None:
+        """Let a conversation's process end; it is ended with all it started if it takes longer than ``seconds``."""
+        server = self._server_of.pop(number, None)
+        if server is None:
+            return
+        self._close(server, number)
+        server.dying.pop(number, None)
+        server.say(Finish(number, seconds))
+        self._retire()
+
+    def late(self, number: int) -> None:
+        """End a conversation's process, which did not answer in time."""
+        self.release(number, 0.0)
+
+    def close(self) -> None:
+        """End all processes."""
+        while self._servers:
+            self._end(self._servers.pop())
+        self._server_of.clear()
+
+    def _add_server(self) -> None:
+        server = _Server(self._job, self._directory)
+        self._servers.append(server)
+        self._selector.register(server.control, EVENT_READ, lambda: self._hear_server(server))
+
+    def _retire(self) -> None:
+        """End the servers that have been replaced and have no conversation left."""
+        newest = max((i for i, server in enumerate(self._servers) if server.is_ready), default=0)
+        for server in [s for s in self._servers[:newest] if not any(s is of for of in self._server_of.values())]:
+            self._servers.remove(server)
+            self._end(server)
+
+    def _end(self, server: _Server) -> str:
+        for number in [*server.channels]:
+            self._close(server, number)
+        self._selector.unregister(server.control)
+        server.control.close()
+        server.process.wait(2.0)  # it ends its conversations' processes
+        return server.process.kill()
+
+    def _close(self, server: _Server, number: int) -> None:
+        if (channel := server.channels.pop(number, None)) is not None:
+            self._selector.unregister(channel)
+            channel.close()
+
+    def _hear(self, server: _Server, number: int) -> None:
+        """Take in what a conversation's process says."""
+        if number not in server.channels:
+            return
+        try:
+            for reply in server.channels[number].receive():
+                self._listener.answered(number, reply)
+        except BrokenChannelError as error:
+            self._close(server, number)
+            server.dying[number] = str(error)
+            server.say(Finish(number, _DYING_SECONDS))  # how it ended is told then
+
+    def _hear_server(self, server: _Server) -> None:
+        """Take in what a server says."""
+        try:
+            while data := server.control.recv(MOST_BYTES):
+                self._told(server, pickle.loads(data))
+        except BlockingIOError:
+            return
+        except ConnectionResetError:
+            pass
+        if server in self._servers:
+            self._lost_server(server)
+
+    def _told(self, server: _Server, message: Any) -> None:
+        match message:
+            case Ready():
+                server.is_ready = self.was_ready = True
+                self._retire()
+            case SetupFailed(text, trace):
+                name = self._job.loaded.name
+                raise EpisodeError(f"environment {name} failed in its process: {text}\n{trace}".rstrip())
+            case Exited(number, text, forced):
+                self._hear(server, number)  # it may have answered before
+                if (known := server.dying.pop(number, None)) is None:
+                    known = "ended its connection"
+                if self._server_of.get(number) is server:
+                    self._close(server, number)
+                    del self._server_of[number]
+                    self._listener.lost(number, f"{known}, and was ended" if forced else text)
+
+    def _lost_server(self, server: _Server) -> None:
+        """Go on without a server that has ended, if it ever was ready."""
+        self._servers.remove(server)
+        numbers = [number for number, of in self._server_of.items() if of is server]
+        ending = self._end(server)
+        if not server.is_ready and not self.was_ready:
+            raise EpisodeError(
+                f"environment {self._job.loaded.name} must be imported in its process, which {ending} instead; import "
+                "its file by hand to see why"
+            )
+        for number in numbers:
+            del self._server_of[number]
+            self._listener.lost(number, f"lost the process that had forked it, which {ending}")
+        if not self._servers:
+            self._add_server()
+
+
+def _socket_pair(conversations: int) -> tuple[socket.socket, socket.socket]:
+    try:
+        return socket.socketpair()
+    except OSError as error:
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise EpisodeError(
+            f"each conversation with an environment needs an open file, and {conversations} have theirs, got "
+            f"{error.strerror}; raise the limit (ulimit -n, at most {hard} here), or set environment.workers"
+        ) from error
+
+
+def in_memory(data: bytes) -> int:
+    """Return the descriptor of a file in memory with these bytes, for what is too long for a message."""
+    descriptor = os.memfd_create("job")
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(data)
+    return descriptor

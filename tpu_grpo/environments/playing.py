@@ -1,0 +1,124 @@
+"""One environment that is played, in its process: made, reset, asked for its tools or steps, and for what it is worth.
+
+    playing = Playing(job, target)
+    reply = await playing.reply(Start(columns, seed))       # Answered with the first observation
+    reply = await playing.reply(Act(action))                # Answered
+    reply = await playing.reply(End())                      # Ended
+    await playing.close()
+
+Whatever the user's code does becomes a Reply: Failed, if it is neither an answer nor a tool's error.
+"""
+
+import random
+import sys
+import traceback
+from typing import Any
+
+from tpu_grpo.environments.actions import Action, Answered, Ended, Failed, Message, Reply
+from tpu_grpo.environments.adapters import adapter_for, own_options
+from tpu_grpo.environments.adapters.adapter import Adapter, fitting
+from tpu_grpo.environments.kept import keep
+from tpu_grpo.environments.requests import Act, End, Job, Request, Start
+from tpu_grpo.environments.tools import called, described, resolved
+from tpu_grpo.environments.values import WrongError, number_of, numbers_of, observed_text, step_of
+from tpu_grpo.episode import Failure, FailureKind
+
+_LONGEST_TRACE = 20_000
+
+
+class Playing:
+    """An environment of one conversation."""
+
+    def __init__(self, job: Job, target: Any):
+        loaded = job.loaded
+        self._job, self._target, self._options = job, target, own_options(loaded.options)
+        adapter = adapter_for(target, loaded.options)
+        self._adapter: Adapter | None = adapter(target, self._options) if adapter else None
+        self._tools = {schema["function"]["name"]: schema for schema in loaded.tools}
+        self._instance: Any = None
+        self._turns = 0
+        self._asked = ""
+
+    async def reply(self, request: Request) -> Reply:
+        """Do what is asked, and return what came of it."""
+        try:
+            match request:
+                case Start():
+                    return await self._start(request)
+                case Act(action):
+                    self._turns += 1
+                    return await (self._call(action) if self._adapter is None else self._step(self._adapter, action))
+                case End():
+                    return await self._end()
+        except WrongError as error:
+            return _failed("wrong", str(error))
+        except MemoryError as error:
+            return _failed("memory", f"took more memory than environment.memory_gb in {self._asked}", error)
+        except SystemExit as error:
+            return _failed("died", f"called sys.exit({error.code!r}) in {self._asked}{_line(error)}", error)
+        except Exception as error:  # user code: anything can come
+            return _failed("raised", f"raised {described(error)} in {self._asked}{_line(error)}", error)
+
+    async def close(self) -> None:
+        """Close the environment; raises what that raises."""
+        if self._adapter is not None:
+            await resolved(self._adapter.close())
+        elif callable(close := getattr(self._instance, "close", None)):
+            await resolved(close())
+
+    async def _start(self, request: Start) -> Answered:
+        random.seed(request.seed)
+        if (numpy := sys.modules.get("numpy")) is not None:
+            numpy.random.seed(request.seed % 2**32)
+        self._asked = "reset"
+        if self._adapter is not None:
+            given = await resolved(self._adapter.start(request.columns, request.seed))
+        else:
+            self._asked = "its constructor"
+            self._instance = self._target(**self._options)
+            self._asked = "reset"
+            reset = self._instance.reset
+            given = await resolved(reset(**fitting(reset, request.columns, request.seed)))
+        observation = given[0] if isinstance(given, tuple) and len(given) == 2 else given
+        return Answered(_observed(observation, "reset"))
+
+    async def _call(self, action: Action) -> Answered:
+        messages, errors = [], 0
+        for call in action.calls:
+            self._asked = f"the tool {getattr(call, 'name', '')}"
+            message, is_error = await called(self._instance, self._tools, call)
+            messages.append(message)
+            errors += is_error
+        return Answered(tuple(messages), errors=errors)
+
+    async def _step(self, adapter: Adapter, action: Action) -> Answered:
+        self._asked = "step"
+        step = step_of(await resolved(adapter.step(action.text)))
+        return Answered(_observed(step.observation, "step"), step.reward, step.done)
+
+    async def _end(self) -> Ended:
+        instance = self._instance if self._adapter is None else self._adapter.instance
+        reward = turn_rewards = None
+        if callable(get_reward := getattr(instance, "get_reward", None)):
+            self._asked = "get_reward"
+            reward = number_of(await resolved(get_reward()), "get_reward")
+        if callable(get_turn_rewards := getattr(instance, "get_turn_rewards", None)):
+            self._asked = "get_turn_rewards"
+            turn_rewards = numbers_of(await resolved(get_turn_rewards()), "get_turn_rewards", self._turns)
+        return Ended(reward, turn_rewards, keep(self._job.loaded.source, instance) if self._job.keep else None)
+
+
+def _observed(observation: Any, giver: str) -> tuple[Message, ...]:
+    text = observed_text(observation, giver)
+    return ({"role": "user", "content": text},) if text else ()
+
+
+def _failed(kind: FailureKind, text: str, error: BaseException | None = None) -> Failed:
+    trace = "".join(traceback.format_exception(error)) if error is not None else ""
+    return Failed(Failure(kind, text, trace[-_LONGEST_TRACE:]))
+
+
+def _line(error: BaseException) -> str:
+    """Name the innermost line that an exception comes from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""

@@ -1,0 +1,285 @@
+"""The conversations with environments of one host, as its main process sees them.
+
+    pool = EnvironmentPool(load_environments(section), section, keep=False)
+    pool.start(3, "", columns, seed)        # a new environment in a process, and its reset; nothing is waited for
+    pool.act(3, action)                     # the calls of an Action in order, or its text
+    pool.end(3)                             # what the episode is worth; then the process is free again
+    pool.ready(3)                           # whether take would not wait
+    pool.take(3)                            # Answered, Ended or Failed; waits
+    pool.close()
+
+It has no thread: what comes in is taken in whenever one of its methods is called, and deadlines are kept then. An
+answer that came before anybody looked is no late one.
+"""
+
+import collections
+import heapq
+import itertools
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from selectors import DefaultSelector
+from typing import Any, Self
+
+from tpu_grpo.config.environment import EnvironmentSection
+from tpu_grpo.environments.actions import Action, Ended, Failed, LoadedEnvironment, Reply
+from tpu_grpo.environments.forked import ForkedEnvironments
+from tpu_grpo.environments.loading import reset_columns
+from tpu_grpo.environments.requests import Act, End, Job, Request, Start, late
+from tpu_grpo.environments.shared import SharedEnvironments
+from tpu_grpo.environments.tally import Tally
+from tpu_grpo.episode import Failure
+from tpu_grpo.errors import EpisodeError
+from tpu_grpo.types import Figure
+from tpu_grpo.workers.open_files import allow_many_files
+
+START_SECONDS = 120.0
+"""A process has this time to import its environment, outside of any deadline."""
+_CLOSE_SECONDS = 5.0
+"""A process has this time to close its environment after the episode."""
+_POLL_SECONDS = 0.5
+_FULL_SECONDS = 0.005
+"""What does not fit into a socket is tried again after this time."""
+
+
+@dataclass
+class _Conversation:
+    key: int
+    number: int
+    loaded: LoadedEnvironment
+    home: ForkedEnvironments | SharedEnvironments
+    request: Request | None = None
+    """What is asked and not answered."""
+    deadline: float = float("inf")
+    asked_at: float = 0.0
+    reply: Reply | None = None
+    """What was answered and not taken."""
+    is_placed: bool = False
+    """Whether it has an environment."""
+    failed: Failed | None = None
+    """Why it has none any more."""
+
+
+class EnvironmentPool:
+    """The environments of a host's conversations; close it, or use it in a ``with`` block.
+
+    Keys are the caller's, one for each conversation that is not over.
+    """
+
+    def __init__(self, loaded: Mapping[str, LoadedEnvironment], section: EnvironmentSection, keep: bool):
+        """Start the processes that import the environments, without waiting for them.
+
+        ``keep`` says whether ``Ended`` brings the attributes of the environment.
+        """
+        allow_many_files()
+        self._loaded, self._timeout = dict(loaded), section.timeout
+        self._places = float("inf") if section.workers == "auto" else section.workers
+        self._selector = DefaultSelector()
+        self._by_key: dict[int, _Conversation] = {}
+        self._by_number: dict[int, _Conversation] = {}
+        self._waiting: collections.deque[_Conversation] = collections.deque()
+        self._numbers = itertools.count()
+        self._deadlines: list[tuple[float, int]] = []
+        self._tally = Tally()
+        self._opened_at = time.monotonic()
+        self._homes: dict[str, ForkedEnvironments | SharedEnvironments] = {}
+        for name, environment in self._loaded.items():
+            job = Job(environment, int(section.memory_gb * 2**30), keep)
+            self._homes[name] = self._home(job, section)
+
+    def _home(self, job: Job, section: EnvironmentSection) -> ForkedEnvironments | SharedEnvironments:
+        if not job.loaded.is_async:
+            return ForkedEnvironments(job, Path.cwd(), section.recycle, self._selector, self)
+        count = 1 if section.workers == "auto" else section.workers
+        return SharedEnvironments(job, Path.cwd(), count, section.recycle, self._selector, self)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- what is asked -----------------------------------------------------------------------------------------------
+
+    def start(self, key: int, name: str, columns: Mapping[str, Any], seed: int) -> None:
+        """Begin a conversation with an environment of the config's table ("" for the only one), and call its reset.
+
+        Raises:
+            EpisodeError: if the environment could not be imported in its process.
+        """
+        assert key not in self._by_key, f"conversation {key} is not over"
+        conversation = _Conversation(key, next(self._numbers), self._loaded[name], self._homes[name])
+        conversation.request = Start(reset_columns(self._loaded, columns), seed)
+        self._by_key[key] = self._by_number[conversation.number] = conversation
+        self._waiting.append(conversation)
+        self._tally.begun()
+        self._pump(0.0)
+
+    def act(self, key: int, action: Action) -> None:
+        """Give the policy's turn to a conversation's environment."""
+        self._ask(key, Act(action))
+
+    def end(self, key: int) -> None:
+        """Ask what a conversation was worth, and end it."""
+        self._ask(key, End())
+
+    def ready(self, key: int) -> bool:
+        """Say whether ``take`` would not wait."""
+        self._pump(0.0)
+        return self._by_key[key].reply is not None
+
+    def take(self, key: int) -> Reply:
+        """Wait for what the environment answers to what it was last asked, and return it.
+
+        After Ended and Failed the conversation is over, and its key free.
+
+        Raises:
+            EpisodeError: if the environment could not be imported in its process.
+        """
+        conversation = self._by_key[key]
+        assert conversation.request is not None or conversation.reply is not None, (
+            f"conversation {key} is asked nothing"
+        )
+        since = time.monotonic()
+        while (reply := conversation.reply) is None:
+            self._pump(_POLL_SECONDS, conversation)
+        self._tally.waited(time.monotonic() - since)
+        conversation.reply = None
+        if isinstance(reply, Ended | Failed):
+            self._forget(conversation)
+        return reply
+
+    def drop(self, key: int) -> None:
+        """End a conversation without asking anything; one whose environment is at work is ended at once."""
+        conversation = self._by_key[key]
+        if conversation.is_placed:
+            conversation.home.release(conversation.number, 0.0 if conversation.request else _CLOSE_SECONDS)
+        self._forget(conversation)
+
+    def give_up(self) -> None:
+        """End all conversations at once."""
+        for key in [*self._by_key]:
+            self.drop(key)
+
+    def close(self) -> None:
+        """End all conversations and all processes."""
+        self.give_up()
+        for home in self._homes.values():
+            home.close()
+        self._homes.clear()
+        self._selector.close()
+
+    def figures(self) -> dict[str, Figure]:
+        """Return what happened since the last call, as metrics."""
+        return self._tally.taken()
+
+    # --- what the processes say --------------------------------------------------------------------------------------
+
+    def answered(self, number: int, reply: Reply) -> None:
+        """Take a reply to what a conversation was asked."""
+        conversation = self._by_number.get(number)
+        if conversation is None or conversation.request is None:
+            return
+        if isinstance(reply, Ended | Failed):
+            conversation.home.release(number, _CLOSE_SECONDS)
+        self._answer(conversation, reply)
+
+    def lost(self, number: int, text: str) -> None:
+        """Take note that a conversation's process is gone."""
+        if (conversation := self._by_number.get(number)) is not None:
+            self._answer(conversation, Failed(Failure("died", text)))
+
+    # --- how it goes on ----------------------------------------------------------------------------------------------
+
+    def _ask(self, key: int, request: Request) -> None:
+        conversation = self._by_key[key]
+        assert conversation.request is conversation.reply is None, f"conversation {key} has not been taken"
+        conversation.request = request
+        if conversation.failed is not None:  # its process is gone since
+            self._answer(conversation, conversation.failed)
+        else:
+            self._send(conversation)
+
+    def _send(self, conversation: _Conversation) -> None:
+        conversation.asked_at = time.monotonic()
+        conversation.deadline = conversation.asked_at + self._timeout + conversation.home.grace
+        heapq.heappush(self._deadlines, (conversation.deadline, conversation.number))
+        assert conversation.request is not None
+        conversation.home.ask(conversation.number, conversation.request, self._timeout)
+
+    def _answer(self, conversation: _Conversation, reply: Reply) -> None:
+        if isinstance(reply, Failed):
+            conversation.failed = reply
+        if isinstance(reply, Ended | Failed):
+            conversation.is_placed = False
+        if conversation.request is not None:
+            seconds = time.monotonic() - conversation.asked_at
+            self._tally.answered(conversation.loaded, conversation.request, reply, seconds)
+            conversation.request, conversation.reply = None, reply
+
+    def _forget(self, conversation: _Conversation) -> None:
+        del self._by_key[conversation.key]
+        del self._by_number[conversation.number]
+        if conversation in self._waiting:
+            self._waiting.remove(conversation)
+
+    def _pump(self, seconds: float, wanted: _Conversation | None = None) -> None:
+        """Take in what comes within ``seconds``, send what waits, and keep the deadlines."""
+        self._place(wanted)
+        if any(home.is_full for home in self._homes.values()):
+            seconds = min(seconds, _FULL_SECONDS)
+        elif self._deadlines:
+            seconds = min(seconds, max(self._deadlines[0][0] - time.monotonic(), 0.0))
+        for key, _ in self._selector.select(seconds):
+            key.data()
+        for home in self._homes.values():
+            home.flush()
+        self._end_late()
+
+    def _place(self, wanted: _Conversation | None) -> None:
+        """Start the conversations that wait, in their order, as long as there are places for them.
+
+        The one that the caller waits for gets a place even if there is none when nobody else is at work: the others
+        may go on only once this one has.
+        """
+        if not self._waiting:
+            return
+        held = [c for c in self._by_key.values() if c.is_placed]
+        forked = sum(isinstance(c.home, ForkedEnvironments) for c in held)
+        is_stuck = not any(c.request is not None for c in held)
+        for conversation in [*self._waiting]:
+            has_place = isinstance(conversation.home, SharedEnvironments) or forked < self._places
+            if not has_place and not (conversation is wanted and is_stuck):
+                continue
+            if not conversation.home.is_ready:
+                self._check_start(conversation)
+                continue
+            self._waiting.remove(conversation)
+            conversation.is_placed = True
+            conversation.home.begin(conversation.number)
+            self._send(conversation)
+            forked += isinstance(conversation.home, ForkedEnvironments)
+
+    def _check_start(self, conversation: _Conversation) -> None:
+        if time.monotonic() > self._opened_at + START_SECONDS and not conversation.home.was_ready:
+            raise EpisodeError(
+                f"environment {conversation.loaded.name} must be imported in its process within {START_SECONDS:.0f} s, "
+                "got no answer; see what its file does when it is imported"
+            )
+
+    def _end_late(self) -> None:
+        """End the conversations that have had their time."""
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, number = heapq.heappop(self._deadlines)
+            conversation = self._by_number.get(number)
+            if conversation is None or conversation.request is None or conversation.deadline != deadline:
+                continue
+            if conversation.home.is_answering(number) and now < conversation.asked_at + 2 * self._timeout:
+                conversation.deadline = now + _POLL_SECONDS  # it has answered, and the answer is on its way
+                heapq.heappush(self._deadlines, (conversation.deadline, number))
+                continue
+            failure = late(conversation.request, conversation.loaded.takes, self._timeout)
+            self._answer(conversation, Failed(failure))
+            conversation.home.late(number)

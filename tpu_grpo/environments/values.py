@@ -1,0 +1,133 @@
+"""What an environment gives becomes text or a number, or is refused.
+
+text_of([1, "a"], "the tool f")                 # "[1, 'a']", as TRL's trainers write it: str() of what JSON could hold
+number_of(0.5, "get_reward")                    # 0.5
+step_of(("you won", 1.0, True, {}))             # Step("you won", 1.0, True)
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MOST_BYTES = 2**20
+"""A longer text is refused."""
+
+
+class WrongError(Exception):
+    """An environment gave what is neither text nor a number; the text says what, behind the environment's name."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What ``step`` returned, in whichever form."""
+
+    observation: Any
+    reward: float | None
+    done: bool
+
+
+def text_of(value: Any, giver: str) -> str:
+    """Return the text of what ``giver`` gave.
+
+    Raises:
+        WrongError: for a value that JSON could not hold, or a text of more than MOST_BYTES.
+    """
+    text = value if isinstance(value, str) else _blocks(value)
+    if text is None:
+        plain = value.tolist() if hasattr(value, "tolist") else value  # numpy's numbers and arrays
+        try:
+            json.dumps(plain)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise WrongError(
+                f"must give a text, or what JSON can hold, got {_shown(value)} from {giver} ({error}); return a str"
+            ) from None
+        text = str(value)
+    text = text.encode("utf-8", "replace").decode()  # half a surrogate pair has no UTF-8, and so no tokens
+    if (size := len(text.encode())) > MOST_BYTES:
+        raise WrongError(f"must give at most {MOST_BYTES:,} bytes of text at once, got {size:,} from {giver}; cut it")
+    return text
+
+
+def _blocks(value: Any) -> str | None:
+    """Return the text of a list of content blocks, {type: text, text: ...}; None for anything else."""
+    if not isinstance(value, list) or not value:
+        return None
+    if not all(isinstance(block, Mapping) and block.get("type") == "text" for block in value):
+        return None
+    return "".join(str(block.get("text", "")) for block in value)
+
+
+def number_of(value: Any, giver: str) -> float | None:
+    """Return the number that ``giver`` gave, or None for none.
+
+    Raises:
+        WrongError: for what is not a finite number.
+    """
+    if value is None:
+        return None
+    number = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+    if not isinstance(number, int | float) or not math.isfinite(number):
+        raise WrongError(
+            f"must give a finite number or None, got {_shown(value)} from {giver}; correct what it returns"
+        )
+    return float(number)
+
+
+def numbers_of(value: Any, giver: str, turns: int) -> tuple[float, ...]:
+    """Return a number for each of so many turns, or one more for a last turn that the environment had no part in.
+
+    Raises:
+        WrongError: for something else.
+    """
+    values = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) not in (turns, turns + 1):
+        raise WrongError(
+            f"must give a list of {turns} numbers, one for each turn that it answered (one more for a last turn that "
+            f"called nothing), got {_shown(value)} from {giver}"
+        )
+    return tuple(number_of(number, giver) or 0.0 for number in values)
+
+
+def step_of(value: Any) -> Step:
+    """Read what a method ``step`` returned.
+
+    It may be ``(observation, reward, done, info)``, ``(observation, reward, terminated, truncated, info)``, a mapping
+    with these names (``observations`` is a list of messages, as in SkyRL-Gym), or an object with them.
+
+    Raises:
+        WrongError: for something else.
+    """
+    match value:
+        case (observation, reward, done, Mapping() | None):
+            pass
+        case (observation, reward, terminated, truncated, Mapping() | None):
+            done = terminated or truncated
+        case {"reward": reward, "done": done, **rest} if "observation" in rest or "observations" in rest:
+            observation = rest["observation"] if "observation" in rest else rest["observations"]
+        case _ if all(hasattr(value, name) for name in ("observation", "reward", "done")):
+            observation, reward, done = value.observation, value.reward, value.done
+        case _:
+            raise WrongError(
+                "must return (observation, reward, done, info), (observation, reward, terminated, truncated, info), a "
+                f"dict or an object with observation, reward and done, got {_shown(value)} from step"
+            )
+    return Step(observation, number_of(reward, "step"), bool(done))
+
+
+def observed_text(observation: Any, giver: str) -> str:
+    """Return the text of an observation; messages are put together, and nothing is the empty text."""
+    if observation is None or (isinstance(observation, list | tuple | dict) and not observation):
+        return ""
+    if isinstance(observation, list) and all(isinstance(m, Mapping) and "content" in m for m in observation):
+        return "\n".join(text_of(message["content"], giver) for message in observation)
+    return text_of(observation, giver)
+
+
+def _shown(value: Any) -> str:
+    try:
+        shown = repr(value)
+    except Exception:  # user code: anything can come
+        shown = "an object whose repr raises"
+    return f"{type(value).__name__} {shown if len(shown) <= 200 else shown[:200] + '...'}"
