@@ -161,9 +161,10 @@ class _ForkServer:
             _play(Connection(descriptor), self._job, self._target)
             leave(0)
         finally:
-            if sys.exception() is not None:
+            try:
                 traceback.print_exc()
-            leave(1)  # whatever happened, nothing of it may go on in the server's own loop
+            finally:
+                leave(1)  # whatever happened, nothing of it may go on in the server's own loop
 
     def _leave_server(self, leash: int, server: int) -> None:
         os.setsid()
