@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.environments.playing import acted, begun, call, ended, failure, marked, open_pool, told
-from tpu_grpo.environments.actions import Reply
+from tpu_grpo.environments.actions import Answered, Reply
 from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.errors import EpisodeError
 
@@ -65,14 +65,14 @@ FAULTS = {
 
 
 @pytest.fixture(scope="module")
-def played() -> Iterator[tuple[EnvironmentPool, dict, list[Reply]]]:
+def played() -> Iterator[tuple[EnvironmentPool, dict, list[list[Reply]]]]:
     """All faults and good conversations among them, side by side."""
     with open_pool(NAME, timeout=SECONDS, memory_gb=1.0) as pool:
         faults = list(FAULTS)
         columns = [column for fault, where in faults for column in ({"fault": fault, "where": where}, {})]
         for key, row in enumerate(columns):
             pool.start(key, "", row, seed=key)
-        replies = {key: [pool.take(key)] for key in range(len(columns))}
+        replies: dict[int, list[Reply]] = {key: [pool.take(key)] for key in range(len(columns))}
         for ask in (lambda key: pool.act(key, call("work", text="a")), pool.end):
             going = [key for key, given in replies.items() if type(given[-1]).__name__ == "Answered"]
             for key in going:
@@ -111,6 +111,7 @@ def test_a_tool_that_raises_is_an_answer_and_the_conversation_goes_on():
         begun(pool, columns={"fault": "raises", "where": "work"})
         reply = acted(pool, call("work", text="a"))
         assert told(reply) == "Error: KeyError: 'nothing there'"
+        assert isinstance(reply, Answered)
         assert reply.errors == 1
         assert ended(pool).reward == 1.0
 

@@ -1,6 +1,5 @@
 """A pool plays conversations, many at once, each with an environment of its own."""
 
-import os
 import pickle
 import time
 
@@ -8,7 +7,9 @@ import pytest
 
 from tests.environments.playing import acted, begun, call, calls, ended, failure, marked, open_pool, says, told
 from tpu_grpo.environments.actions import Answered, BadCall, ToolCall
+from tpu_grpo.environments.forked import ForkedEnvironments
 from tpu_grpo.environments.pool import EnvironmentPool
+from tpu_grpo.environments.shared import SharedEnvironments
 
 COUNTER, ASYNC = "tests.environments.games:Counter", "tests.environments.games:Async"
 
@@ -41,6 +42,7 @@ def test_calls_of_a_turn_are_made_in_order_and_bad_ones_are_answered(pool: Envir
         ToolCall("increment", {"step": 3}),
     ]
     reply = acted(pool, calls(*made))
+    assert isinstance(reply, Answered)
     assert [(message["role"], message["name"], message["content"]) for message in reply.messages] == [
         ("tool", "increment", "3"),
         ("tool", "decrement", "Error: there is no tool 'decrement'; the tools are: increment, look"),
@@ -164,17 +166,19 @@ def test_what_is_given_up_is_over_and_others_can_begin(pool: EnvironmentPool):
 
 def test_a_server_is_replaced_after_so_many_conversations():
     with open_pool(COUNTER, recycle=2) as pool:
-        parents = []
+        home = pool._homes[""]
+        assert isinstance(home, ForkedEnvironments)
+        servers = set()
         for key in range(6):
             begun(pool, key, {"target": 1})
-            while len(pool._homes[""]._servers) > 1 and not pool._homes[""]._servers[-1].is_ready:
+            while len(home._servers) > 1 and not home._servers[-1].is_ready:
                 pool.ready(key)
-            parents.append({os.getpgid(s.process._process.pid) for s in pool._homes[""]._servers})
+            servers |= {server.process._process.pid for server in home._servers}
         assert told(acted(pool, call("increment", step=5), 0)) == "5"  # one of the first server goes on
         for key in range(6):
             pool.drop(key)
-        assert len(set.union(*parents)) == 4
-        assert len(pool._homes[""]._servers) == 1
+        assert len(servers) == 4
+        assert len(home._servers) == 1
 
 
 def test_figures_count_and_begin_anew(pool: EnvironmentPool):
@@ -264,15 +268,16 @@ def test_an_async_process_is_replaced_after_so_many_conversations():
     with open_pool(ASYNC, recycle=2) as pool:
         for key in range(2):
             begun(pool, key)
-        first = marked()
-        while not pool._homes[""]._loops[-1].is_ready:
+        first, home = marked(), pool._homes[""]
+        assert isinstance(home, SharedEnvironments)
+        while not home._loops[-1].is_ready:
             pool.ready(0)
         begun(pool, 2)
         assert told(acted(pool, call("wait", seconds=0.0), 0)) == "waited 0.0"
         for key in range(2):
             assert ended(pool, key).reward == 0.5
         deadline = time.monotonic() + 10.0
-        while len(pool._homes[""]._leaving) and time.monotonic() < deadline:
+        while home._leaving and time.monotonic() < deadline:
             pool.ready(2)
         assert len(first - marked()) == 1
         assert ended(pool, 2).reward == 0.5

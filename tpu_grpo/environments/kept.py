@@ -35,6 +35,6 @@ def keep(source: str, instance: Any) -> KeptEnvironment:
 
 def _attributes(instance: Any) -> Mapping[str, Any]:
     """Return the attributes of an instance, those in its slots too."""
-    state = object.__getstate__(instance)
+    state: Any = object.__getstate__(instance)
     parts = state if isinstance(state, tuple) else (state,)
     return {name: value for part in parts if part for name, value in part.items()}

@@ -19,7 +19,7 @@ class Tally:
     """
 
     def __init__(self) -> None:
-        self._sums: collections.Counter[str] = collections.Counter()
+        self._sums: dict[str, float] = collections.defaultdict(float)
         self._seconds: list[float] = []
 
     def begun(self) -> None:
@@ -44,7 +44,7 @@ class Tally:
 
     def taken(self) -> dict[str, Figure]:
         """Return the counts, and begin anew."""
-        figures = {f"environments/{name}": Figure(float(value), "sum") for name, value in self._sums.items()}
+        figures = {f"environments/{name}": Figure(value, "sum") for name, value in self._sums.items()}
         if seconds := self._seconds:
             figures["environments/answer_seconds"] = Figure(sum(seconds) / len(seconds), "mean", len(seconds))
             figures["environments/longest_answer_seconds"] = Figure(max(seconds), "max")

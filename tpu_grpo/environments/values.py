@@ -36,7 +36,7 @@ def text_of(value: Any, giver: str) -> str:
     """
     text = value if isinstance(value, str) else _blocks(value)
     if text is None:
-        plain = value.tolist() if hasattr(value, "tolist") else value  # numpy's numbers and arrays
+        plain = _plain(value)
         try:
             json.dumps(plain)
         except (TypeError, ValueError, RecursionError) as error:
@@ -48,6 +48,11 @@ def text_of(value: Any, giver: str) -> str:
     if (size := len(text.encode())) > MOST_BYTES:
         raise WrongError(f"must give at most {MOST_BYTES:,} bytes of text at once, got {size:,} from {giver}; cut it")
     return text
+
+
+def _plain(value: Any) -> Any:
+    """Return numpy's numbers and arrays as Python's."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _blocks(value: Any) -> str | None:
@@ -67,7 +72,7 @@ def number_of(value: Any, giver: str) -> float | None:
     """
     if value is None:
         return None
-    number = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
+    number = _plain(value)
     if not isinstance(number, int | float) or not math.isfinite(number):
         raise WrongError(
             f"must give a finite number or None, got {_shown(value)} from {giver}; correct what it returns"
@@ -81,7 +86,7 @@ def numbers_of(value: Any, giver: str, turns: int) -> tuple[float, ...]:
     Raises:
         WrongError: for something else.
     """
-    values = value.tolist() if hasattr(value, "tolist") else value
+    values = _plain(value)
     if not isinstance(values, Sequence) or isinstance(values, str) or len(values) not in (turns, turns + 1):
         raise WrongError(
             f"must give a list of {turns} numbers, one for each turn that it answered (one more for a last turn that "

@@ -37,7 +37,8 @@ class SkyrlAdapter(Adapter):
     def start(self, columns: Mapping[str, Any], seed: int) -> Any:
         """Make the environment of a row, and give it the prompt."""
         parameters = inspect.signature(self.target).parameters
-        given = {"env_config": Config(self.options)} if "env_config" in parameters else dict(self.options)
+        is_whole = "env_config" in parameters
+        given: dict[str, Any] = {"env_config": Config(self.options)} if is_whole else dict(self.options)
         if "extras" in parameters:
             given["extras"] = dict(columns)
         self.instance = self.target(**given)

@@ -4,6 +4,9 @@ Tunix makes one for each conversation, ``Env(example, group_id=..., **env_kwargs
 example, and the options are ``env_kwargs``. A class whose constructor takes no example is made by its ``from_dict``, of
 the columns and options together. ``reset`` takes nothing and returns (observation, info); ``step`` returns
 (observation, reward, done, info). An action is the policy's text.
+
+Of an observation that is a mapping, the policy is told ``prompts`` or ``question``, as by Tunix's agents. A first
+observation that is the example, or one of its columns, is in the prompt already, and is left out.
 """
 
 import inspect
@@ -15,6 +18,7 @@ from tpu_grpo.environments.adapters.adapter import Adapter, ancestors
 _BASE = "tunix.rl.agentic.environments.base_environment.BaseEnv"
 _EXAMPLES = ("task", "single_example", "entry")
 """Constructors of Tunix's environments call the example so."""
+_QUESTIONS = ("prompts", "question")
 
 
 class TunixAdapter(Adapter):
@@ -42,4 +46,18 @@ class TunixAdapter(Adapter):
             self.instance = self.target(dict(columns), **self.options)
         else:
             self.instance = self.target.from_dict({**columns, **self.options})
-        return self.instance.reset()
+        observation, _ = self.instance.reset()
+        told = _told(observation)
+        return (None if told in (columns, *columns.values()) else told), {}
+
+    def step(self, text: str) -> Any:
+        """Give a text to the environment."""
+        observation, *rest = self.instance.step(text)
+        return _told(observation), *rest
+
+
+def _told(observation: Any) -> Any:
+    """Return what Tunix's agents tell the policy of an observation."""
+    if isinstance(observation, Mapping):
+        return next((observation[name] for name in _QUESTIONS if name in observation), observation)
+    return observation

@@ -1,0 +1,90 @@
+"""Environments in the manner of other libraries, without these libraries."""
+
+from types import SimpleNamespace
+from typing import Any
+
+
+class Skyrl:
+    """As SkyRL-Gym's: its data in ``extras``, and ``init`` in place of ``reset``."""
+
+    def __init__(self, env_config: Any, extras: dict[str, Any]):
+        self.turns, self.limit = 0, env_config.limit
+        assert env_config["limit"] == env_config.get("limit")
+        self.truth = extras["reward_spec"]["ground_truth"]
+
+    def init(self, prompt: list[dict[str, str]]) -> Any:
+        return [*prompt, {"role": "user", "content": f"You have {self.limit} turns."}], {}
+
+    def step(self, action: str) -> Any:
+        self.turns += 1
+        done = self.turns == self.limit or action == self.truth
+        told = [] if done else [{"role": "user", "content": "no"}, {"role": "user", "content": "go on"}]
+        return {"observations": told, "reward": float(action == self.truth), "done": done, "metadata": {}}
+
+    def close(self) -> None:
+        pass
+
+    def get_metrics(self) -> dict[str, Any]:
+        return {}
+
+
+class ChangesPrompt(Skyrl):
+    def init(self, prompt: list[dict[str, str]]) -> Any:
+        return prompt[1:], {}
+
+
+class _Action:
+    """As OpenEnv's, of pydantic."""
+
+    model_fields = {  # noqa: RUF012
+        "message": SimpleNamespace(is_required=lambda: True),
+        "metadata": SimpleNamespace(is_required=lambda: False),
+    }
+
+    def __init__(self, message: str):
+        self.message = message
+
+
+class EnvClient[A, O]:
+    __module__ = "openenv.core.env_client"
+
+    def __init__(self, base_url: str):
+        self.base_url = base_url
+
+    async def reset(self, **columns: Any) -> Any: ...
+
+    async def step(self, action: A) -> Any: ...
+
+    def sync(self) -> Any:
+        return _Sync(self.base_url)
+
+
+class _Sync:
+    def __init__(self, base_url: str):
+        self.base_url, self.is_connected = base_url, False
+
+    def connect(self) -> None:
+        self.is_connected = True
+
+    def reset(self, **columns: Any) -> Any:
+        assert self.is_connected
+        return SimpleNamespace(observation=_Observation(echoed=f"{self.base_url} {sorted(columns)}", length=None))
+
+    def step(self, action: _Action) -> Any:
+        observation = _Observation(echoed=action.message, length=len(action.message))
+        return SimpleNamespace(observation=observation, reward=0.5, done=action.message == "stop")
+
+    def close(self) -> None:
+        pass
+
+
+class _Observation:
+    def __init__(self, **fields: Any):
+        self.fields = fields
+
+    def model_dump(self) -> dict[str, Any]:
+        return {**self.fields, "reward": 0.5, "done": False, "metadata": {}}
+
+
+class Echo(EnvClient[_Action, _Observation]):
+    """As OpenEnv's client of the echo environment."""

@@ -1,0 +1,100 @@
+"""Classes whose actions are texts, in the manner of other libraries."""
+
+import pytest
+
+from tests.environments.playing import acted, begun, ended, failure, open_pool, says, told
+from tpu_grpo.config.environment import EnvironmentSection
+from tpu_grpo.environments.actions import Answered
+from tpu_grpo.environments.adapters import adapter_for
+from tpu_grpo.environments.adapters.openenv import OpenenvAdapter
+from tpu_grpo.environments.finding import find_environment
+from tpu_grpo.environments.loading import load_environments
+from tpu_grpo.environments.values import WrongError, observed_text, step_of
+
+LIBRARIES = "tests.environments.libraries"
+
+
+# --- SkyRL-Gym -------------------------------------------------------------------------------------------------------
+
+
+def test_skyrl_gym():
+    prompt = [{"role": "user", "content": "What is it?"}]
+    with open_pool(f"{LIBRARIES}:Skyrl", options={"limit": 2}) as pool:
+        columns = {"prompt": prompt, "reward_spec": {"ground_truth": "a"}}
+        assert told(begun(pool, 0, columns)) == "You have 2 turns."
+        assert acted(pool, says("b")) == Answered(({"role": "user", "content": "no\ngo on"},), 0.0, False)
+        assert acted(pool, says("a")) == Answered((), 1.0, True)
+        assert ended(pool).reward is None
+
+
+def test_a_prompt_cannot_be_taken_away():
+    with open_pool(f"{LIBRARIES}:ChangesPrompt", options={"limit": 2}) as pool:
+        kind, text = failure(begun(pool, columns={"prompt": "What?", "reward_spec": {"ground_truth": "a"}}))
+    assert kind == "wrong"
+    assert text.startswith("must return the prompt that init got, with messages added at most")
+
+
+# --- OpenEnv ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_of_openenv():
+    echo = find_environment(f"{LIBRARIES}:Echo")
+    assert adapter_for(echo, {}) is OpenenvAdapter
+    loaded = load_environments(EnvironmentSection(name=f"{LIBRARIES}:Echo", options={"base_url": "there"}))[""]
+    assert (loaded.takes, loaded.is_async) == ("texts", False)
+    with open_pool(f"{LIBRARIES}:Echo", options={"base_url": "there"}) as pool:
+        assert told(begun(pool, columns={"level": 1})) == "there ['level', 'seed']"  # a single field is the text
+        reply = acted(pool, says("hello"))
+        assert reply == Answered(({"role": "user", "content": '{"echoed": "hello", "length": 5}'},), 0.5, False)
+        assert acted(pool, says("stop")).done
+
+
+# --- Tunix -----------------------------------------------------------------------------------------------------------
+
+
+def test_environments_of_tunix():
+    columns = {"question": "Which?", "answer": "a"}
+    names = {"task": "tests.environments.tunix_games:Guess", "plain": "tests.environments.tunix_games:Plain"}
+    with open_pool(names["task"], options={"max_steps": 2}) as pool:
+        assert told(begun(pool, columns=columns)) == ""  # the question is in the prompt
+        assert acted(pool, says("b")) == Answered(({"role": "user", "content": "no"},), 0.0, False)
+        assert acted(pool, says("b")).done  # max_steps, which Tunix counts
+    with open_pool(names["plain"], options={"size": 3}) as pool:
+        assert told(begun(pool, columns=columns)) == "Which? (of 3)"
+        assert acted(pool, says("a")) == Answered((), 1.0, True)
+
+
+# --- what a step returns ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [None, "text", ("a", 0.0), ("a", 0.0, True), ("a", 0.0, True, "info"), {"observation": "a", "reward": 0.0}, 3],
+)
+def test_what_is_no_step_is_refused(returned):
+    with pytest.raises(WrongError, match="must return \\(observation, reward, done, info\\)"):
+        step_of(returned)
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1", [1.0]])
+def test_rewards_of_steps_are_finite_numbers(reward):
+    with pytest.raises(WrongError, match="must give a finite number or None, got .* from step"):
+        step_of(("a", reward, True, {}))
+
+
+@pytest.mark.parametrize(
+    ("observation", "text"),
+    [
+        (None, ""),
+        ({}, ""),
+        ([], ""),
+        ("a", "a"),
+        (3, "3"),
+        ({"a": [1]}, "{'a': [1]}"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
+        ([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}], "a\nb"),
+        ("half \ud800 a pair", "half ? a pair"),
+    ],
+)
+def test_texts_of_observations(observation, text: str):
+    assert observed_text(observation, "step") == text

@@ -1,0 +1,163 @@
+"""Environments are found and fitted to the data and the options, and errors say what does not fit."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tpu_grpo.config.environment import EnvironmentSection
+from tpu_grpo.environments import finding
+from tpu_grpo.environments.actions import LoadedEnvironment
+from tpu_grpo.environments.loading import check_choices, check_columns, load_environments, reset_columns
+from tpu_grpo.errors import EpisodeError
+
+TOOL = '''
+    def add(self, by: int) -> int:
+        """Add.
+
+        Args:
+            by: How much.
+        """
+        return by
+'''
+RESET = "    def reset(self, **columns): pass\n"
+
+
+@pytest.fixture
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Load the class E of a file."""
+    monkeypatch.chdir(tmp_path)
+
+    def load(source: str, **options: Any) -> LoadedEnvironment:
+        (tmp_path / "mine.py").write_text(source)
+        return load_environments(EnvironmentSection(name="mine.py:E", options=options))[""]
+
+    return load
+
+
+def test_a_class_of_tools(load):
+    loaded = load(f"class E:\n    def __init__(self, size=3): pass\n{RESET}{TOOL}", size=4)
+    assert loaded == LoadedEnvironment(
+        name="E",
+        source="mine.py:E",
+        takes="calls",
+        tools=(
+            {
+                "type": "function",
+                "function": {
+                    "name": "add",
+                    "description": "Add.",
+                    "parameters": {
+                        "type": "object",
+                        "properties": {"by": {"type": "integer", "description": "How much."}},
+                        "required": ["by"],
+                    },
+                    "return": {"type": "integer"},
+                },
+            },
+        ),
+        options={"size": 4},
+    )
+
+
+def test_what_is_no_tool(load):
+    others = "".join(f"    def {name}(self): pass\n" for name in ("get_reward", "get_turn_rewards", "close", "_own"))
+    loaded = load(f"class E:\n    field = 3\n    @staticmethod\n    def static(): pass\n{RESET}{TOOL}{others}")
+    assert [tool["function"]["name"] for tool in loaded.tools] == ["add"]
+    assert loaded.gives_reward
+
+
+@pytest.mark.parametrize("method", ["async def reset(self): pass", "async def get_reward(self): pass"])
+def test_one_coroutine_makes_a_class_async(load, method: str):
+    assert load(f"class E:\n{RESET}    {method}\n{TOOL}").is_async
+    assert not load(f"class E:\n{RESET}{TOOL}").is_async
+
+
+def test_a_class_of_steps(load):
+    loaded = load("class E:\n    def reset(self): pass\n    def step(self, action): pass\n    def close(self): pass\n")
+    assert (loaded.takes, loaded.tools, loaded.gives_reward) == ("texts", (), True)
+
+
+def test_an_adapter_that_is_named(load):
+    source = "class E:\n    def reset(self): pass\n    def step(self, action): pass\n    def legal_moves(self): pass\n"
+    with pytest.raises(EpisodeError, match="legal_moves is a tool"):
+        load(source)
+    assert load(source, adapter="gym").takes == "texts"
+    with pytest.raises(EpisodeError, match="must be one of tunix, openenv, skyrl, gym, got 'jim'"):
+        load(source, adapter="jim")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (f"class E:\n{TOOL}", "environment E must have a method reset, which begins a conversation"),
+        (f"class E:\n{RESET}", "environment E must have tools, which are its public methods beside reset, get_reward"),
+        (
+            f"class E:\n{RESET}    def look(self) -> str: pass\n",
+            "public method look is a tool, which must have a type hint",
+        ),
+        (
+            f'class E:\n{RESET}    def look(self, at):\n        """Look.\n\n        Args:\n            at: x."""',
+            "says: Argument at is missing a type hint",
+        ),
+        (
+            f'class E:\n{RESET}    def look(self, at: int) -> str:\n        """Look."""',
+            "docstring has no description for the argument 'at'",
+        ),
+        (
+            f"class E:\n    def __init__(self, size): pass\n{RESET}{TOOL}",
+            "its constructor requires 'size', which is no option",
+        ),
+        ("def E():\n    pass\n", "environment mine.py:E must be a class, of which each conversation gets an instance"),
+        ("class F: pass", "mine.py has no function 'E'"),
+        ("1 / 0", "environment file mine.py failed to import: ZeroDivisionError"),
+    ],
+)
+def test_what_does_not_fit_is_named(load, source: str, said: str):
+    with pytest.raises(EpisodeError, match=re.escape(said)):
+        load(source)
+
+
+def test_options_that_a_constructor_does_not_take(load):
+    with pytest.raises(EpisodeError, match=r"does not take the options \['size'\]; its constructor takes: none"):
+        load(f"class E:\n{RESET}{TOOL}", size=3)
+
+
+def test_shipped_names(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(finding, "SHIPPED", {"counting": "tests.environments.games:Counter"})
+    loaded = load_environments(EnvironmentSection(name="counting"))[""]
+    assert loaded.source == "tests.environments.games:Counter"
+    with pytest.raises(EpisodeError, match="'countin' is not a shipped environment; did you mean counting"):
+        load_environments(EnvironmentSection(name="countin"))
+
+
+# --- the data --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two() -> dict[str, LoadedEnvironment]:
+    names = {"count": "tests.environments.games:Counter", "wait": "tests.environments.games:Async"}
+    return load_environments(EnvironmentSection(name=names))
+
+
+def test_columns_that_reset_requires(two: dict[str, LoadedEnvironment]):
+    one = {"": two["count"]}
+    check_columns(one, ["target"])
+    with pytest.raises(EpisodeError, match="environment count: reset requires 'target', which is no column"):
+        check_columns(one, ["question", "answer"])
+    check_columns(two, ["target", "environment"])
+    with pytest.raises(EpisodeError, match="the data must have the column 'environment', which chooses among"):
+        check_columns(two, ["target"])
+
+
+def test_choices_are_names_of_the_table(two: dict[str, LoadedEnvironment]):
+    check_choices(two, ["wait", "count"], "data.jsonl")
+    with pytest.raises(EpisodeError, match="data.jsonl, row 1: .* must be one of count, wait, got 'game'"):
+        check_choices(two, ["wait", "game"], "data.jsonl")
+
+
+def test_the_choice_is_not_for_reset(two: dict[str, LoadedEnvironment]):
+    row = {"environment": "count", "target": 3}
+    assert reset_columns(two, row) == {"target": 3}
+    assert reset_columns({"": two["count"]}, row) == row
