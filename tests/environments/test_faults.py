@@ -189,3 +189,23 @@ def test_processes_end_with_a_main_process_that_is_killed(fault: str):
     main.wait()
     main.stdout.close()
     _await(lambda: not marked() - before)
+
+
+def test_too_few_open_files_are_said_to_be_so():
+    script = f"""
+        import resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+        from tests.environments.playing import open_pool
+        from tpu_grpo.errors import EpisodeError
+        with open_pool("{NAME}") as pool:
+            try:
+                for key in range(60):
+                    pool.start(key, "", {{}}, seed=0)
+                for key in range(60):
+                    pool.take(key)
+            except EpisodeError as error:
+                print(error)
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True)
+    said = r"each conversation with an environment needs an open file, and \d\d have theirs, got Too many open files; "
+    assert re.match(said + r"raise the limit \(ulimit -n, at most 40 here\), or set environment.workers", run.stdout)

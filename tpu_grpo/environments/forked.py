@@ -190,6 +190,8 @@ class ForkedEnvironments:
 
     def _hear_server(self, server: _Server) -> None:
         """Take in what a server says."""
+        if server not in self._servers:
+            return
         try:
             while data := server.control.recv(MOST_BYTES):
                 self._told(server, pickle.loads(data))
@@ -197,8 +199,7 @@ class ForkedEnvironments:
             return
         except ConnectionResetError:
             pass
-        if server in self._servers:
-            self._lost_server(server)
+        self._lost_server(server)
 
     def _told(self, server: _Server, message: Any) -> None:
         match message:

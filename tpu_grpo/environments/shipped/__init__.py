@@ -3,5 +3,9 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
-SHIPPED: Mapping[str, str] = MappingProxyType({})
+SHIPPED: Mapping[str, str] = MappingProxyType(
+    {
+        "textarena": "tpu_grpo.environments.shipped.textarena:TextArena",
+    }
+)
 """Where the class of each is: package.module:Class."""

@@ -1,0 +1,51 @@
+"""Games of textarena are played, where its package is installed."""
+
+import importlib.util
+
+import pytest
+
+from tests.environments.playing import acted, begun, ended, open_pool, says, told
+from tpu_grpo.environments.actions import Answered
+
+needs_textarena = pytest.mark.skipif(
+    importlib.util.find_spec("textarena") is None,
+    reason="textarena is not installed; it comes with the extra textarena",
+)
+
+
+@needs_textarena
+def test_a_number_is_guessed():
+    with open_pool("textarena", options={"game": "GuessTheNumber-v0"}) as pool:
+        rules = told(begun(pool))
+        assert rules.startswith("You are Player 0. You are playing Guess The Number.\nYou have to guess the number")
+        first, last = 1, 20
+        for _ in range(5):  # 20 numbers are found by 5 halvings
+            guess = (first + last) // 2
+            reply = acted(pool, says(f"I say [{guess}]"))
+            assert isinstance(reply, Answered)
+            if reply.done:
+                break
+            assert reply.reward == 0.0
+            first, last = (guess + 1, last) if told(reply).endswith("is higher.") else (first, guess - 1)
+        assert (reply.reward, told(reply)) == (1.0, "Congratulations! You guessed the correct number.")
+        assert ended(pool).reward is None
+
+
+@needs_textarena
+def test_the_same_seed_is_the_same_game():
+    with open_pool("textarena", options={"game": "Mastermind-v0"}) as pool:
+        told_twice = []
+        for key in (1, 2):
+            begun(pool, key)
+            told_twice.append([told(acted(pool, says(f"[{code}]"), key)) for code in ("1 2 3 4", "4 5 6 1", "x")])
+            pool.drop(key)
+    assert told_twice[0] == told_twice[1]
+    assert "invalid move" in told_twice[0][2]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("textarena") is not None, reason="textarena is installed")
+def test_without_the_package_it_says_what_is_needed():
+    from tpu_grpo.errors import EpisodeError
+
+    with pytest.raises(EpisodeError, match=r"needs the package textarena.*pip install 'tpu-grpo\[textarena\]'"):
+        open_pool("textarena")

@@ -1,0 +1,46 @@
+"""Games of one player from the package textarena, which comes with the extra of that name.
+
+    environment: {name: textarena, options: {game: GuessTheNumber-v0}}
+
+The observation after ``reset`` is the game's rules, and after a turn what the game has said since; what the player said
+is left out, as it is in the conversation already. The reward is the player's at the end of the game, and 0 before.
+"""
+
+from typing import Any
+
+from tpu_grpo.errors import EpisodeError
+
+try:
+    import textarena
+    from textarena.core import ObservationType
+except ImportError as error:
+    raise EpisodeError(
+        f"the environment textarena needs the package textarena, got {error}; install it (pip install "
+        "'tpu-grpo[textarena]')"
+    ) from error
+
+
+class TextArena:
+    """A game of textarena."""
+
+    def __init__(self, game: str = "GuessTheNumber-v0"):
+        self.game = game
+        self._game = textarena.make(f"{game}-raw")  # without the wrappers that repeat the whole game each turn
+
+    def reset(self, seed: int) -> str:
+        """Begin the game that a seed stands for."""
+        self._game.reset(num_players=1, seed=seed)
+        return self._said()
+
+    def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+        """Do what a text says."""
+        done, info = self._game.step(action)
+        if not done:
+            return self._said(), 0.0, False, info
+        rewards, about = self._game.close()
+        self.reason = about[0].get("reason", "")
+        return self.reason, float((rewards or {}).get(0, 0.0)), True, info
+
+    def _said(self) -> str:
+        _, observations = self._game.get_observation()
+        return "\n".join(text for _, text, kind in observations if kind is not ObservationType.PLAYER_ACTION)
