@@ -51,11 +51,17 @@ def ended(pool: EnvironmentPool, key: int = 0) -> Ended:
     return reply
 
 
+def answer(reply: Reply) -> Answered:
+    """An answer, and nothing else."""
+    assert isinstance(reply, Answered), reply
+    return reply
+
+
 def told(reply: Reply) -> str:
     """The text of an answer with at most one message."""
-    assert isinstance(reply, Answered), reply
-    assert len(reply.messages) <= 1
-    return reply.messages[0]["content"] if reply.messages else ""
+    messages = answer(reply).messages
+    assert len(messages) <= 1
+    return messages[0]["content"] if messages else ""
 
 
 def failure(reply: Reply) -> tuple[str, str]:

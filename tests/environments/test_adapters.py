@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.environments.playing import acted, begun, ended, failure, open_pool, says, told
+from tests.environments.playing import acted, answer, begun, ended, failure, open_pool, says, told
 from tpu_grpo.config.environment import EnvironmentSection
 from tpu_grpo.environments.actions import Answered
 from tpu_grpo.environments.adapters import adapter_for
@@ -46,7 +46,7 @@ def test_a_client_of_openenv():
         assert told(begun(pool, columns={"level": 1})) == "there ['level', 'seed']"  # a single field is the text
         reply = acted(pool, says("hello"))
         assert reply == Answered(({"role": "user", "content": '{"echoed": "hello", "length": 5}'},), 0.5, False)
-        assert acted(pool, says("stop")).done
+        assert answer(acted(pool, says("stop"))).done
 
 
 # --- Tunix -----------------------------------------------------------------------------------------------------------
@@ -58,7 +58,7 @@ def test_environments_of_tunix():
     with open_pool(names["task"], options={"max_steps": 2}) as pool:
         assert told(begun(pool, columns=columns)) == ""  # the question is in the prompt
         assert acted(pool, says("b")) == Answered(({"role": "user", "content": "no"},), 0.0, False)
-        assert acted(pool, says("b")).done  # max_steps, which Tunix counts
+        assert answer(acted(pool, says("b"))).done  # max_steps, which Tunix counts
     with open_pool(names["plain"], options={"size": 3}) as pool:
         assert told(begun(pool, columns=columns)) == "Which? (of 3)"
         assert acted(pool, says("a")) == Answered((), 1.0, True)

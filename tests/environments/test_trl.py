@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.environments.playing import acted, begun, call, ended, open_pool, told
+from tests.environments.playing import acted, answer, begun, call, ended, open_pool, told
 from tpu_grpo.config.environment import EnvironmentSection
 from tpu_grpo.environments.loading import load_environments
 
@@ -29,7 +29,7 @@ def test_the_counter_that_draws_its_task():
 def test_the_counter_with_data(step: int, reward: float):
     with open_pool(f"{FILE}:IncrementEnvWithData") as pool:
         prompt = [{"role": "user", "content": "Increment the counter to 4."}]
-        assert begun(pool, columns={"prompt": prompt, "target": 4}).messages == ()
+        assert told(begun(pool, columns={"prompt": prompt, "target": 4})) == ""
         assert told(acted(pool, call("increment", step=step))) == str(step)
         assert ended(pool).reward == reward
 
@@ -47,9 +47,10 @@ def test_several_environments_with_tools_of_their_own():
 
 def test_echo():
     with open_pool(f"{FILE}:EchoToolEnv", keep=True) as pool:
-        assert begun(pool).messages == ()
+        assert told(begun(pool)) == ""
         assert told(acted(pool, call("echo", message="Hello"))) == "Hello"
         kept = ended(pool).kept
+        assert kept is not None
         assert set(kept.attributes) == {"env", "reward"}
 
 
@@ -58,7 +59,7 @@ def test_wordle_ends_by_raising():
         assert told(begun(pool)) == "You are playing Wordle.\n"
         assert told(acted(pool, call("guess", guess="[slate]"))) == "[slate] is wrong.\n"
         assert told(acted(pool, call("guess", guess="[crane]"))) == "[crane] is right.\n"
-        over = acted(pool, call("guess", guess="[crane]"))
+        over = answer(acted(pool, call("guess", guess="[crane]")))
         assert (told(over), over.errors) == ("Error: ValueError: Game over.", 1)
 
 

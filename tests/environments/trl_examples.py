@@ -12,6 +12,7 @@
 # See the License for the specific language governing permissions and
 # limitations under the License.
 # ruff: noqa: PIE790, RET505, SIM105
+# pyright: reportOptionalMemberAccess=false
 """The environments of TRL's documentation and examples, as they stand there.
 
 They are quoted from docs/source/grpo_trainer.md, docs/source/openenv.md and examples/scripts/openenv/ of TRL. Where

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 SHIPPED: Mapping[str, str] = MappingProxyType(
     {
-        "textarena": "tpu_grpo.environments.shipped.textarena:TextArena",
+        "textarena": "tpu_grpo.environments.shipped.textarena_games:TextArena",
     }
 )
 """Where the class of each is: package.module:Class."""

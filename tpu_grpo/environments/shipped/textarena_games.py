@@ -6,13 +6,13 @@ The observation after ``reset`` is the game's rules, and after a turn what the g
 is left out, as it is in the conversation already. The reward is the player's at the end of the game, and 0 before.
 """
 
+from importlib import import_module
 from typing import Any
 
 from tpu_grpo.errors import EpisodeError
 
 try:
-    import textarena
-    from textarena.core import ObservationType
+    textarena: Any = import_module("textarena")
 except ImportError as error:
     raise EpisodeError(
         f"the environment textarena needs the package textarena, got {error}; install it (pip install "
@@ -43,4 +43,4 @@ class TextArena:
 
     def _said(self) -> str:
         _, observations = self._game.get_observation()
-        return "\n".join(text for _, text, kind in observations if kind is not ObservationType.PLAYER_ACTION)
+        return "\n".join(text for _, text, kind in observations if kind is not textarena.ObservationType.PLAYER_ACTION)
