@@ -98,6 +98,11 @@ def forks() -> Any:
     return "forked"
 
 
+def forks_and_hangs() -> Any:
+    forks()
+    hangs()
+
+
 def doubles() -> Any:
     """Return in two processes."""
     os.fork()
@@ -129,6 +134,9 @@ class Faulty:
 
     def get_reward(self) -> Any:
         return self._do("get_reward", 1.0)
+
+    def close(self) -> None:
+        self._do("close", None)
 
     def _do(self, here: str, otherwise: Any) -> Any:
         return globals()[self.fault]() if self.where == here else otherwise

@@ -5,7 +5,7 @@ import os
 import random
 import sys
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 
 class Counter:
@@ -49,12 +49,22 @@ class Counter:
 class Async:
     """Waits for what it is told, on the loop that it shares."""
 
-    def __init__(self) -> None:
-        self.closed = False
+    met: ClassVar[list["Async"]] = []
 
     async def reset(self, **columns: Any) -> None:
         self.columns = columns
         await asyncio.sleep(0)
+
+    async def meet(self, others: int) -> str:
+        """Wait until so many have come.
+
+        Args:
+            others: How many.
+        """
+        Async.met.append(self)
+        while len(Async.met) < others:
+            await asyncio.sleep(0.001)
+        return "met"
 
     async def wait(self, seconds: float) -> str:
         """Wait.

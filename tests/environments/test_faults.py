@@ -17,7 +17,7 @@ from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.errors import EpisodeError
 
 NAME = "tests.environments.faulty:Faulty"
-SECONDS = 3.0
+SECONDS = 4.0
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def _await(is_so) -> None:
     assert is_so()
 
 
-LATE = "did not answer within its timeout of 3 s in"
+LATE = "did not answer within its timeout of 4 s in"
 FAULTS = {
     ("raises", "reset"): ("raised", r"raised KeyError: 'nothing there' in reset \(.*faulty.py:\d+ in raises\)"),
     ("hangs", "reset"): ("late", f"{LATE} its constructor and reset"),
@@ -129,13 +129,21 @@ def test_what_is_not_forbidden_ends_with_the_conversation(fault: str):
 
 
 def test_what_a_late_one_has_started_ends_with_it():
-    with open_pool(NAME, timeout=1.0) as pool:
+    with open_pool(NAME, timeout=2.0) as pool:
         begun(pool, 1)
         before = marked()
-        begun(pool, columns={"fault": "forks", "where": "reset"})
-        assert len(marked() - before) >= 4
-        pool.drop(0)
+        pool.start(0, "", {"fault": "forks_and_hangs", "where": "reset"}, seed=0)
+        _await(lambda: len(marked() - before) == 4)
+        assert failure(pool.take(0))[0] == "late"
         _await(lambda: marked() == before)
+
+
+@pytest.mark.parametrize("fault", ["raises", "hangs", "leaves"])
+def test_what_happens_when_it_is_closed_is_no_part_of_the_episode(fault: str):
+    with open_pool(NAME) as pool:
+        begun(pool, 0, {"fault": fault, "where": "close"})
+        assert ended(pool).reward == 1.0
+        assert told(begun(pool)) == "begin"
 
 
 def test_a_pool_goes_on_without_a_server_that_was_killed():
@@ -183,8 +191,8 @@ def test_processes_end_with_a_main_process_that_is_killed(fault: str):
     )
     assert main.stdout is not None
     assert main.stdout.readline() == b"here\n"
+    _await(lambda: len(marked() - before) == (6 if fault == "forks" else 3))
     time.sleep(0.3)  # for the environment to get to it
-    assert len(marked() - before) >= (6 if fault == "forks" else 3)
     psutil.Process(main.pid).send_signal(signal.SIGKILL)
     main.wait()
     main.stdout.close()

@@ -21,6 +21,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -72,6 +73,7 @@ def main() -> None:
         control.send(pickle.dumps(SetupFailed(str(error)[: MOST_BYTES // 4], trace[-MOST_BYTES // 4 :])))
         return
     adopt_orphans()
+    warnings.filterwarnings("ignore", r"os\.fork\(\) was called")  # jax says so, whose threads are not started here
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the main process is gone, or wants no more
         _ForkServer(control, lifeline, job, target).serve()
 
