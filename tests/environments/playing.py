@@ -8,7 +8,7 @@ import psutil
 
 from tpu_grpo.config.environment import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Answered, BadCall, Ended, Failed, Reply, ToolCall
-from tpu_grpo.environments.loading import load_environments
+from tpu_grpo.environments.loading import load_environment
 from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.workers.process import WORKER_MARK
 
@@ -16,7 +16,8 @@ from tpu_grpo.workers.process import WORKER_MARK
 def open_pool(name: str | dict[str, str], keep: bool = False, **settings: Any) -> EnvironmentPool:
     """A pool of environments by their names in a config."""
     section = EnvironmentSection(name=name, **settings)
-    return EnvironmentPool(load_environments(section), section, keep)
+    loaded = {key: load_environment(one, section.options, key) for key, one in section.names.items()}
+    return EnvironmentPool(loaded, section, keep)
 
 
 def calls(*made: ToolCall | BadCall) -> Action:

@@ -3,12 +3,11 @@
 import pytest
 
 from tests.environments.playing import acted, answer, begun, ended, failure, open_pool, says, told
-from tpu_grpo.config.environment import EnvironmentSection
 from tpu_grpo.environments.actions import Answered
 from tpu_grpo.environments.adapters import adapter_for
 from tpu_grpo.environments.adapters.openenv import OpenenvAdapter
 from tpu_grpo.environments.finding import find_environment
-from tpu_grpo.environments.loading import load_environments
+from tpu_grpo.environments.loading import load_environment
 from tpu_grpo.environments.values import WrongError, observed_text, step_of
 
 LIBRARIES = "tests.environments.libraries"
@@ -40,7 +39,7 @@ def test_a_prompt_cannot_be_taken_away():
 def test_a_client_of_openenv():
     echo = find_environment(f"{LIBRARIES}:Echo")
     assert adapter_for(echo, {}) is OpenenvAdapter
-    loaded = load_environments(EnvironmentSection(name=f"{LIBRARIES}:Echo", options={"base_url": "there"}))[""]
+    loaded = load_environment(f"{LIBRARIES}:Echo", {"base_url": "there"})
     assert (loaded.takes, loaded.is_async) == ("texts", False)
     with open_pool(f"{LIBRARIES}:Echo", options={"base_url": "there"}) as pool:
         assert told(begun(pool, columns={"level": 1})) == "there ['level', 'seed']"  # a single field is the text

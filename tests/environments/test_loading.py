@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from tpu_grpo.config.environment import EnvironmentSection
 from tpu_grpo.environments import finding
 from tpu_grpo.environments.actions import LoadedEnvironment
-from tpu_grpo.environments.loading import check_choices, check_columns, load_environments, reset_columns
+from tpu_grpo.environments.loading import check_columns, load_environment
 from tpu_grpo.errors import EpisodeError
 
 TOOL = '''
@@ -31,7 +30,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def load(source: str, **options: Any) -> LoadedEnvironment:
         (tmp_path / "mine.py").write_text(source)
-        return load_environments(EnvironmentSection(name="mine.py:E", options=options))[""]
+        return load_environment("mine.py:E", options)
 
     return load
 
@@ -126,38 +125,19 @@ def test_options_that_a_constructor_does_not_take(load):
 
 def test_shipped_names(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(finding, "SHIPPED", {"counting": "tests.environments.games:Counter"})
-    loaded = load_environments(EnvironmentSection(name="counting"))[""]
+    loaded = load_environment("counting", {})
     assert loaded.source == "tests.environments.games:Counter"
     with pytest.raises(EpisodeError, match="'countin' is not a shipped environment; did you mean counting"):
-        load_environments(EnvironmentSection(name="countin"))
+        load_environment("countin", {})
 
 
 # --- the data --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def two() -> dict[str, LoadedEnvironment]:
-    names = {"count": "tests.environments.games:Counter", "wait": "tests.environments.games:Async"}
-    return load_environments(EnvironmentSection(name=names))
-
-
-def test_columns_that_reset_requires(two: dict[str, LoadedEnvironment]):
-    one = {"": two["count"]}
-    check_columns(one, ["target"])
-    with pytest.raises(EpisodeError, match="environment count: reset requires 'target', which is no column"):
-        check_columns(one, ["question", "answer"])
-    check_columns(two, ["target", "environment"])
-    with pytest.raises(EpisodeError, match="the data must have the column 'environment', which chooses among"):
-        check_columns(two, ["target"])
-
-
-def test_choices_are_names_of_the_table(two: dict[str, LoadedEnvironment]):
-    check_choices(two, ["wait", "count"], "data.jsonl")
-    with pytest.raises(EpisodeError, match="data.jsonl, row 1: .* must be one of count, wait, got 'game'"):
-        check_choices(two, ["wait", "game"], "data.jsonl")
-
-
-def test_the_choice_is_not_for_reset(two: dict[str, LoadedEnvironment]):
-    row = {"environment": "count", "target": 3}
-    assert reset_columns(two, row) == {"target": 3}
-    assert reset_columns({"": two["count"]}, row) == row
+def test_columns_that_reset_requires():
+    counter = load_environment("tests.environments.games:Counter", {}, "count")
+    check_columns(counter, ["target", "answer"])
+    with pytest.raises(
+        EpisodeError, match="environment count: reset requires 'target', which is no column of the data"
+    ):
+        check_columns(counter, ["question", "answer"])

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.environments.playing import acted, begun, call, calls, ended, failure, marked, open_pool, says, told
+from tests.environments.playing import acted, answer, begun, call, calls, ended, failure, marked, open_pool, says, told
 from tpu_grpo.environments.actions import Answered, BadCall, ToolCall
 from tpu_grpo.environments.forked import ForkedEnvironments
 from tpu_grpo.environments.pool import EnvironmentPool
@@ -101,11 +101,12 @@ def test_attributes_are_kept_for_rewards():
     assert kept.left_out["columns"].endswith("bytes, and an attribute may have 1,048,576")
 
 
-def test_several_environments_and_the_column_that_chooses():
+def test_several_environments():
     with open_pool({"count": COUNTER, "say": "tests.environments.games:Steps"}) as pool:
-        assert told(begun(pool, 0, {"target": 2, "goal": "a", "environment": "count"}, "count")) == "Count to 2."
-        assert told(begun(pool, 1, {"target": 2, "goal": "a", "environment": "say"}, "say")) == "Say a. Seed 7."
+        assert told(begun(pool, 0, {"target": 2, "goal": "a"}, "count")) == "Count to 2."
+        assert told(begun(pool, 1, {"target": 2, "goal": "a"}, "say")) == "Say a. Seed 7."
         assert eval(told(acted(pool, call("look"))))["columns"] == {"goal": "a"}
+        assert answer(acted(pool, says("a"), 1)).done
 
 
 @pytest.mark.parametrize("form", [4, 5, 6])
@@ -147,6 +148,8 @@ def test_conversations_wait_for_places_in_their_order_and_never_for_ever():
         assert told(pool.take(2)) == "Count to 2."
         assert told(pool.take(4)) == "Count to 4."  # those that have places go on only once this one has
         assert not pool.ready(3)
+        while not pool.ready(3):  # who only asks whether it is ready is not left waiting, either
+            time.sleep(0.05)
 
 
 def test_what_is_given_up_is_over_and_others_can_begin(pool: EnvironmentPool):

@@ -5,14 +5,13 @@ import random
 import pytest
 
 from tests.environments.playing import acted, answer, begun, call, ended, open_pool, told
-from tpu_grpo.config.environment import EnvironmentSection
-from tpu_grpo.environments.loading import load_environments
+from tpu_grpo.environments.loading import load_environment
 
 FILE = "tests.environments.trl_examples"
 
 
 def tools(name: str) -> list[str]:
-    loaded = load_environments(EnvironmentSection(name=f"{FILE}:{name}"))[""]
+    loaded = load_environment(f"{FILE}:{name}", {})
     return [tool["function"]["name"] for tool in loaded.tools]
 
 

@@ -1,18 +1,16 @@
-"""The entry ``environment`` of the config is loaded: its names lead to classes that are known to fit.
+"""An environment of the config is loaded: its name leads to a class that is known to fit.
 
-    loaded = load_environments(config.environment)          # {"": LoadedEnvironment}, or one for each name of several
-    check_columns(loaded, columns)                          # the data has what each reset requires
-    check_choices(loaded, values, where)                    # a column `environment` names only what is there
+    environment = load_environment("my_game.py:Game", {"size": 3})
+    check_columns(environment, columns)                 # the data has what its reset requires
 
 Everything that can be known without a conversation is checked: the name, the file, the class, its constructor against
 the options, its tools' schemas.
 """
 
 import inspect
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from tpu_grpo.config.environment import EnvironmentSection
 from tpu_grpo.environments.actions import LoadedEnvironment
 from tpu_grpo.environments.adapters import adapter_for, own_options
 from tpu_grpo.environments.adapters.adapter import Adapter, is_async
@@ -21,65 +19,19 @@ from tpu_grpo.environments.schemas import schema_of, tools_of
 from tpu_grpo.environments.tools import RESERVED
 from tpu_grpo.errors import EpisodeError
 
-CHOICE_COLUMN = "environment"
-"""This column of the data chooses among several environments; ``reset`` does not get it."""
 
+def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> LoadedEnvironment:
+    """Find an environment by its name in the config, and look at it.
 
-def load_environments(section: EnvironmentSection) -> dict[str, LoadedEnvironment]:
-    """Find every environment of the config; the key is its name in the table, "" for the only one.
+    Args:
+        name: a shipped name, path.py:Class or package.module:Class.
+        options: what its constructor gets.
+        key: its name in the config's table, if there are several.
 
     Raises:
         EpisodeError: for a name that leads nowhere, a class that is no environment, a tool without a schema, or options
             that it does not take.
     """
-    return {key: _loaded(key, name, section.options) for key, name in section.names.items()}
-
-
-def check_columns(loaded: Mapping[str, LoadedEnvironment], columns: Collection[str]) -> None:
-    """Check that data with these columns has what each ``reset`` requires, and the choice if there are several.
-
-    Raises:
-        EpisodeError: for a column that is missing.
-    """
-    if "" not in loaded and CHOICE_COLUMN not in columns:
-        raise EpisodeError(
-            f"the data must have the column {CHOICE_COLUMN!r}, which chooses among the environments "
-            f"{', '.join(loaded)}, got the columns {', '.join(columns)}; add it, or name one environment"
-        )
-    for environment in loaded.values():
-        given = {*columns} - ({CHOICE_COLUMN} if "" not in loaded else set()) | {"seed"}
-        for name in _required(environment):
-            if name not in given:
-                raise EpisodeError(
-                    f"environment {environment.name}: reset requires {name!r}, which is no column of the data; "
-                    f"columns: {', '.join(columns) or 'none'}. Add the column (data.columns gives one another name), "
-                    "or give the parameter a default"
-                )
-
-
-def check_choices(loaded: Mapping[str, LoadedEnvironment], values: Iterable[Any], where: str) -> None:
-    """Check that all values of the column ``environment`` in the data ``where`` are names of the config's table.
-
-    Raises:
-        EpisodeError: for one that is not.
-    """
-    for number, value in enumerate(values):
-        if value not in loaded:
-            raise EpisodeError(
-                f"{where}, row {number}: the column {CHOICE_COLUMN!r} must be one of {', '.join(loaded)}, got "
-                f"{value!r}; correct the data, or add the environment to the config's table"
-            )
-
-
-def reset_columns(loaded: Mapping[str, LoadedEnvironment], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row that ``reset`` gets."""
-    return {name: value for name, value in columns.items() if "" in loaded or name != CHOICE_COLUMN}
-
-
-# --- a name -> what it stands for ------------------------------------------------------------------------------------
-
-
-def _loaded(key: str, name: str, options: Mapping[str, Any]) -> LoadedEnvironment:
     source = source_of(name)
     target = find_environment(source)
     if not inspect.isclass(target):
@@ -101,6 +53,24 @@ def _loaded(key: str, name: str, options: Mapping[str, Any]) -> LoadedEnvironmen
         gives_reward=adapter is not None or hasattr(target, "get_reward"),
         options=dict(options),
     )
+
+
+def check_columns(environment: LoadedEnvironment, columns: Collection[str]) -> None:
+    """Check that data with these columns has what the environment's ``reset`` requires.
+
+    Raises:
+        EpisodeError: for a column that is missing.
+    """
+    for name in _required(environment):
+        if name not in (*columns, "seed"):
+            raise EpisodeError(
+                f"environment {environment.name}: reset requires {name!r}, which is no column of the data; columns: "
+                f"{', '.join(columns) or 'none'}. Add the column (data.columns gives one another name), or give the "
+                "parameter a default"
+            )
+
+
+# --- does the class fit? ---------------------------------------------------------------------------------------------
 
 
 def _check_methods(name: str, target: Any, adapter: type[Adapter] | None, tools: Mapping[str, Any]) -> None:

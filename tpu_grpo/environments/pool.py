@@ -1,6 +1,6 @@
 """The conversations with environments of one host, as its main process sees them.
 
-    pool = EnvironmentPool(load_environments(section), section, keep=False)
+    pool = EnvironmentPool({"": load_environment(section.name, section.options)}, section, keep=False)
     pool.start(3, "", columns, seed)        # a new environment in a process, and its reset; nothing is waited for
     pool.act(3, action)                     # the calls of an Action in order, or its text
     pool.end(3)                             # what the episode is worth; then the process is free again
@@ -25,7 +25,6 @@ from typing import Any, Self
 from tpu_grpo.config.environment import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Ended, Failed, LoadedEnvironment, Reply
 from tpu_grpo.environments.forked import ForkedEnvironments
-from tpu_grpo.environments.loading import reset_columns
 from tpu_grpo.environments.requests import Act, End, Job, Request, Start, late
 from tpu_grpo.environments.shared import SharedEnvironments
 from tpu_grpo.environments.tally import Tally
@@ -39,6 +38,8 @@ START_SECONDS = 120.0
 _CLOSE_SECONDS = 5.0
 """A process has this time to close its environment after the episode."""
 _POLL_SECONDS = 0.5
+_PATIENCE_SECONDS = 1.0
+"""Who polls for a conversation that has no place gets one for it if nobody was asked anything for so long."""
 _FULL_SECONDS = 0.005
 """What does not fit into a socket is tried again after this time."""
 
@@ -82,7 +83,7 @@ class EnvironmentPool:
         self._numbers = itertools.count()
         self._deadlines: list[tuple[float, int]] = []
         self._tally = Tally()
-        self._opened_at = time.monotonic()
+        self._opened_at = self._active_at = time.monotonic()
         self._homes: dict[str, ForkedEnvironments | SharedEnvironments] = {}
         for name, environment in self._loaded.items():
             job = Job(environment, int(section.memory_gb * 2**30), keep)
@@ -103,14 +104,20 @@ class EnvironmentPool:
     # --- what is asked -----------------------------------------------------------------------------------------------
 
     def start(self, key: int, name: str, columns: Mapping[str, Any], seed: int) -> None:
-        """Begin a conversation with an environment of the config's table ("" for the only one), and call its reset.
+        """Begin a conversation with an environment, and call its reset.
+
+        Args:
+            key: the conversation's, by which it is asked.
+            name: the environment's in the config's table; "" for the only one.
+            columns: what ``reset`` gets, as far as it takes them.
+            seed: what random numbers of the process, and a parameter ``seed`` of ``reset``, come from.
 
         Raises:
             EpisodeError: if the environment could not be imported in its process.
         """
         assert key not in self._by_key, f"conversation {key} is not over"
         conversation = _Conversation(key, next(self._numbers), self._loaded[name], self._homes[name])
-        conversation.request = Start(reset_columns(self._loaded, columns), seed)
+        conversation.request = Start(columns, seed)
         self._by_key[key] = self._by_number[conversation.number] = conversation
         self._waiting.append(conversation)
         self._tally.begun()
@@ -126,8 +133,9 @@ class EnvironmentPool:
 
     def ready(self, key: int) -> bool:
         """Say whether ``take`` would not wait."""
-        self._pump(0.0)
-        return self._by_key[key].reply is not None
+        conversation = self._by_key[key]
+        self._pump(0.0, conversation, _PATIENCE_SECONDS)
+        return conversation.reply is not None
 
     def take(self, key: int) -> Reply:
         """Wait for what the environment answers to what it was last asked, and return it.
@@ -202,7 +210,7 @@ class EnvironmentPool:
             self._send(conversation)
 
     def _send(self, conversation: _Conversation) -> None:
-        conversation.asked_at = time.monotonic()
+        conversation.asked_at = self._active_at = time.monotonic()
         conversation.deadline = conversation.asked_at + self._timeout + conversation.home.grace
         heapq.heappush(self._deadlines, (conversation.deadline, conversation.number))
         assert conversation.request is not None
@@ -214,7 +222,8 @@ class EnvironmentPool:
         if isinstance(reply, Ended | Failed):
             conversation.is_placed = False
         if conversation.request is not None:
-            seconds = time.monotonic() - conversation.asked_at
+            self._active_at = time.monotonic()
+            seconds = self._active_at - conversation.asked_at
             self._tally.answered(conversation.loaded, conversation.request, reply, seconds)
             conversation.request, conversation.reply = None, reply
 
@@ -224,9 +233,9 @@ class EnvironmentPool:
         if conversation in self._waiting:
             self._waiting.remove(conversation)
 
-    def _pump(self, seconds: float, wanted: _Conversation | None = None) -> None:
+    def _pump(self, seconds: float, wanted: _Conversation | None = None, patience: float = 0.0) -> None:
         """Take in what comes within ``seconds``, send what waits, and keep the deadlines."""
-        self._place(wanted)
+        self._place(wanted, patience)
         if any(home.is_full for home in self._homes.values()):
             seconds = min(seconds, _FULL_SECONDS)
         elif self._deadlines:
@@ -237,7 +246,7 @@ class EnvironmentPool:
             home.flush()
         self._end_late()
 
-    def _place(self, wanted: _Conversation | None) -> None:
+    def _place(self, wanted: _Conversation | None, patience: float) -> None:
         """Start the conversations that wait, in their order, as long as there are places for them.
 
         The one that the caller waits for gets a place even if there is none when nobody else is at work: the others
@@ -247,7 +256,7 @@ class EnvironmentPool:
             return
         held = [c for c in self._by_key.values() if c.is_placed]
         forked = sum(isinstance(c.home, ForkedEnvironments) for c in held)
-        is_stuck = not any(c.request is not None for c in held)
+        is_stuck = time.monotonic() >= self._active_at + patience and not any(c.request for c in held)
         for conversation in [*self._waiting]:
             has_place = isinstance(conversation.home, SharedEnvironments) or forked < self._places
             if not has_place and not (conversation is wanted and is_stuck):
