@@ -3,8 +3,10 @@
 import contextlib
 import ctypes
 import os
+import pickle
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -66,10 +68,27 @@ def kills_its_parent() -> Any:
 
 
 def writes_into_connections() -> Any:
-    for descriptor in range(3, 20):
+    for descriptor in range(3, 200):
         with contextlib.suppress(OSError):
             os.write(descriptor, b"\xff" * 100)
     time.sleep(1000)
+
+
+def forges_an_answer() -> Any:
+    data = pickle.dumps("done")
+    for descriptor in range(3, 200):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, struct.pack("!i", len(data)) + data)
+    time.sleep(1000)
+
+
+class Later:
+    def __await__(self) -> Any:
+        yield
+
+
+def returns_an_awaitable() -> Any:
+    return Later()
 
 
 def fills_its_output() -> Any:

@@ -57,6 +57,8 @@ FAULTS = {
     ),
     ("closes_everything", "work"): ("died", "exited with code 0|closed its connection"),
     ("writes_into_connections", "work"): ("died", "wrote something of its own into its connection, and was ended"),
+    ("forges_an_answer", "work"): ("died", "wrote something of its own into its connection, and was ended"),
+    ("returns_an_awaitable", "work"): ("wrong", "must declare methods whose results have to be awaited with async def"),
     ("raises", "get_reward"): ("raised", "raised KeyError: 'nothing there' in get_reward"),
     ("not_a_number", "get_reward"): ("wrong", "must give a finite number or None, got float nan from get_reward"),
     ("gives_text", "get_reward"): ("wrong", "must give a finite number or None, got str '1' from get_reward"),

@@ -27,10 +27,12 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from tpu_grpo.environments.actions import Ended, Failed
+from tpu_grpo.environments.actions import Ended, Failed, Reply
 from tpu_grpo.environments.finding import find_environment
 from tpu_grpo.environments.playing import Playing
-from tpu_grpo.environments.requests import Exited, Finish, Fork, Job, Ready, SetupFailed
+from tpu_grpo.environments.requests import Exited, Finish, Fork, Job, Ready, Request, SetupFailed
+from tpu_grpo.environments.values import WrongError
+from tpu_grpo.episode import Failure
 from tpu_grpo.errors import EpisodeError
 from tpu_grpo.workers.inside import (
     adopt_orphans,
@@ -233,7 +235,7 @@ def _play(connection: Connection, job: Job, target: Any) -> None:
     playing = Playing(job, target)
     with contextlib.suppress(EOFError, OSError):  # nobody wants an answer any more
         while True:
-            reply = _now(playing.reply(connection.recv()))
+            reply = _reply(playing, connection.recv())
             if os.getpid() != process:
                 os._exit(0)  # the environment forked and both returned; the child has nothing to say
             connection.send(reply)
@@ -242,10 +244,22 @@ def _play(connection: Connection, job: Job, target: Any) -> None:
     _now(playing.close())
 
 
+def _reply(playing: Playing, request: Request) -> Reply:
+    try:
+        return _now(playing.reply(request))
+    except WrongError as error:
+        return Failed(Failure("wrong", str(error)))
+
+
 def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return what a coroutine returns that waits for nothing, as those of a class without async methods."""
+    """Return what a coroutine returns that waits for nothing, as those of a class without async methods.
+
+    Raises:
+        WrongError: for one that waits.
+    """
     try:
         coroutine.send(None)
     except StopIteration as done:
         return done.value
-    raise RuntimeError("a method that is not async must not return what has to be awaited; declare it with async def")
+    coroutine.close()
+    raise WrongError("must declare methods whose results have to be awaited with async def, got one without; add it")

@@ -17,7 +17,7 @@ from tpu_grpo.environments.actions import Reply
 from tpu_grpo.environments.fork_server import MOST_BYTES, PROGRAM
 from tpu_grpo.environments.requests import Exited, Finish, Fork, Job, Ready, Request, SetupFailed
 from tpu_grpo.errors import EpisodeError
-from tpu_grpo.workers.channel import BrokenChannelError, Channel
+from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError, Channel
 from tpu_grpo.workers.process import WorkerProcess
 
 LARGEST_REPLY = 2**26
@@ -182,6 +182,8 @@ class ForkedEnvironments:
             return
         try:
             for reply in server.channels[number].receive():
+                if not isinstance(reply, Reply):
+                    raise BrokenChannelError(FOREIGN)
                 self._listener.answered(number, reply)
         except BrokenChannelError as error:
             self._close(server, number)

@@ -17,6 +17,8 @@ from typing import Any
 
 _LENGTH = struct.Struct("!i")
 _READ_BYTES = 2**18
+FOREIGN = "wrote something of its own into its connection"
+"""What is said of an end that has written what is no message."""
 
 
 class BrokenChannelError(Exception):
@@ -98,7 +100,7 @@ class Channel:
             return None
         (length,) = _LENGTH.unpack_from(self._coming)
         if not 0 <= length <= self._largest:
-            raise BrokenChannelError("wrote something of its own into its connection")
+            raise BrokenChannelError(FOREIGN)
         if len(self._coming) < _LENGTH.size + length:
             return None
         data = bytes(self._coming[_LENGTH.size : _LENGTH.size + length])
@@ -106,4 +108,4 @@ class Channel:
         try:
             return (pickle.loads(data),)
         except (pickle.UnpicklingError, AttributeError, EOFError, ImportError, IndexError, ValueError) as error:
-            raise BrokenChannelError("wrote something of its own into its connection") from error
+            raise BrokenChannelError(FOREIGN) from error
