@@ -83,8 +83,14 @@ def test_an_adapter_that_is_named(load):
     with pytest.raises(EpisodeError, match="legal_moves is a tool"):
         load(source)
     assert load(source, adapter="gym").takes == "texts"
-    with pytest.raises(EpisodeError, match="must be one of tunix, openenv, skyrl, gym, got 'jim'"):
+    with pytest.raises(EpisodeError, match="must be one of tunix, openenv, skyrl, gym, tools, got 'jim'"):
         load(source, adapter="jim")
+
+
+def test_a_tool_may_be_called_step(load):
+    source = f"class E:\n{RESET}{TOOL.replace('def add', 'def step')}"
+    assert load(source).takes == "texts"
+    assert [tool["function"]["name"] for tool in load(source, adapter="tools").tools] == ["step"]
 
 
 @pytest.mark.parametrize(

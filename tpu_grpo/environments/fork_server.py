@@ -63,6 +63,11 @@ class _Child:
 
 def main() -> None:
     """Serve on the socket whose descriptor is the first argument; the second is the lifeline's."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):  # the main process wants no more
+        _serve()
+
+
+def _serve() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     lifeline = int(sys.argv[2])
     end_with_parent(lifeline)
@@ -76,13 +81,14 @@ def main() -> None:
         return
     adopt_orphans()
     warnings.filterwarnings("ignore", r"os\.fork\(\) was called")  # jax says so, whose threads are not started here
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the main process is gone, or wants no more
-        _ForkServer(control, lifeline, job, target).serve()
+    _ForkServer(control, lifeline, job, target).serve()
 
 
 def _received_job(control: socket.socket) -> Job:
-    _, (descriptor,), _, _ = socket.recv_fds(control, MOST_BYTES, 1)
-    with open(descriptor, "rb") as file:
+    _, descriptors, _, _ = socket.recv_fds(control, MOST_BYTES, 1)
+    if not descriptors:
+        raise EOFError
+    with open(descriptors[0], "rb") as file:
         file.seek(0)
         return pickle.load(file)
 

@@ -25,6 +25,7 @@ LARGEST_REPLY = 2**26
 SETTINGS = {"PYTHONHASHSEED": "0"}
 """Sets of texts have the same order in every process, and so on every host and after a restart."""
 _DYING_SECONDS = 1.0
+_TIDY_SECONDS = 2.0
 
 
 class Listener(Protocol):
@@ -168,7 +169,8 @@ class ForkedEnvironments:
             self._close(server, number)
         self._selector.unregister(server.control)
         server.control.close()
-        server.process.wait(2.0)  # it ends its conversations' processes
+        if server.is_ready:
+            server.process.wait(_TIDY_SECONDS)  # it ends its conversations' processes
         return server.process.kill()
 
     def _close(self, server: _Server, number: int) -> None:

@@ -11,6 +11,7 @@ What is not done in ``seconds`` is cancelled, and late. The main process ends th
 """
 
 import asyncio
+import contextlib
 import os
 import sys
 import traceback
@@ -35,6 +36,11 @@ _TIDY_SECONDS = 5.0
 
 def main() -> None:
     """Serve on the socket whose descriptor is the first argument; the second is the lifeline's."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):  # the main process wants no more
+        _serve()
+
+
+def _serve() -> None:
     end_with_parent(int(sys.argv[2]))
     end = socket(fileno=int(sys.argv[1]))
     connection = Connection(os.dup(end.fileno()))

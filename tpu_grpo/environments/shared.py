@@ -122,7 +122,10 @@ class SharedEnvironments:
         self._loops.remove(loop)
         self._selector.unregister(loop.channel)
         loop.channel.close()
-        self._leaving.append(loop.process)
+        if loop.is_ready:
+            self._leaving.append(loop.process)
+        else:
+            loop.process.kill()
 
     def _end(self, loop: _Loop) -> str:
         """End a process, and see to it that there is another."""

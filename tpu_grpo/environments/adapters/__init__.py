@@ -15,6 +15,8 @@ from tpu_grpo.environments.adapters.tunix import TunixAdapter
 from tpu_grpo.errors import EpisodeError
 
 OPTION = "adapter"
+TOOLS = "tools"
+"""The value of the option for a class that is one of tools, though one of them is called ``step``."""
 ADAPTERS: Mapping[str, type[Adapter]] = MappingProxyType(
     {"tunix": TunixAdapter, "openenv": OpenenvAdapter, "skyrl": SkyrlAdapter, "gym": GymAdapter}
 )
@@ -26,12 +28,12 @@ def adapter_for(target: Any, options: Mapping[str, Any]) -> type[Adapter] | None
     Raises:
         EpisodeError: for an option ``adapter`` that names none.
     """
-    if OPTION in options:
-        if options[OPTION] not in ADAPTERS:
+    if (named := options.get(OPTION)) is not None:
+        if named not in (*ADAPTERS, TOOLS):
             raise EpisodeError(
-                f"the environment's option adapter must be one of {', '.join(ADAPTERS)}, got {options[OPTION]!r}"
+                f"the environment's option adapter must be one of {', '.join(ADAPTERS)}, {TOOLS}, got {named!r}"
             )
-        return ADAPTERS[options[OPTION]]
+        return ADAPTERS.get(named)
     return next((adapter for adapter in ADAPTERS.values() if adapter.fits(target)), None)
 
 
