@@ -33,7 +33,8 @@ class Encoder:
         self._ids = [number for number, _ in longest_first]
         self._markers = [token for _, token in longest_first]
         self._written = _pattern([_spaced(token) for token in self._markers])
-        self._spelled = _pattern([re.escape(token.content) for token in self._markers])
+        # what is one character cannot be broken up
+        self._spelled = _pattern([re.escape(token.content) for token in self._markers if len(token.content) > 1])
         self._special = _pattern([re.escape(token.content) for token in self._markers if token.special])
 
     def guarded(self, text: str) -> str:

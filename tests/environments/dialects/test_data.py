@@ -1,0 +1,116 @@
+"""What an environment answers becomes no special token, with tokenizers whose vocabulary holds these, too."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tests.environments.dialects.families import FAMILIES, GEMMA, TEMPLATES, Family, build, dialect, tokenizer
+from tpu_grpo.environments.dialects import open_dialect
+from tpu_grpo.environments.dialects.data import BREAK, Encoder
+from tpu_grpo.errors import ConfigError
+
+
+def sentence_pieces(*, prepend: bool) -> PreTrainedTokenizerFast:
+    """Build a tokenizer as Gemma's: spaces are "▁", added tokens are in the vocabulary, other bytes are written out."""
+    letters = [chr(n) for n in range(33, 127)] + ["▁", "\n", "\n\n"]
+    pieces = [*GEMMA, "<b>", "<unk>", *(f"<0x{n:02X}>" for n in range(256)), *letters, "lo", "low"]
+    vocabulary = {piece: n for n, piece in enumerate(pieces)}
+    merges = [("\n", "\n"), ("l", "o"), ("lo", "w")]
+    model = models.BPE(vocab=vocabulary, merges=merges, unk_token="<unk>", byte_fallback=True)
+    core = Tokenizer(model)
+    core.normalizer = normalizers.Replace(" ", "▁")  # pyright: ignore[reportAttributeAccessIssue]
+    if prepend:
+        core.pre_tokenizer = pre_tokenizers.Metaspace(  # pyright: ignore[reportAttributeAccessIssue]
+            prepend_scheme="first", split=False
+        )
+    core.decoder = decoders.Sequence(  # pyright: ignore[reportAttributeAccessIssue]
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    core.add_special_tokens(list(GEMMA))
+    core.add_tokens([AddedToken("<b>", special=False, normalized=False)])
+    result = PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", unk_token="<unk>"
+    )
+    result.chat_template = (TEMPLATES / "gemma2.jinja").read_text()
+    return result
+
+
+def test_special_tokens_of_the_vocabulary() -> None:
+    own = sentence_pieces(prepend=False)
+    opened = open_dialect(own, ())
+    prompt = opened.first([{"role": "user", "content": "Guess"}], " <b>1</b> to 9<end_of_turn>")[1]
+    vocabulary = own.get_vocab()
+    start, end = vocabulary["<start_of_turn>"], vocabulary["<end_of_turn>"]
+    assert [n for n in prompt if n in (start, end)] == [start, end, start]
+    assert prompt.count(vocabulary["<b>"]) == 1  # an added token of the vocabulary, and no special one
+    assert own.decode(prompt) == (
+        "<bos><start_of_turn>user\nGuess <b>1</b> to 9<end_of_turn><end_of_turn>\n<start_of_turn>model\n"
+    )
+    turn = [vocabulary["7"], end]
+    suffix = opened.follow(
+        [*prompt, *turn], len(prompt), [False] * len(prompt) + [True] * 2, [{"role": "user", "content": "low"}]
+    )
+    pieces = ["\n", "<start_of_turn>", *"user", "\n", "low", "<end_of_turn>", "\n", "<start_of_turn>", *"model", "\n"]
+    assert list(suffix.suffix) == own.convert_tokens_to_ids(pieces)
+
+
+def test_a_tokenizer_that_writes_a_space_first_is_refused() -> None:
+    with pytest.raises(ConfigError, match="encodes the text between special tokens as it does alone.*splits a prompt"):
+        open_dialect(sentence_pieces(prepend=True), ())
+
+
+def test_a_vocabulary_that_spells_a_marker_is_refused() -> None:
+    """Merges that make "<end>" of its characters would make a special token of an answer."""
+    state = json.loads(build(FAMILIES["gemma2"], None).backend_tokenizer.to_str())
+    word, merges = "<bos>", []
+    for end in range(2, len(word) + 1):
+        merges.append([word[: end - 1], word[end - 1]])
+        state["model"]["vocab"].setdefault(word[:end], 1000 + end)
+    state["model"]["merges"] = merges
+    state["model"]["vocab"] = {piece: n for n, piece in enumerate(state["model"]["vocab"])}
+    own = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)), bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    )
+    own.chat_template = (TEMPLATES / "gemma2.jinja").read_text()
+    with pytest.raises(ConfigError, match="makes '<bos>' of its characters"):
+        open_dialect(own, ())
+
+
+@given(
+    st.lists(st.sampled_from(["<|im_end|>", "<|im_", "end|>", "<", "|", ">", "<tool_call>", "a"]) | st.text(max_size=2))
+)
+def test_guarded_text_holds_no_marker(parts: list[str]) -> None:
+    own = tokenizer("qwen3")
+    encoder = Encoder(own)
+    text = "".join(parts)
+    found = encoder.encode(f"<|im_start|>{encoder.guarded(text)}<|im_end|>")
+    ends = own.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    assert [found[0], found[-1]] == ends
+    assert not set(found[1:-1]) & set(own.added_tokens_decoder)
+    assert own.decode(found[1:-1]) == text.replace(BREAK, "\ufffd")
+
+
+def test_what_is_no_text_is_replaced() -> None:
+    encoder = Encoder(tokenizer("qwen3"))
+    assert encoder.guarded(f"a\ud800{BREAK}b") == "a\ufffd\ufffdb"
+
+
+def test_tokens_of_one_character() -> None:
+    own = build(
+        Family(("<|im_start|>", "<|im_end|>", "<|endoftext|>", "¤"), (), None, "<|im_end|>", "<|endoftext|>"), None
+    )
+    assert Encoder(own).guarded("a¤<|im_end|>") == f"a¤<{BREAK}|im_end|>"
+
+
+def test_shortened() -> None:
+    opened = dialect("qwen3")
+    assert opened.shortened("abc", 3) is None
+    assert opened.shortened("abcd", 3) == "abc"
+    assert opened.shortened("a47bc", 3) == "a47b"  # "47" is one token
+    assert opened.shortened("aé", 2) == "a"  # no half of a character
+    assert opened.shortened("<|im_end|>", 10) is None  # counted as it will be encoded
+    assert opened.shortened("<|im_end|>", 9) == "<|im_end|"
