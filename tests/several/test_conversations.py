@@ -1,0 +1,69 @@
+"""Conversations on 1, 2 and 4 processes, with environments that answer after random delays: the same tokens."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.several.runs import outcome, run_hosts, settings
+from tests.talking import SIZES, write_talking_files
+
+pytestmark = [pytest.mark.several_hosts, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_talking_files(tmp_path_factory.mktemp("talking"))
+
+
+def tree(run_dir: Path, **sections: Any) -> dict[str, Any]:
+    return settings(run_dir, **{"run": {"dir": str(run_dir), "max_steps": 3, "seed": 5}, **SIZES, **sections})
+
+
+def steps(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def alone(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run of one process with four replicas."""
+    run_dir = tmp_path_factory.mktemp("alone") / "run"
+    ended = run_hosts(1, 4, talking, tree(run_dir))
+    assert ended.code == 0, ended.errors
+    return run_dir
+
+
+@pytest.mark.parametrize(("hosts", "devices"), [(2, 2), (4, 1)])
+def test_replicas_within_hosts_say_what_those_of_one_process_do(
+    talking: Path, alone: Path, tmp_path: Path, hosts: int, devices: int
+) -> None:
+    run_dir = tmp_path / "run"
+    ended = run_hosts(hosts, devices, talking, tree(run_dir))
+    assert ended.code == 0, ended.errors
+    assert outcome(run_dir) == outcome(alone)
+    for line, other in zip(steps(run_dir), steps(alone), strict=True):
+        assert line["episodes/turns_mean"] == other["episodes/turns_mean"] > 2
+        assert line["rewards/mean"] == other["rewards/mean"]
+        assert line["agreement/logprob_abs_diff_max"] <= 1e-4
+        assert line["agreement/logprob_abs_diff_mean"] <= 1e-5
+
+
+def test_a_replica_over_hosts_says_the_same(talking: Path, tmp_path: Path) -> None:
+    """Each host has the environments of some rows, and brings their next turns to the other."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    for hosts, run_dir in ((1, one), (2, two)):
+        ended = run_hosts(hosts, 4 // hosts, talking, tree(run_dir, meshes={"sampler": {"tensor": 4}}))
+        assert ended.code == 0, ended.errors
+    assert outcome(one)[0] == outcome(two)[0]
+
+
+def test_killed_and_continued_is_as_undisturbed(talking: Path, alone: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    saved = tree(run_dir, checkpoint={"every": 1})
+    killed = run_hosts(2, 2, talking, saved, fault="lost:SIGKILL,rollout of step 3", grace=25)
+    assert "LockstepError: lost host 1: " in killed.of_host(0), killed.errors
+    ended = run_hosts(2, 2, talking, saved)
+    assert ended.code == 0, ended.errors
+    assert "continuing after step 2" in ended.out
+    assert outcome(run_dir) == outcome(alone)

@@ -1,0 +1,71 @@
+"""A random model that ends its turns after a few tokens, and environments for it, for tests of whole runs."""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file, save_file
+
+from tests.models.random_checkpoint import edit_config, write_random
+from tpu_grpo.models.tokenizers import build_tool_tokenizer
+
+ENVIRONMENT = '''
+import hashlib
+import json
+import random
+import time
+
+
+def slowly():
+    """Answer after a delay that nothing can know, also not the seed."""
+    time.sleep(random.SystemRandom().uniform(0.0, 0.06))
+
+
+def number(text):
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8", "backslashreplace")).digest()[:2], "big")
+
+
+class Echo:
+    """Answers every turn with a number made of it and of what was said before; over after up to eight turns."""
+
+    def __init__(self, turns=8):
+        self.most = turns
+
+    def reset(self, question, **columns):
+        slowly()
+        self.said = [question]
+        return f"{random.randint(0, 9)}?"
+
+    def step(self, action):
+        slowly()
+        self.said.append(action)
+        value = number(json.dumps(self.said))
+        done = len(self.said) > self.most or value % 13 == 0
+        return str(value % 1000), value / 65536, done, {}
+'''
+SIZES = {
+    "data": {"path": "data.jsonl", "prompts_per_step": 4, "max_prompt_tokens": 24},
+    "rollout": {"max_new_tokens": 72, "prefill_tokens": 64, "batch_paddings": [16], "max_running_requests": 16},
+    "environment": {"name": "echo.py:Echo", "max_turns": 8, "max_turn_tokens": 10},
+    "rewards": [{"name": "environment"}],
+}
+"""Settings of runs with these, beside those of tests/several/runs.py."""
+
+
+def write_talking_files(directory: Path) -> Path:
+    """Write model, data and environment; the model ends a turn at about every third token."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer = build_tool_tokenizer()
+    model = write_random("qwen3", directory / "model", vocab=len(tokenizer), kv_heads=4, scale=0.3)
+    tokenizer.save_pretrained(str(model))
+    end: Any = tokenizer.eos_token_id
+    edit_config(model, eos_token_id=end, pad_token_id=tokenizer.pad_token_id)
+    [path] = model.glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][end] *= 5.0  # its logit has five times the spread of the others
+    if "lm_head.weight" in tensors:
+        tensors["lm_head.weight"][end] *= 5.0
+    save_file(tensors, path, metadata={"format": "pt"})
+    (directory / "echo.py").write_text(ENVIRONMENT)
+    lines = [f'{{"question": "{n}+1=", "answer": "{n + 1}"}}\n' for n in range(8)]
+    (directory / "data.jsonl").write_text("".join(lines))
+    return directory
