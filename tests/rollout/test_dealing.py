@@ -51,6 +51,9 @@ def test_groups_are_ordered_by_what_is_expected_of_a_completion() -> None:
     assert [(group.members, group.tokens) for group in groups] == [((2,), 30), ((1, 3, 5), 60), ((0,), 10), ((4,), 10)]
     assert [group.members for group in make_groups(asked, [9] * 6)] == [(0,), (1, 3, 5), (2,), (4,)]
     assert len(make_groups(asked, [9] * 6, share=False)) == 6
+    asked = requests([(5, 1), (5,), (5, 1)], group=2)  # in conversations prompts that are equal have other environments
+    assert [group.members for group in make_groups(asked, [9] * 6)] == [(0, 1, 4, 5), (2, 3)]
+    assert [group.members for group in make_groups(asked, [9] * 6, converse=True)] == [(0, 1), (2, 3), (4, 5)]
 
 
 def test_points_come_often_enough_for_the_longest_answer() -> None:

@@ -213,8 +213,12 @@ class RecordingEngine:
     def check(self, asked: Sequence[Request]) -> None:
         del asked
 
-    def begin(self, asked: Sequence[Request], expected: Sequence[int], finished: Any) -> Any:
+    def limits(self, asked: Sequence[Request], expected: Sequence[int]) -> None:
+        del asked, expected
+
+    def begin(self, asked: Sequence[Request], expected: Sequence[int], finished: Any, waves: Any) -> Any:
         del asked, expected, finished
+        assert waves is None
         return RecordingGeneration(self._name, self._log, self._slow)
 
 
@@ -235,7 +239,12 @@ class RecordingGeneration:
         self._slow -= waits
         return not waits
 
-    def advance(self, until: int | None) -> bool:
+    @property
+    def computing(self) -> bool:
+        return True
+
+    def advance(self, until: int | None, *, wait: bool = True) -> bool:
+        del wait  # for environments
         assert until is None, "all requests fit at once, so that nothing is dealt later"
         step = self._steps.pop(0)
         self._log.append(f"{self._name} {step}")

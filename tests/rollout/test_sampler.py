@@ -13,6 +13,7 @@ from tpu_grpo.config.loading import parse_config
 from tpu_grpo.errors import NonFiniteError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
+from tpu_grpo.rollout.broken import impossible
 from tpu_grpo.rollout.generation import Finished
 from tpu_grpo.rollout.sampler import Sampler
 from tpu_grpo.run.failures import FailureFiles
@@ -27,7 +28,9 @@ PROMPTS = (Prompt("x", (1,)), Prompt("y", (2,)), Prompt("z", (3,)))
 
 
 class ScriptedEngine:
-    """Answers row n with the letter n, and tells of these rows in this order."""
+    """Answers row n with the letter n, and tells of these rows in this order, or fails if it is told to."""
+
+    fails = False
 
     def __init__(self, tells: Sequence[int]):
         self.figures: Mapping[str, float] = {}
@@ -37,10 +40,16 @@ class ScriptedEngine:
     def forget_prefixes(self) -> None: ...
 
     def generate(
-        self, requests: Sequence[Request], finished: Finished | None = None, known: Sequence[float | None] | None = None
+        self,
+        requests: Sequence[Request],
+        finished: Finished | None = None,
+        known: Sequence[float | None] | None = None,
+        conversations: Any = None,
     ) -> list[Completion]:
         assert finished is not None
-        self.known = known
+        self.known, self.given, self.requests = known, conversations, requests
+        if self.fails:
+            raise RuntimeError("no more")
         for row in self._tells:
             finished(row, letter(row))
         self.told = [0 if row in self._tells else 1 for row in range(len(requests))]
@@ -92,6 +101,50 @@ def test_answers_are_passed_on_by_mode() -> None:
     assert sampler.answer(PROMPTS, modes)[0].texts == greedy.texts  # whoever wants to hear nothing passes nothing
 
 
+class OpenedConversations:
+    """Notes of whom it was opened for, and whether it is closed; nobody asks it for a turn."""
+
+    def __init__(self) -> None:
+        self.opened: list[tuple[Sequence[Prompt], Sequence[Request]]] = []
+        self.closed = 0
+
+    def __call__(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> Any:
+        self.opened.append((prompts, requests))
+        return self
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def test_conversations_are_opened_for_the_rows_of_a_batch_and_closed_after_it() -> None:
+    """Each row's prompt stands beside its request; modes of an evaluation have their own settings."""
+    tokenizer: Any = CountingTokenizer()
+    engine, opened = ScriptedEngine([]), OpenedConversations()
+    sampler = Sampler(engine, tokenizer, parse_config({"algorithm": {"group_size": 2}}), opened)
+    sampler.rollout(PromptBatch(1, PROMPTS))
+    prompts, rows = opened.opened[0]
+    assert [prompt.text for prompt in prompts] == list("xxyyzz")
+    assert (engine.given, rows) == (opened, engine.requests)
+    assert [request.token_ids for request in rows] == [prompt.token_ids for prompt in prompts]
+    assert opened.closed == 1
+    sampler.answer(PROMPTS, [AnswerMode(0.0), AnswerMode(0.5, samples=2)])
+    prompts, rows = opened.opened[1]
+    assert [prompt.text for prompt in prompts] == list("xyzxxyyzz")
+    assert [request.sampling.temperature for request in rows] == [0.0] * 3 + [0.5] * 6
+    assert (engine.given, opened.closed) == (opened, 2)
+    engine.fails = True
+    with pytest.raises(RuntimeError, match="no more"):
+        sampler.rollout(PromptBatch(2, PROMPTS))
+    assert opened.closed == 3
+
+
+def test_only_sampled_tokens_have_log_probabilities_that_can_be_impossible() -> None:
+    logprobs = np.array([-0.5, np.nan, 0.25], np.float32)
+    completion = Completion(np.array([65, 66, 67]), logprobs, "stop", 0)
+    assert impossible(completion).tolist() == [False, True, True]
+    assert impossible(replace(completion, sampled=np.array([True, False, True]))).tolist() == [False, False, True]
+
+
 class BrokenEngine(ScriptedEngine):
     """Answers with two tokens, and gives the last of rows 3 and 5 a log-probability that cannot be."""
 
@@ -100,7 +153,11 @@ class BrokenEngine(ScriptedEngine):
         self._value = value
 
     def generate(
-        self, requests: Sequence[Request], finished: Finished | None = None, known: Sequence[float | None] | None = None
+        self,
+        requests: Sequence[Request],
+        finished: Finished | None = None,
+        known: Sequence[float | None] | None = None,
+        conversations: Any = None,
     ) -> list[Completion]:
         self.told = [0] * len(requests)
         return [

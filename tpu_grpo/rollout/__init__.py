@@ -6,8 +6,11 @@ replicas.py          holds all engines of the run: it has requests served by the
 serving.py           a batch of requests on all replicas: dealt, advanced from one agreed point to the next, dealt again
 dealing.py           which replica serves which group, and in which order
 engine.py            one engine: build it, install weights, generate, release
-options.py           the sizes and settings of an engine
+options.py           the sizes and settings of an engine;  server_args.py: what sglang-jax is told of them
 generation.py        a batch of requests while an engine serves it;  streaming.py: told of after every launch
+advancing.py         several engines of one process, none of which waits for another
+conversing.py        what the engine asks whoever holds the environments of conversations
+waves.py             rows that are out while their environments work, and when they come back
 scheduler.py         sglang-jax's scheduler, stepped on the calling thread; quiet_scheduler.py: without its server
 decode_loop.py       several decode steps in one launch;  reservation.py: their cache slots
 decisions.py         what an engine decided and sampled, as a digest

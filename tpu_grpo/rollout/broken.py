@@ -59,5 +59,6 @@ KeepBroken = Callable[[BrokenRollout], Path]
 
 
 def impossible(completion: Completion) -> Bool[np.ndarray, " T"]:
-    """Say which tokens have a log-probability that is not finite, or above 0."""
-    return ~(np.isfinite(completion.logprobs) & (completion.logprobs <= 0.0))
+    """Say which sampled tokens have a log-probability that is not finite, or above 0."""
+    bad_T = ~(np.isfinite(completion.logprobs) & (completion.logprobs <= 0.0))
+    return bad_T if completion.sampled is None else bad_T & completion.sampled

@@ -66,24 +66,33 @@ def expected_tokens(requests: Sequence[Request], known: Sequence[float | None] |
     return [max(1, round(mean if value is None else value)) for value in known]
 
 
-def places_for(requests: Sequence[Request], expected: Sequence[int], options: EngineOptions) -> int:
-    """Return how many of these requests an engine can run at once, about: what its cache holds if all are average."""
+def rows_kept(requests: Sequence[Request], expected: Sequence[int], options: EngineOptions) -> int:
+    """Return how many of these requests a cache can hold at once, about: if all are average."""
     needed = sum(
         options.tokens_of_request(len(request.token_ids) + tokens)
         for request, tokens in zip(requests, expected, strict=True)
     )
-    return max(1, min(options.max_running_requests, options.cache_tokens * len(requests) // max(1, needed)))
+    return max(1, options.cache_tokens * len(requests) // max(1, needed))
 
 
-def make_groups(requests: Sequence[Request], expected: Sequence[int], *, share: bool = True) -> list[Group]:
+def places_for(requests: Sequence[Request], expected: Sequence[int], options: EngineOptions) -> int:
+    """Return how many of these requests an engine can run at once, about: what its cache holds if all are average."""
+    return min(options.max_running_requests, rows_kept(requests, expected, options))
+
+
+def make_groups(
+    requests: Sequence[Request], expected: Sequence[int], *, share: bool = True, converse: bool = False
+) -> list[Group]:
     """Group requests with the same prompt token ids, longest expected answers first.
 
     Groups of which the same is expected are in the order of their first requests. With ``share=False``, which is for
-    an engine without a prefix cache, every request is a group of its own.
+    an engine without a prefix cache, every request is a group of its own. With ``converse`` requests of different
+    prompts are in different groups even if their token ids are equal: it is their environments that differ.
     """
     members: dict[tuple[int, ...], list[int]] = {}
     for index, request in enumerate(requests):
-        members.setdefault(request.token_ids if share else (index,), []).append(index)
+        apart = (request.key.prompt,) if converse else ()
+        members.setdefault((*request.token_ids, *apart) if share else (index,), []).append(index)
     groups = [
         Group(number, tuple(group), sum(expected[index] for index in group))
         for number, group in enumerate(members.values())

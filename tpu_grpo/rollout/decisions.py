@@ -1,6 +1,7 @@
 """What an engine decided and sampled, as one digest that hosts compare."""
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
@@ -10,7 +11,7 @@ from tpu_grpo.rollout.reservation import Reservation
 
 
 class DecisionLog:
-    """Every launch so far: which requests ran, in which cache slots, and which tokens were sampled."""
+    """Every request and launch so far: the prompts, which requests ran, in which cache slots, and what was sampled."""
 
     def __init__(self) -> None:
         self._log = hashlib.sha256()
@@ -19,6 +20,10 @@ class DecisionLog:
     def digest(self) -> str:
         """The sha256 of the log."""
         return self._log.hexdigest()
+
+    def submitted(self, token_ids: Sequence[int]) -> None:
+        """Note the prompt of a request: in a conversation it holds what an environment answered."""
+        self._log.update(np.asarray(token_ids, np.int32).tobytes())
 
     def launched(self, batch: ScheduleBatch, reservation: Reservation | None) -> None:
         """Note a launch of a batch; one of decode steps has a reservation."""

@@ -18,12 +18,12 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
-from sgl_jax.srt.server_args import ServerArgs
 
 from tpu_grpo.config import PROMPT_MARGIN_TOKENS
 from tpu_grpo.errors import RequestError
 from tpu_grpo.rollout import repairs
-from tpu_grpo.rollout.dealing import expected_tokens, make_groups, places_for
+from tpu_grpo.rollout.conversing import Conversations
+from tpu_grpo.rollout.dealing import expected_tokens, make_groups, places_for, rows_kept
 from tpu_grpo.rollout.experts import check_tokens
 from tpu_grpo.rollout.flash_attention import check_pages
 from tpu_grpo.rollout.generation import Finished, Generation
@@ -31,13 +31,13 @@ from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.routed_experts import ExpertLayout
 from tpu_grpo.rollout.runner import Runner, RunnerSettings
 from tpu_grpo.rollout.scheduler import SteppedScheduler
+from tpu_grpo.rollout.server_args import CONTEXT_MARGIN_TOKENS, server_args
 from tpu_grpo.rollout.use import EngineUse
+from tpu_grpo.rollout.waves import Limits, Waves
 from tpu_grpo.types import Completion, Request
 
 AXES = ("data", "tensor")
 """The mesh axes that sglang-jax's models use."""
-CONTEXT_MARGIN_TOKENS = 8
-"""sglang-jax refuses prompts within six tokens of its context length."""
 
 
 class Engine:
@@ -81,7 +81,7 @@ class Engine:
             filtered=options.filtered,
         )
         build_runner = functools.partial(Runner, settings)
-        return cls(SteppedScheduler(_server_args(checkpoint, mesh, options), mesh, build_runner), options)
+        return cls(SteppedScheduler(server_args(checkpoint, mesh, options), mesh, build_runner), options)
 
     @property
     def checkpoint(self) -> Path:
@@ -173,12 +173,18 @@ class Engine:
         """Lower the program of decode steps of ``size`` rows or a prefill of ``size`` tokens; it needs no weights."""
         return self._scheduler.runner.lower(ForwardMode.DECODE if mode == "decode" else ForwardMode.EXTEND, size)
 
-    def generate(self, requests: Sequence[Request], finished: Finished | None = None) -> list[Completion]:
+    def generate(
+        self,
+        requests: Sequence[Request],
+        finished: Finished | None = None,
+        conversations: Conversations | None = None,
+    ) -> list[Completion]:
         """Sample a completion for every request.
 
         Args:
             requests: what to sample.
             finished: is called with the index and the completion of each request as it ends.
+            conversations: those of the requests, if their answers are conversations.
 
         Returns:
             The completions in the order of ``requests``.
@@ -188,15 +194,20 @@ class Engine:
         """
         self.check(requests)
         expected = expected_tokens(requests)
-        generation, before = self.begin(requests, expected, finished), self.use
-        generation.hold(make_groups(requests, expected))
+        waves = None if conversations is None else Waves(conversations, self.limits(requests, expected))
+        generation, before = self.begin(requests, expected, finished, waves), self.use
+        generation.hold(make_groups(requests, expected, converse=conversations is not None))
         while generation.advance():
             pass
         self.figures = (self.use - before).figures
         return [generation.completions[index] for index in range(len(requests))]
 
     def begin(
-        self, requests: Sequence[Request], expected: Sequence[int], finished: Finished | None = None
+        self,
+        requests: Sequence[Request],
+        expected: Sequence[int],
+        finished: Finished | None = None,
+        waves: Waves | None = None,
     ) -> Generation:
         """Start a generation of those of the requests that its ``hold`` is given; the caller advances it by launches.
 
@@ -204,6 +215,7 @@ class Engine:
             requests: what ``check`` has passed.
             expected: tokens that are expected of each of them.
             finished: is called with the index and the completion of each request as it ends.
+            waves: brings their turns, if their answers are conversations.
         """
         assert self.has_weights, "install_weights comes before a generation"
         options = self.options
@@ -215,7 +227,12 @@ class Engine:
             places=places_for(requests, expected, options),
             finished=finished,
             share=options.prefix_cache,
+            waves=waves,
         )
+
+    def limits(self, requests: Sequence[Request], expected: Sequence[int]) -> Limits:
+        """Return what conversations may do that begin with these requests."""
+        return Limits(self.options.tool_steps, rows_kept(requests, expected, self.options), self._check)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise RequestError if the engine can never serve one of these requests."""
@@ -263,30 +280,3 @@ def engine_mesh(devices: Sequence[Any], engines: int = 1) -> Mesh:
     several engines are listed engine by engine.
     """
     return Mesh(np.asarray(devices).reshape(engines, -1), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
-
-
-def _server_args(checkpoint: Path, mesh: Mesh, options: EngineOptions) -> ServerArgs:
-    shapes = options.shapes
-    return ServerArgs(
-        model_path=str(checkpoint),
-        device=jax.default_backend(),
-        dtype=options.dtype,
-        tp_size=mesh.size,
-        nnodes=1,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        disable_overlap_schedule=True,
-        disable_precompile=True,
-        disable_radix_cache=not options.prefix_cache,
-        schedule_policy="fcfs",
-        random_seed=0,
-        context_length=options.context_tokens + CONTEXT_MARGIN_TOKENS,
-        page_size=options.page_size,
-        max_total_tokens=options.cache_tokens,
-        max_running_requests=options.max_running_requests,
-        max_prefill_tokens=shapes.prefill[-1],
-        chunked_prefill_size=shapes.prefill[-1],
-        mem_fraction_static=0.5,
-        attention_backend="native",
-        log_level="warning",
-    )

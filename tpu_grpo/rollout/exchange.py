@@ -8,9 +8,12 @@ Arrays have the same shape on every host and at every step, so that nothing is c
 pieces of an even share, of which a host that served more than others sends several.
 """
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+import numpy as np
 
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.rollout.packing import pack, pack_experts, unpack, unpack_experts
@@ -18,7 +21,9 @@ from tpu_grpo.rollout.routed_experts import ExpertLayout
 from tpu_grpo.types import Completion, Request
 
 PIECE_BYTES = 64 * 2**20
-"""Experts go in pieces of at most about this size over all hosts, because every device holds a piece whole."""
+"""Experts and conversations go in pieces of at most about this size over all hosts, as every device holds a piece."""
+FEWEST_BYTES = 2**16
+"""A host sends at least so many bytes of its conversations; from there on powers of 2, so that few are compiled."""
 
 
 @dataclass(frozen=True)
@@ -89,3 +94,27 @@ class Exchange:
 
     def _mine(self, own: Mapping[int, Completion]) -> list[Completion]:
         return [own[index] for index in self._sent[self.hosts.index]]
+
+
+def exchange_conversations(own: Mapping[int, Completion], count: int, hosts: Hosts) -> list[Completion]:
+    """Gather ``count`` completions with all that they hold, in the order of the requests; each is on one host."""
+    if hosts.count == 1:
+        return [own[index] for index in range(count)]
+    data = pickle.dumps(sorted(own.items()))
+    sizes = [int(size) for size in hosts.gather("how large conversations are", str(len(data)).encode())]
+    piece, buffers = _piece_bytes(max(sizes), hosts.count), [bytearray() for _ in sizes]
+    for start in range(0, max(sizes), piece):
+        part = data[start : start + piece].ljust(piece, b"\0")
+        tables = hosts.gather_array("conversations", np.frombuffer(part, np.int32))  # which no device pads
+        for buffer, table in zip(buffers, tables, strict=True):
+            buffer += table.tobytes()
+    found: dict[int, Completion] = {}
+    for buffer, size in zip(buffers, sizes, strict=True):
+        found |= pickle.loads(memoryview(buffer)[:size])
+    return [found[index] for index in range(count)]
+
+
+def _piece_bytes(largest: int, hosts: int) -> int:
+    """Return a power of 2: what one host sends at a time, so that all of them together send PIECE_BYTES at most."""
+    most = 2 ** ((PIECE_BYTES // hosts).bit_length() - 1)
+    return max(FEWEST_BYTES, min(most, 2 ** max(0, largest - 1).bit_length()))

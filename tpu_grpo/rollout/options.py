@@ -39,6 +39,8 @@ class EngineOptions:
     """What the KV cache keeps its numbers in; auto is ``dtype``."""
     filtered: bool = False
     """Whether log-probabilities are those among the tokens that the filters keep, and completions hold their number."""
+    tool_steps: int = 16
+    """Decode steps after which a row comes back whose environment works."""
 
     @classmethod
     def from_config(
@@ -65,6 +67,7 @@ class EngineOptions:
             steps_per_launch=None if rollout.steps_per_launch == "auto" else rollout.steps_per_launch,
             kv_dtype=check_kv_dtype(rollout.kv_dtype, attention),
             filtered=config.algorithm.filtered_ratio,
+            tool_steps=config.environment.tool_steps,
         )
 
     @property

@@ -32,8 +32,9 @@ from jaxtyping import Array
 
 from tpu_grpo.errors import ConfigError, LockstepError
 from tpu_grpo.hosts import Hosts, devices_per_host, hosts_of, progress
+from tpu_grpo.rollout.conversing import Conversations
 from tpu_grpo.rollout.engine import Engine, engine_mesh, partition_spec
-from tpu_grpo.rollout.exchange import Exchange
+from tpu_grpo.rollout.exchange import Exchange, exchange_conversations
 from tpu_grpo.rollout.generation import Finished
 from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.serving import Served, Serving
@@ -85,6 +86,11 @@ class Replicas:
         self.replicas = tuple(replicas)
         self.engines = dict(engines)
         self._hosts = hosts
+        self._partners = {
+            replica.number: hosts.among(replica.hosts)
+            for replica in self.replicas
+            if replica.number in self.engines and len(replica.hosts) > 1
+        }
         self.figures: Mapping[str, float] = {}
         """What the last ``generate`` took of this host's engines, under the metrics' names."""
         self.told: Sequence[int] = ()
@@ -123,9 +129,8 @@ class Replicas:
 
     def check_every_launch(self) -> None:
         """Let hosts that drive a replica together compare its digest before each of its launches."""
-        for number, engine in self.engines.items():
-            if len(members := self.replicas[number].hosts) > 1:
-                engine.before_every_launch(_launch_hook(number, self._hosts.among(members)))
+        for number, partners in self._partners.items():
+            self.engines[number].before_every_launch(_launch_hook(number, partners))
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
         """Sample with these parameters from now on. They lie on all replicas, and each engine takes its copy as it is.
@@ -170,6 +175,7 @@ class Replicas:
         requests: Sequence[Request],
         finished: Finished | None = None,
         known: Sequence[float | None] | None = None,
+        conversations: Conversations | None = None,
     ) -> list[Completion]:
         """Sample a completion for every request; every host passes the same requests and gets all completions.
 
@@ -178,17 +184,23 @@ class Replicas:
             finished: is called with the index and the completion of each request as it ends, on one host: one of those
                 that drive the replica which serves it.
             known: the tokens that are expected of each request, where something is known; no token depends on them.
+            conversations: those of the requests, if their answers are conversations. A host is asked for those of the
+                groups that it is told of.
 
         Raises:
-            RequestError: if no engine can ever serve one of them; none is started then.
+            RequestError: if no engine can ever serve one of them; none is started then. In the middle, if a turn is
+                more than an engine can serve.
             LockstepError: if hosts decided differently, or sampled differently in a replica that they share.
         """
         next(iter(self.engines.values())).check(requests)
         before, drivers = self._use(), [replica.hosts for replica in self.replicas]
-        served = Serving(requests, known, self.engines, drivers, self._hosts, finished).run()
-        self.told, spent = served.told, self._use() - before
-        idle = self._compare(served)
-        self.figures = {**replace(spent, wait=spent.wait + served.waited).figures, **idle}
+        serving = Serving(requests, known, self.engines, drivers, self._hosts, finished, conversations, self._partners)
+        served = serving.run()
+        self.told, spent, waited = served.told, self._use() - before, served.waited
+        spent = replace(spent, wait=spent.wait + waited.devices, environments=spent.environments + waited.environments)
+        self.figures = {**spent.figures, **self._compare(served)}
+        if conversations is not None:
+            return exchange_conversations(served.completions, len(requests), self._hosts)
         return self._exchange(served, requests)
 
     def _use(self) -> EngineUse:

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.rollout.broken import BrokenRollout, KeepBroken, impossible
+from tpu_grpo.rollout.conversing import Conversations, OpenConversations
 from tpu_grpo.rollout.generation import Finished
 from tpu_grpo.types import AnswerMode, Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, SamplingParams
 
@@ -32,6 +33,11 @@ def sampling_params(config: RunConfig) -> SamplingParams:
     return SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_k, rollout.top_p, rollout.min_p)
 
 
+def completion_text(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
+    """Return the text of all tokens behind the prompt, those of an environment's answers too; no special tokens."""
+    return tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+
+
 class CompletionEngine(Protocol):
     """Serves requests: the Replicas of a run."""
 
@@ -45,10 +51,12 @@ class CompletionEngine(Protocol):
         requests: Sequence[Request],
         finished: Finished | None = None,
         known: Sequence[float | None] | None = None,
+        conversations: Conversations | None = None,
     ) -> list[Completion]:
         """Return a completion for every request, in their order, and call ``finished`` for each as it ends.
 
-        ``known`` are the tokens that are expected of each request, where something is known.
+        ``known`` are the tokens that are expected of each request, where something is known. With ``conversations`` the
+        completions are whole conversations.
         """
         ...
 
@@ -58,11 +66,26 @@ class CompletionEngine(Protocol):
 
 
 class Sampler:
-    """Samples completions of prompts. Somebody else keeps the weights of its engine up to date."""
+    """Samples completions of prompts. Somebody else keeps the weights of its engine up to date.
 
-    def __init__(self, engine: CompletionEngine, tokenizer: PreTrainedTokenizerFast, config: RunConfig):
+    Args:
+        engine: serves the requests.
+        tokenizer: the run's.
+        config: the run's; of it seed, group size and settings of sampling are used.
+        converse: opens the conversations of a batch, if completions are conversations with environments. They are
+            closed when the batch is sampled, and when sampling fails.
+    """
+
+    def __init__(
+        self,
+        engine: CompletionEngine,
+        tokenizer: PreTrainedTokenizerFast,
+        config: RunConfig,
+        converse: OpenConversations | None = None,
+    ):
         self._engine = engine
         self._tokenizer = tokenizer
+        self._converse = converse
         self._seed = config.run.seed
         self._group_size = config.algorithm.group_size
         self._sampling = sampling_params(config)
@@ -101,8 +124,9 @@ class Sampler:
         ]
         groups = _Groups([self._group_size] * len(batch.prompts), self._text, ended)
         rows = None if known is None else [value for value in known for _ in range(self._group_size)]
-        completions = tuple(self._engine.generate(requests, groups.finished, rows))
-        self._check(batch.step, [p for p in batch.prompts for _ in range(self._group_size)], completions)
+        asked = [p for p in batch.prompts for _ in range(self._group_size)]
+        completions = self._generate(asked, requests, groups.finished, rows)
+        self._check(batch.step, asked, completions)
         seconds, texts, told = time.perf_counter() - start, groups.all_texts(completions), self._engine.told
         told = tuple(told[:: self._group_size])
         return Rollout(batch, self._group_size, completions, texts, seconds, self._engine.figures, told)
@@ -128,10 +152,8 @@ class Sampler:
                 ended[group // count](group % count, completions, texts)
 
         groups = _Groups([len(group) for group in requests], self._text, pass_on)
-        completions = tuple(
-            self._engine.generate([request for group in requests for request in group], groups.finished)
-        )
         asked = [prompt for mode in modes for prompt in prompts for _ in range(mode.samples)]
+        completions = self._generate(asked, [request for group in requests for request in group], groups.finished)
         self._check(0, asked, completions)
         seconds, batch, answered = time.perf_counter() - start, PromptBatch(0, tuple(prompts)), []
         texts, told, first = groups.all_texts(completions), self._engine.told, 0
@@ -140,6 +162,22 @@ class Sampler:
             hosts = tuple(told[rows][:: mode.samples])
             answered.append(Rollout(batch, mode.samples, completions[rows], texts[rows], seconds, told=hosts))
         return tuple(answered)
+
+    def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        requests: Sequence[Request],
+        finished: Finished,
+        known: Sequence[float | None] | None = None,
+    ) -> tuple[Completion, ...]:
+        """Sample a completion for every request, or have a conversation; ``prompts`` are those of the requests."""
+        if self._converse is None:
+            return tuple(self._engine.generate(requests, finished, known))
+        conversations = self._converse(prompts, requests)
+        try:
+            return tuple(self._engine.generate(requests, finished, known, conversations))
+        finally:
+            conversations.close()
 
     def _answers(self, prompt: Prompt, index: int, mode: AnswerMode) -> list[Request]:
         sampling = SamplingParams(self._sampling.max_new_tokens, mode.temperature)
@@ -154,7 +192,7 @@ class Sampler:
             raise broken.error(self._keep(broken) if self._keep else None)
 
     def _text(self, completion: Completion) -> str:
-        return self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        return completion_text(self._tokenizer, completion)
 
 
 class _Groups:

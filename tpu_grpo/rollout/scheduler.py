@@ -78,6 +78,7 @@ class SteppedScheduler(QuietScheduler):
         self.handle_generate_request(TokenizedGenerateReqInput(**fields))
         running = RunningRequest(request, self.waiting_queue[-1], stop_token_ids)
         self.running[rid] = running
+        self._decisions.submitted(request.token_ids)
         return running
 
     def start(self, *, most_steps: int | None = None, more_wait: bool = False, ahead: bool = False) -> None:
@@ -166,7 +167,7 @@ class SteppedScheduler(QuietScheduler):
 
     @property
     def digest(self) -> str:
-        """sha256 of every launch so far: which requests ran, in which cache slots, and which tokens were sampled."""
+        """sha256 of every prompt and launch so far: which requests ran, in which cache slots, and what was sampled."""
         return self._decisions.digest
 
     def _launch(

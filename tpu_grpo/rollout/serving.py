@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.rollout.advancing import Waited, advance_all
+from tpu_grpo.rollout.conversing import Conversations
 from tpu_grpo.rollout.dealing import (
     Dealer,
     Load,
@@ -22,7 +24,8 @@ from tpu_grpo.rollout.dealing import (
     steps_between_points,
 )
 from tpu_grpo.rollout.engine import Engine
-from tpu_grpo.rollout.generation import Finished, advance_all
+from tpu_grpo.rollout.generation import Finished
+from tpu_grpo.rollout.waves import Limits, Waves
 from tpu_grpo.types import Completion, Request
 
 
@@ -31,15 +34,16 @@ class Served:
     """What this host's engines did for a batch, and which replica has done what."""
 
     completions: Mapping[int, Completion]
-    """Those that this host's replicas sampled, by the index of the request."""
+    """Those that this host's replicas sampled, by the index of the request; of conversations those that this host is
+    told of."""
     assigned: Sequence[Sequence[int]]
     """The indices of every replica's requests, in ascending order."""
     told: Sequence[int]
     """The host that was told of the end of each request."""
     steps: Mapping[int, tuple[int, int]]
     """For each of this host's replicas its decode steps and its clock at the end."""
-    waited: float
-    """Seconds in which no engine of this host was ready."""
+    waited: Waited
+    """The seconds in which no engine of this host was ready."""
 
 
 class Serving:
@@ -53,6 +57,9 @@ class Serving:
         hosts: the processes of the run.
         finished: is called with the index and the completion of each request as it ends, on the host that ``told``
             names.
+        conversations: those of the requests, if their answers are conversations. The environment of each works on the
+            host that ``told`` names.
+        partners: for each of this host's replicas over several hosts those that drive it.
     """
 
     def __init__(
@@ -63,29 +70,36 @@ class Serving:
         drivers: Sequence[Sequence[int]],
         hosts: Hosts,
         finished: Finished | None = None,
+        conversations: Conversations | None = None,
+        partners: Mapping[int, Hosts] | None = None,
     ):
         self._drivers = drivers
         self._hosts = hosts
         self._finished = finished
+        self._conversations = conversations
+        self._partners = partners or {}
         expected = expected_tokens(requests, known)
-        groups = make_groups(requests, expected)
+        groups = make_groups(requests, expected, converse=conversations is not None)
         self._group_of = {index: group.number for group in groups for index in group.members}
         self._dealer = Dealer(groups, drivers)
         self._interval = steps_between_points(requests)
         self._generations = {
-            number: engine.begin(requests, expected, self._tell(number)) for number, engine in engines.items()
+            number: engine.begin(
+                requests, expected, self._tell(number), self._waves(number, engine.limits(requests, expected))
+            )
+            for number, engine in engines.items()
         }
         places = places_for(requests, expected, next(iter(engines.values())).options)
         self._loads = [Load(0, places)] * len(drivers)
 
     def run(self) -> Served:
         """Sample all completions."""
-        point, waited, generations = 0, 0.0, list(self._generations.values())
+        point, waited, generations = 0, Waited(), list(self._generations.values())
         while self._deal():
             point += self._interval
-            waited += advance_all(generations, point)
+            waited = waited.plus(advance_all(generations, point))
             self._loads = self._gather(point)
-        waited += advance_all(generations)
+        waited = waited.plus(advance_all(generations))
         completions = {i: completion for g in generations for i, completion in g.completions.items()}
         steps = {number: (g.steps, g.clock) for number, g in self._generations.items()}
         return Served(completions, self._dealer.assigned, self._dealer.told, steps, waited)
@@ -112,7 +126,23 @@ class Serving:
             return None
 
         def tell(index: int, completion: Completion) -> None:
-            if host_told(self._group_of[index], drivers, len(self._drivers)) == self._hosts.index:
+            if self._told(number, index):
                 finished(index, completion)
 
         return tell
+
+    def _waves(self, number: int, limits: Limits) -> Waves | None:
+        """Make what brings the turns of a replica's rows, if answers are conversations."""
+        if self._conversations is None:
+            return None
+        return Waves(
+            self._conversations,
+            limits,
+            holds=lambda row: self._told(number, row),
+            partners=self._partners.get(number),
+        )
+
+    def _told(self, number: int, index: int) -> bool:
+        """Say whether this host is told of a request, if this replica serves it."""
+        drivers = self._drivers[number]
+        return host_told(self._group_of[index], drivers, len(self._drivers)) == self._hosts.index

@@ -35,9 +35,17 @@ class EngineUse:
     """Tokens that decode steps sampled."""
     places: int = 0
     """Tokens that they would have sampled with as many rows as run at once."""
+    environments: float = 0.0
+    """Waiting for environments, with nothing to do."""
+    turns: int = 0
+    """Turns of conversations that have ended."""
+    later_tokens: int = 0
+    """Prompt tokens of those turns that were not the first of their conversations."""
+    later_cached: int = 0
+    """Those of them that were found in the prefix cache."""
 
     @contextmanager
-    def time(self, what: Literal["schedule", "launch", "wait", "collect"]) -> Iterator[None]:
+    def time(self, what: Literal["schedule", "launch", "wait", "collect", "environments"]) -> Iterator[None]:
         """Add the seconds of the block to this field, which also names the block in a timeline."""
         start = time.perf_counter()
         with TraceAnnotation(what):
@@ -52,12 +60,18 @@ class EngineUse:
         self.tokens += int(counts_b.sum())
         self.places += steps * places
 
+    def count_turn(self, prompt_tokens: int, cached_tokens: int, *, first: bool) -> None:
+        """Add a turn that has ended, and how much of its prompt was cached."""
+        self.turns += 1
+        self.later_tokens += 0 if first else prompt_tokens
+        self.later_cached += 0 if first else cached_tokens
+
     def __sub__(self, before: "EngineUse") -> "EngineUse":
         return EngineUse(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})
 
     @property
     def figures(self) -> dict[str, float]:
-        """The metrics of a rollout; shares of decode steps only if there were any."""
+        """The metrics of a rollout; shares of decode steps only if there were any, and of turns likewise."""
         values = {"rollout/wait_seconds": self.wait}
         if self.prefills:
             values["rollout/prefills"] = self.prefills
@@ -65,6 +79,11 @@ class EngineUse:
         if self.launches:
             values["rollout/tokens_per_launch"] = self.tokens / self.launches
             values["rollout/occupied_rows"] = self.tokens / self.places
+        if self.turns:
+            values["rollout/environment_wait_seconds"] = self.environments
+            values["rollout/served_turns"] = self.turns
+        if self.later_tokens:
+            values["rollout/turn_cached_share"] = self.later_cached / self.later_tokens
         return values
 
 

@@ -30,7 +30,7 @@ from tpu_grpo.rollout.engine import Engine
 from tpu_grpo.rollout.generation import Partial
 from tpu_grpo.rollout.options import EngineOptions, choose_attention
 from tpu_grpo.rollout.replicas import Replicas
-from tpu_grpo.rollout.sampler import sampling_params
+from tpu_grpo.rollout.sampler import completion_text, sampling_params
 from tpu_grpo.rollout.streaming import stream
 from tpu_grpo.run.engines import SyncedEngines
 from tpu_grpo.run.meshes import default_tensor
@@ -155,7 +155,7 @@ class Speaker:
             self._rewards = open_rewards(self.config.rewards, columns, self.config.run.max_steps)
         else:
             self._rewards = self._rewards.for_columns(columns)
-        texts = tuple(self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions)
+        texts = tuple(completion_text(self.tokenizer, c) for c in completions)
         batch = PromptBatch(self._chosen.step or 0, (prompt,))
         return self._rewards.score(Rollout(batch, len(completions), tuple(completions), texts, seconds=0.0))
 

@@ -14,7 +14,7 @@ from tpu_grpo.families import WeightRule
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import frozen_leaves
 from tpu_grpo.rollout.replicas import Replicas
-from tpu_grpo.rollout.sampler import TEXTS_SAMPLE, sampling_params
+from tpu_grpo.rollout.sampler import TEXTS_SAMPLE, completion_text, sampling_params
 from tpu_grpo.tunix_loop.adapter import SampledTexts
 from tpu_grpo.types import Request, SampleKey, SyncResult
 from tpu_grpo.weights.copies import CopyCheck
@@ -127,5 +127,5 @@ class SyncedEngines:
         sampling, seed, step = sampling_params(self._config), self._config.run.seed, next(self._calls)
         requests = [Request(ids, sampling, SampleKey(seed, step, row, TEXTS_SAMPLE)) for row, ids in enumerate(encoded)]
         completions = tuple(self.replicas.generate(requests))
-        texts = tuple(self._tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions)
+        texts = tuple(completion_text(self._tokenizer, c) for c in completions)
         return SampledTexts(tuple(encoded), completions, texts)
