@@ -20,7 +20,7 @@ import time
 
 
 class Bad:
-    '''Fails at the third turn of a conversation whose question is in ``at``.'''
+    '''Fails at the first turn of a conversation whose question is in ``at``.'''
 
     def __init__(self, at=(), how="raise"):
         self.at, self.how = at, how
@@ -30,7 +30,7 @@ class Bad:
 
     def step(self, action):
         self.turns += 1
-        if self.bad and self.turns == 2:
+        if self.bad and self.turns == 1:
             if self.how == "exit":
                 os._exit(3)
             if self.how == "hang":
@@ -135,7 +135,8 @@ def test_a_bad_environment_ends_its_own_conversations(tmp_path: Path, how: str) 
     assert 0 < len(failed) <= 2 * 4  # two of the eight prompts, four conversations each
     assert {row["reward"] for row in failed} == {-1.0}
     assert all(row["reward"] >= 0 for row in rows if row["ending"] != "failed")
-    assert sum(line[f"environments/failed_{kind}"] for line in lines(tmp_path / "run")) == len(failed)
+    shares = [line.get(f"episodes/failed_{kind}", 0.0) for line in lines(tmp_path / "run")]
+    assert sum(shares) * 16 == pytest.approx(len(failed))
     assert nothing_runs()
 
 

@@ -121,7 +121,7 @@ def _tokens(stretch: "Stretch") -> Text:
 
 def outcome(game: "Game", rewards: Any, prompt: Any, tokenizer: Any) -> Table:
     """Show how the conversation ended, what it counts for, and what the rewards give."""
-    from tpu_grpo.rollout.sampler import text_of
+    from tpu_grpo.rollout.sampler import completion_text
     from tpu_grpo.types import PromptBatch, Rollout
 
     completion = game.completion
@@ -136,7 +136,9 @@ def outcome(game: "Game", rewards: Any, prompt: Any, tokenizer: Any) -> Table:
     table.add_row("calls", ", ".join(name or "(unreadable)" for turn in episode.turns for name in turn.calls) or "none")
     table.add_row("environment's reward", _number(episode.reward))
     if episode.failure is None:
-        rollout = Rollout(PromptBatch(1, (prompt,)), 1, (completion,), (text_of(tokenizer, completion),), seconds=0.0)
+        rollout = Rollout(
+            PromptBatch(1, (prompt,)), 1, (completion,), (completion_text(tokenizer, completion),), seconds=0.0
+        )
         scores = rewards.score(rollout)
         found: Mapping[str, Any] = scores.by_name
         for name, values in found.items():

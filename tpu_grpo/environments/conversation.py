@@ -253,11 +253,15 @@ class Conversation:
         )
 
     def _reward(self, turns: Sequence[Turn]) -> float | None:
-        """Return what the environment gave: for the whole conversation, or else the sum over the turns."""
+        """Return what the environment gave: for the whole conversation, or else the sum over the turns.
+
+        A conversation that was cut in its first turn has no part of what a method ``step`` gives, which is 0.
+        """
         if self._failure is not None or self._ended.reward is not None:
             return None if self._failure is not None else self._ended.reward
         known = [turn.reward for turn in turns if turn.reward is not None]
-        return sum(known) if known else None
+        by_turns = self._start.environment.takes == "texts" and self._start.environment.gives_reward
+        return sum(known, 0.0) if known or by_turns else None
 
 
 def _spoken(action: Action) -> dict[str, Any]:

@@ -69,7 +69,7 @@ def build_parts(config: RunConfig, hosts: Hosts, data: OpenData | None = None) -
     announce(hosts, f"loading {checkpoint.parameter_count:,} parameters")
     learner = Learner(config, open_inputs(config, checkpoint, meshes), hosts)
     failures = FailureFiles(config, hosts, learner.save_apart)
-    sampler = Sampler(engines.replicas, tokenizer, config)
+    sampler = Sampler(engines.replicas, tokenizer, config, task.environments)
     learner.keep_failed(failures)
     sampler.keep_broken(failures.of_rollout)
     announce(hosts, "compiling the weight sync, and moving the weights into the engine")

@@ -1,11 +1,22 @@
-"""Environments that ship, by their names in a config."""
+"""Environments that ship, by their names in a config; docs/environments.md describes each.
+
+They are classes as TRL's ``environment_factory`` takes them, whose public methods are tools, or have a method ``step``.
+None imports jax, and what is slow to import is imported when it is needed.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
+_HERE = __name__
+
 SHIPPED: Mapping[str, str] = MappingProxyType(
     {
-        "textarena": "tpu_grpo.environments.shipped.textarena_games:TextArena",
+        "calculator": f"{_HERE}.calculator:Calculator",  # a tool that adds two whole numbers
+        "arithmetic": f"{_HERE}.calculator:Arithmetic",  # a tool that computes an expression
+        "guessing": f"{_HERE}.guessing:Guessing",  # a secret number, to be found by guesses: higher, lower
+        "reasoning_gym": f"{_HERE}.puzzles:Puzzle",  # several tries at a puzzle of reasoning-gym, each with its score
+        "search": f"{_HERE}.search:Search",  # a tool that searches a corpus on disk
+        "textarena": f"{_HERE}.textarena_games:TextArena",  # games of textarena, which is an extra
     }
 )
 """Where the class of each is: package.module:Class."""

@@ -1,0 +1,72 @@
+"""A guessing game of several turns, without tools.
+
+    reset    -> "Guess a number from 1 to 100."
+    "50"     -> "higher"
+    "It is 75." -> "lower"
+    "63"     -> 0.7, and the game is over
+
+The earlier the guess is right, the higher the reward: it falls in a straight line from 1.0 for the first guess to
+``last`` for the last one that is allowed. Whoever halves what is left needs at most ceil(log2(n + 1)) guesses.
+"""
+
+import random
+import re
+from typing import Any
+
+_NUMBER = re.compile(r"-?[0-9]+")
+
+
+class Guessing:
+    """The policy guesses a number, and is told whether it is higher or lower.
+
+    Args:
+        lowest: the smallest number that it may be.
+        highest: the largest one.
+        guesses: how many are allowed.
+        last: the reward for the last one.
+        greets: say at the start what is to be guessed; false if the prompt does.
+    """
+
+    def __init__(
+        self, lowest: int = 1, highest: int = 100, guesses: int = 8, last: float = 0.3, greets: bool = True
+    ) -> None:
+        if lowest >= highest:
+            raise ValueError(f"lowest must be below highest, got {lowest} and {highest}")
+        if guesses < 1:
+            raise ValueError(f"guesses must be >= 1, got {guesses}")
+        self.lowest, self.highest, self.guesses, self.last, self.greets = lowest, highest, guesses, last, greets
+        self.secret, self.made = lowest, 0
+
+    def reset(self, secret: int | str | None = None, **columns: Any) -> str | None:
+        """Think of a number: that of the column ``secret`` if there is one, else any, the same for all of a group."""
+        self.secret = random.randint(self.lowest, self.highest) if secret is None else int(secret)
+        if not self.lowest <= self.secret <= self.highest:
+            raise ValueError(f"secret must be from {self.lowest} to {self.highest}, got {self.secret}")
+        self.made = 0
+        return f"Guess a number from {self.lowest} to {self.highest}." if self.greets else None
+
+    def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+        """Take the last number of a text for the guess; a text without one counts as a guess, too."""
+        found = _NUMBER.findall(action)
+        self.made += 1
+        if found and int(found[-1]) == self.secret:
+            return "right", self._worth(), True, {"guesses": self.made}
+        over = self.made >= self.guesses
+        if not found:
+            return "no number", 0.0, over, {}
+        return ("higher" if self.secret > int(found[-1]) else "lower"), 0.0, over, {}
+
+    def _worth(self) -> float:
+        if self.guesses == 1:
+            return 1.0
+        return 1.0 - (1.0 - self.last) * (self.made - 1) / (self.guesses - 1)
+
+
+def secrets(lowest: int = 1, highest: int = 100, size: int = 1000, seed: int = 0) -> list[dict[str, Any]]:
+    """Make data for the game: records with ``question``, which says what to do, and ``secret``."""
+    drawn = random.Random(seed)
+    question = (
+        f"I think of a number from {lowest} to {highest}. Guess it; I say whether it is higher or lower. Answer with a "
+        "number each time."
+    )
+    return [{"question": question, "secret": drawn.randint(lowest, highest)} for _ in range(size)]

@@ -1,0 +1,71 @@
+"""Puzzles of reasoning-gym with several tries.
+
+Each of reasoning-gym's tasks is a question with one answer: none has steps, or a state that answers change. This
+environment makes turns of them. The task's own verifier scores every answer, and the policy may try again:
+
+    "<answer>41</answer>"   -> "That scores 0.01 of 1. You may try 2 more times."
+    "<answer>42</answer>"   -> 0.99, and the episode is over
+
+Partial scores tell how near an answer is where the task's verifier gives them: for a word ladder, a sudoku, sokoban.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Verifier = Callable[[Any, dict[str, Any]], float]
+
+
+class Puzzle:
+    """The policy tries a puzzle several times; the rewards of its turns add up to its best score.
+
+    Args:
+        tries: how many answers it may give.
+        tag: the answer is what the last ``<tag>`` holds; null for all of the text.
+    """
+
+    def __init__(self, tries: int = 3, tag: str | None = "answer") -> None:
+        if tries < 1:
+            raise ValueError(f"tries must be >= 1, got {tries}")
+        self.tries, self.tag = tries, tag
+        self.entry: dict[str, Any] = {}
+        self.made, self.best = 0, 0.0
+
+    def reset(self, metadata: Mapping[str, Any] | str, answer: Any = None, question: Any = "", **columns: Any) -> None:
+        """Take the puzzle of a record that data.path=reasoning_gym:TASK made."""
+        known = json.loads(metadata) if isinstance(metadata, str) else metadata
+        if not isinstance(known, Mapping) or not isinstance(known.get("source_dataset"), str):
+            raise ValueError(f"metadata must hold source_dataset, the puzzle's name, got {metadata!r:.200}")
+        self.entry = {"question": question, "answer": answer, "metadata": known}
+        self.made, self.best = 0, 0.0
+
+    def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
+        """Score an answer; the reward is what it is better than the best so far."""
+        self.made += 1
+        given = self._inside(action)
+        score = 0.0 if given is None else float(_verifier(self.entry["metadata"]["source_dataset"])(given, self.entry))
+        gained, self.best = max(0.0, score - self.best), max(self.best, score)
+        over = score >= 1.0 or self.made >= self.tries
+        return self._told(given, score), gained, over, {"score": score}
+
+    def _told(self, given: str | None, score: float) -> str:
+        left = self.tries - self.made
+        again = f"You may try {left} more time{'s' * (left > 1)}." if left else "That was the last try."
+        if score >= 1.0:
+            return "That is right."
+        if given is None:
+            return f"There must be an answer in <{self.tag}>...</{self.tag}>. {again}"
+        return f"That scores {score:.3g} of 1. {again}"
+
+    def _inside(self, text: str) -> str | None:
+        if self.tag is None:
+            return text.strip()
+        close = text.rfind(f"</{self.tag}>")
+        start = text.rfind(f"<{self.tag}>", 0, max(close, 0))
+        return text[start + len(self.tag) + 2 : close].strip() if close >= 0 and start >= 0 else None
+
+
+def _verifier(name: str) -> Verifier:
+    from reasoning_gym import get_score_answer_fn  # seconds to import
+
+    return get_score_answer_fn(name)

@@ -1,0 +1,126 @@
+"""A tool that searches a corpus: a file of texts, ranked by BM25 (Robertson & Zaragoza 2009) as SQLite computes it.
+
+The corpus is a .jsonl file whose lines hold ``text``, and ``title`` if there is one, or a .txt file whose passages are
+divided by blank lines. Its index is made on first use, by one process, and kept in the cache, so that an episode opens
+it at once. Words count by their stems.
+"""
+
+import hashlib
+import json
+import os
+import re
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tpu_grpo.caching import cache_directory, exclusive
+
+_WORD = re.compile(r"\w+")
+_FORMAT = 1  # the version of the index, which is part of its name
+_LONGEST_QUERY = 64  # words
+
+
+class Search:
+    """The policy searches a corpus for what it needs to answer.
+
+    Args:
+        corpus: the file.
+        top: how many passages a search gives.
+        max_characters: a passage is cut after this many.
+    """
+
+    def __init__(self, corpus: str, top: int = 3, max_characters: int = 1000) -> None:
+        for name, value in (("top", top), ("max_characters", max_characters)):
+            if value < 1:
+                raise ValueError(f"{name} must be >= 1, got {value}")
+        self._index = sqlite3.connect(f"file:{_index_of(Path(corpus).expanduser())}?mode=ro", uri=True)
+        self._top, self._max_characters = top, max_characters
+
+    def reset(self, **columns: Any) -> None:
+        """Begin an episode; there is nothing to say."""
+
+    def search(self, query: str) -> str:
+        """Search the corpus for passages that hold the words of a query.
+
+        Args:
+            query: Some words, such as a name and what you want to know.
+
+        Returns:
+            The best passages, numbered, best first.
+        """
+        if not isinstance(query, str):
+            raise TypeError(f"query must be a text, got {query!r}")
+        words = list(dict.fromkeys(_WORD.findall(query.lower())))[:_LONGEST_QUERY]
+        if not words:
+            raise ValueError("query must hold a word, got none")
+        found = self._index.execute(
+            "SELECT title, text FROM passages WHERE passages MATCH ? ORDER BY rank, rowid LIMIT ?",
+            (" OR ".join(f'"{word}"' for word in words), self._top),
+        ).fetchall()
+        shown = (_shown(title, text, self._max_characters) for title, text in found)
+        return "\n".join(f"[{n}] {text}" for n, text in enumerate(shown, start=1)) or "nothing found"
+
+
+def passages(corpus: Path) -> Iterator[tuple[str, str]]:
+    """Read the passages of a corpus, as (title, text).
+
+    Raises:
+        ValueError: for a file of another kind, a line that is no record, or one without ``text``.
+        OSError: for a file that cannot be read.
+    """
+    if corpus.suffix == ".txt":
+        for block in re.split(r"\n\s*\n", corpus.read_text(encoding="utf-8")):
+            if block.strip():
+                yield "", " ".join(block.split())
+        return
+    if corpus.suffix != ".jsonl":
+        raise ValueError(f"corpus must be a .jsonl or .txt file, got {corpus}")
+    with corpus.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _record(line, f"{corpus}:{number}")
+
+
+def _record(line: str, where: str) -> tuple[str, str]:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} must be JSON, got {error}") from None
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        raise ValueError(f"{where} must be an object with a text, as {{title, text}}, got {line.strip()[:100]}")
+    return str(record.get("title") or ""), record["text"]
+
+
+def _shown(title: str, text: str, most: int) -> str:
+    passage = f"{title}: {text}" if title else text
+    return passage if len(passage) <= most else f"{passage[:most]}..."
+
+
+def _index_of(corpus: Path) -> Path:
+    """Return the index of a corpus, which is made if the cache has none; a file that has changed gets another."""
+    known = corpus.stat()
+    decides = [_FORMAT, str(corpus.absolute()), known.st_size, known.st_mtime_ns]
+    directory = cache_directory() / "search"
+    index = directory / f"{hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:16]}.sqlite"
+    if index.exists():
+        return index
+    directory.mkdir(parents=True, exist_ok=True)
+    with exclusive(directory / f".{index.stem}.lock"):
+        if not index.exists():
+            unfinished = directory / f".{index.stem}.unfinished"
+            unfinished.unlink(missing_ok=True)
+            _make_index(corpus, unfinished)
+            os.replace(unfinished, index)
+    return index
+
+
+def _make_index(corpus: Path, path: Path) -> None:
+    connection = sqlite3.connect(path)
+    try:
+        connection.execute("CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize='porter unicode61')")
+        connection.executemany("INSERT INTO passages VALUES (?, ?)", passages(corpus))
+        connection.execute("INSERT INTO passages(passages) VALUES ('optimize')")
+        connection.commit()
+    finally:
+        connection.close()
