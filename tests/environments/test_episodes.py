@@ -144,6 +144,8 @@ def test_a_failure_may_end_the_run() -> None:
         "environment Game raised KeyError: 'x' (game.py:3 in reset), in a conversation that began with 'ask'; repair "
         "it, or set environment.on_error to skip or value\nTraceback ..."
     )
+    episodes.close()
+    assert pool.asked[-1][0] == "start"  # there is nothing to give up: the pool knows that it failed
 
 
 def test_a_first_prompt_that_is_too_long_is_a_failure() -> None:

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from tests.environments.playing import acted, answer, begun, call, calls, ended, failure, marked, open_pool, says, told
-from tpu_grpo.environments.actions import Answered, BadCall, ToolCall
+from tpu_grpo.environments.actions import Answered, BadCall, Ended, ToolCall
 from tpu_grpo.environments.forked import ForkedEnvironments
 from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.environments.shared import SharedEnvironments
@@ -282,3 +282,16 @@ def test_an_async_process_is_replaced_after_so_many_conversations():
             pool.ready(2)
         assert len(first - marked()) == 1
         assert ended(pool, 2).reward == 0.5
+
+
+def test_servers_are_replaced_while_their_last_conversations_end():
+    """An answer that comes with the word that its process is gone may be the last of a server."""
+    with open_pool(COUNTER, recycle=3) as pool:
+        for wave in range(12):
+            for key in range(24):
+                pool.start(key, "", {"target": 6}, 7)
+            assert all(isinstance(pool.take(key), Answered) for key in range(24))
+            for key in range(24):
+                pool.end(key)
+            time.sleep(0.01 * (wave % 2))
+            assert [pool.take(key) for key in range(24)] == [Ended(reward=0.0, turn_rewards=())] * 24

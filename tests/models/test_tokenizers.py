@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -113,7 +114,7 @@ def test_conversation_with_a_tool() -> None:
 def test_arguments_out_of_order_are_named(arguments: dict[str, object], written: str) -> None:
     calls = [{"function": {"name": "f", "arguments": arguments}}]
     messages = [{"role": "assistant", "content": "", "tool_calls": calls}]
-    tools = [tool("g", "b"), tool("f", "a", "b", "c")]
+    tools: list[Any] = [tool("g", "b"), tool("f", "a", "b", "c")]
     text = build_tool_tokenizer().apply_chat_template(messages, tools=tools, tokenize=False)
     listed = "<|im_start|>toolg(b)<|im_start|>toolf(a,b,c)"
     assert text == f"{listed}<|im_start|>assistant<|call|>f({written})<|end_call|><|im_end|>"

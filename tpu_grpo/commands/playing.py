@@ -61,14 +61,14 @@ def policy_of_function(name: str) -> Policy:
     Raises:
         EpisodeError: for one that is not there, or takes something else.
     """
-    found = find_function(name, "policy", EpisodeError)
-    if not callable(found) or len(inspect.signature(found).parameters) != 1:
+    found: Any = find_function(name, "policy", EpisodeError)
+    takes_one = callable(found) and len(inspect.signature(found).parameters) == 1
+    if not takes_one:
         raise EpisodeError(
             f"a policy must be a function of the messages so far that returns the next turn, got {name}; write def "
             "policy(messages): ..."
         )
-    policy: Policy = found
-    return policy
+    return found
 
 
 class Game:

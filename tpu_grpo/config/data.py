@@ -120,8 +120,9 @@ class DataSection(ReadingSection):
     def builtin(self) -> str | None:
         """Return the path of the built-in task whose prompts these are, which has held-out ones of its own; or None."""
         path = self.path
-        is_task = isinstance(path, str) and path.startswith(BUILTIN) and path != NO_DATA
-        return path if is_task and not self.sources else None
+        if not isinstance(path, str) or self.sources or not path.startswith(BUILTIN) or path == NO_DATA:
+            return None
+        return path
 
     @property
     def prompts_per_round(self) -> int:

@@ -159,6 +159,7 @@ class Episodes:
     def _fail(self, row: int, failure: Failure) -> None:
         start, conversation = self._starts[row], self._open[row]
         if start.section.on_error == "stop":
+            del self._open[row]
             raise EpisodeError(
                 f"environment {start.environment.name} {failure.text}, in a conversation that began with "
                 f"{start.prompt.text[:200]!r}; repair it, or set environment.on_error to skip or value"

@@ -199,6 +199,8 @@ class ForkedEnvironments:
         try:
             while data := server.control.recv(MOST_BYTES):
                 self._told(server, pickle.loads(data))
+                if server not in self._servers:  # it had been replaced, and its last conversation is over
+                    return
         except BlockingIOError:
             return
         except ConnectionResetError:

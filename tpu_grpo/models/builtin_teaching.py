@@ -167,7 +167,7 @@ def encode_batch(tokenizer: PreTrainedTokenizerFast, task: Task, lessons: Sequen
     """Encode lessons as the chat template writes them, padded on the right to the tokens of the longest there is."""
     encoded = tokenizer.apply_chat_template(
         list(lessons),
-        tools=list(task.tools) or None,
+        tools=[dict(tool) for tool in task.tools] or None,
         padding="max_length",
         max_length=task.longest,
         return_tensors="np",

@@ -68,4 +68,5 @@ class Puzzle:
 def _verifier(name: str) -> Verifier:
     from reasoning_gym import get_score_answer_fn  # seconds to import
 
-    return get_score_answer_fn(name)
+    found: Any = get_score_answer_fn(name)
+    return found
