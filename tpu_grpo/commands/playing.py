@@ -62,13 +62,16 @@ def policy_of_function(name: str) -> Policy:
         EpisodeError: for one that is not there, or takes something else.
     """
     found: Any = find_function(name, "policy", EpisodeError)
-    takes_one = callable(found) and len(inspect.signature(found).parameters) == 1
-    if not takes_one:
+    if not _takes_one(found):
         raise EpisodeError(
             f"a policy must be a function of the messages so far that returns the next turn, got {name}; write def "
             "policy(messages): ..."
         )
     return found
+
+
+def _takes_one(found: Any) -> bool:
+    return callable(found) and len(inspect.signature(found).parameters) == 1
 
 
 class Game:
