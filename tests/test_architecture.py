@@ -66,8 +66,9 @@ BROAD_EXCEPTS = {
     "tpu_grpo/rewards/executors.py:_serve": "a thread's exception; raised again where the answer is awaited",
     "tpu_grpo/rewards/executors.py:_set_up": "runs the user's code; re-raised with its name",
     "tpu_grpo/rewards/scoring.py:ask_one": "a thread's exception; raised again where the result is awaited",
-    "tpu_grpo/rewards/shipped/sandbox_child.py:_passes": "runs a model's code; every way to end is a failure",
-    "tpu_grpo/rewards/shipped/sandbox_child.py:_writes": "runs a model's code; every way to end is a failure",
+    "tpu_grpo/workers/sandbox_child.py:_passes": "runs a model's code; every way to end is a failure",
+    "tpu_grpo/workers/sandbox_child.py:_script": "runs a model's code; every way to end is told to the model",
+    "tpu_grpo/workers/sandbox_child.py:_writes": "runs a model's code; every way to end is a failure",
     "tpu_grpo/rewards/worker.py:_set_up": "runs the user's code; told to the main process, which raises",
 }
 LONG_FUNCTIONS: dict[str, str] = {}

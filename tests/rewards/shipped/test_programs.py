@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tpu_grpo.rewards.shipped.programs import python_tests
-from tpu_grpo.rewards.shipped.sandbox import Limits, run_tests
+from tpu_grpo.workers.sandbox import Limits, run_tests
 
 ADD = "def add(a, b):\n    return a + b\n"
 

@@ -14,6 +14,7 @@ SHIPPED: Mapping[str, str] = MappingProxyType(
         "calculator": f"{_HERE}.calculator:Calculator",  # a tool that adds two whole numbers
         "arithmetic": f"{_HERE}.calculator:Arithmetic",  # a tool that computes an expression
         "guessing": f"{_HERE}.guessing:Guessing",  # a secret number, to be found by guesses: higher, lower
+        "python_sandbox": f"{_HERE}.python_sandbox:PythonSandbox",  # a tool that runs Python in a sandbox
         "reasoning_gym": f"{_HERE}.puzzles:Puzzle",  # several tries at a puzzle of reasoning-gym, each with its score
         "search": f"{_HERE}.search:Search",  # a tool that searches a corpus on disk
         "textarena": f"{_HERE}.textarena_games:TextArena",  # games of textarena, which is an extra

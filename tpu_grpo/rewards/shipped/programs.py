@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from tpu_grpo.rewards.protocol import per_sample
-from tpu_grpo.rewards.shipped.sandbox import Limits, run_tests
 from tpu_grpo.rewards.shipped.texts import fenced, number
+from tpu_grpo.workers.sandbox import Limits, run_tests
 
 
 @per_sample

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,19 @@ class Limits:
     """The limits say what a program may use."""
 
     seconds: float = 10.0
-    """It bounds the wall-clock time for all tests together."""
+    """It bounds the wall-clock time, of tests for all of them together."""
     memory_mb: int = 1024
     file_mb: int = 16
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A Ran says what came of a program that was run as a script."""
+
+    output: str
+    """What it printed; the middle is left out of a longer text than was asked for."""
+    error: str | None
+    """Why it did not come to its end, in a line; None if it did."""
 
 
 def run_tests(program: str, tests: Sequence[Any], limits: Limits) -> list[bool]:
@@ -40,9 +50,25 @@ def run_tests(program: str, tests: Sequence[Any], limits: Limits) -> list[bool]:
     A test is Python code that raises if the program is wrong, run in the program's namespace, or a mapping of
     ``input`` and ``output``: what the program reads and writes when it is run as a script.
     """
+    passed = set(_told({"program": program, "tests": list(tests)}, limits))
+    return [str(number) in passed for number in range(len(tests))]
+
+
+def run_script(program: str, limits: Limits, most_characters: int) -> Ran:
+    """Run a program as a script and return what it printed; as in a notebook, the value of its last line is, too.
+
+    A program that takes too long or too much, or ends its process, has printed nothing.
+    """
+    told = _told({"program": program, "most_characters": most_characters}, limits)
+    if not told:
+        return Ran("", f"the program ended its process, or took more than {limits.seconds:g} s")
+    return Ran(**json.loads(told[0]))
+
+
+def _told(job: Mapping[str, Any], limits: Limits) -> list[str]:
+    """Let the process of ``sandbox_child.py`` do a job; return what it tells, a line each."""
     nonce = secrets.token_hex(16)
-    job = {"nonce": nonce, "program": program, "tests": list(tests), **asdict(limits)}
-    with tempfile.TemporaryDirectory(prefix="reward_") as directory:
+    with tempfile.TemporaryDirectory(prefix="sandbox_") as directory:
         child = subprocess.Popen(
             [sys.executable, "-I", "-B", str(_CHILD)],
             stdin=subprocess.PIPE,
@@ -53,7 +79,8 @@ def run_tests(program: str, tests: Sequence[Any], limits: Limits) -> list[bool]:
             start_new_session=True,
         )
         try:
-            said, _ = child.communicate(json.dumps(job).encode(), timeout=limits.seconds + 1.0)
+            whole = json.dumps({"nonce": nonce, **job, **asdict(limits)})
+            said, _ = child.communicate(whole.encode(), timeout=limits.seconds + 1.0)
         except subprocess.TimeoutExpired:
             said = b""
         finally:
@@ -61,8 +88,7 @@ def run_tests(program: str, tests: Sequence[Any], limits: Limits) -> list[bool]:
                 os.killpg(child.pid, signal.SIGKILL)
             rest, _ = child.communicate()
     lines = (said or rest).decode(errors="replace").splitlines()
-    passed = {line.removeprefix(f"{nonce} ") for line in lines if line.startswith(nonce)}
-    return [str(number) in passed for number in range(len(tests))]
+    return [line.removeprefix(f"{nonce} ") for line in lines if line.startswith(nonce)]
 
 
 def _environment(home: str) -> dict[str, str]:

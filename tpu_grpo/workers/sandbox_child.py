@@ -1,17 +1,19 @@
-"""The sandbox's process runs this: it limits itself, runs the program and says which tests passed.
+"""The sandbox's process runs this: it limits itself, runs the program and says which tests passed, or what it printed.
 
 It imports nothing of tpu_grpo. It writes ``<nonce> <number>`` for each test that passed, so that a program that ends
-the process early passes none.
+the process early passes none; or ``<nonce> <JSON>`` for a script that ran.
 """
 
+import ast
 import io
 import json
 import os
 import resource
 import signal
 import sys
+import traceback
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from typing import Any
 
 _FORBIDDEN = (
@@ -38,6 +40,7 @@ _FORBIDDEN = (
     "shutil.chown",
     "urllib.Request",
 )
+_LONGEST_ERROR = 300
 _CHANGES = ("os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate", "shutil.rmtree", "shutil.move")
 
 
@@ -48,18 +51,26 @@ def main() -> None:
     _limit(job["seconds"], job["memory_mb"], job["file_mb"])
     sys.stdin = io.StringIO()
     sys.addaudithook(_guard(os.path.realpath(os.getcwd())))
+    if "tests" not in job:
+        report(json.dumps(_script(job["program"], job["most_characters"])))
+        return
     for number, passed in enumerate(_run(job["program"], job["tests"])):
         if passed:
             report(number)
 
 
-def _reporter(nonce: str) -> Callable[[int], None]:
+def _reporter(nonce: str) -> Callable[[Any], None]:
     """Return what writes to the former standard output; the program finds nothing there."""
     pipe = os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
-    return lambda number: (os.write(pipe, f"{nonce} {number}\n".encode()), None)[1]
+    write = os.write  # the program may put something else there
+
+    def report(told: Any) -> None:
+        write(pipe, f"{nonce} {told}\n".encode())
+
+    return report
 
 
 def _limit(seconds: float, memory_mb: int, file_mb: int) -> None:
@@ -140,6 +151,41 @@ def _writes(program: str, given: str, expected: str) -> bool:
     except BaseException:  # foreign code: anything can come, and all of it is a failure
         return False
     return _lines(written.getvalue()) == _lines(expected)
+
+
+def _script(program: str, most_characters: int) -> dict[str, str | None]:
+    """Return what a script prints, the value of its last line included, and why it did not come to its end."""
+    written, error, space = io.StringIO(), None, {"__name__": "__main__"}
+    try:
+        tree = ast.parse(program, "<program>")
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        with redirect_stdout(written), redirect_stderr(written):
+            exec(compile(tree, "<program>", "exec"), space)
+            if isinstance(last, ast.Expr):
+                value = eval(compile(ast.Expression(last.value), "<program>", "eval"), space)
+                if value is not None:
+                    print(repr(value))
+    except SystemExit as ending:
+        error = None if ending.code in (None, 0) else f"SystemExit: {ending.code}"
+    except BaseException as raised:  # foreign code: anything can come, and all of it is told
+        error = _described(raised)
+    return {"output": _shortened(written.getvalue(), most_characters), "error": error}
+
+
+def _described(error: BaseException) -> str:
+    """Say in a line what the program raised, and in which of its lines."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<program>"]
+    line = error.lineno if isinstance(error, SyntaxError) else lines[-1] if lines else None
+    text = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())[:_LONGEST_ERROR]
+    described = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return described if line is None else f"{described} (line {line})"
+
+
+def _shortened(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[len(text) - half :]}"
 
 
 def _lines(text: str) -> list[str]:

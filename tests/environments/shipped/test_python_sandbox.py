@@ -1,0 +1,71 @@
+"""Programs of a policy run in a sandbox, and it is told what they print."""
+
+import pytest
+
+from tpu_grpo.environments.shipped.python_sandbox import PythonSandbox
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("print(16 - 3 - 4)", "9"),
+        ("eggs = 16 - 3 - 4\neggs * 2", "18"),  # the value of the last line, as in a notebook
+        ("print('a')\n'b'", "a\n'b'"),
+        ("x = 1", "nothing was printed"),
+        ("print(1)\nNone", "1"),
+        ("print(5)\n1 / 0", "5\nError: ZeroDivisionError: division by zero (line 2)"),
+        ("def f():\n    raise ValueError('a\\nb')\nf()", "Error: ValueError: a b (line 2)"),
+        ("print(", "Error: SyntaxError: '(' was never closed (line 1)"),
+        ("import sys\nprint('done')\nsys.exit()", "done"),
+        ("import sys\nsys.exit('no')", "Error: SystemExit: no"),
+        ("import sys\nprint('x', file=sys.stderr)", "x"),
+        ("input()", "Error: EOFError: EOF when reading a line (line 1)"),
+        ("open('/etc/passwd')", "Error: PermissionError: /etc/passwd is not to be opened here (line 1)"),
+        ("print('é∑')", "é∑"),
+        ("", "nothing was printed"),
+    ],
+)
+def test_what_a_program_prints_is_told(code: str, told: str):
+    environment = PythonSandbox()
+    assert environment.reset(question="...", answer="...") is None
+    assert environment.python(code) == told
+
+
+def test_nothing_is_kept_between_programs():
+    environment = PythonSandbox()
+    environment.python("x = 1\nopen('kept', 'w').write('x')")
+    assert environment.python("print(x)") == "Error: NameError: name 'x' is not defined (line 1)"
+    assert environment.python("import os\nos.listdir('.')") == "[]"
+
+
+def test_limits():
+    environment = PythonSandbox(seconds=0.5, memory_mb=256, max_characters=20)
+    lost = "Error: the program ended its process, or took more than 0.5 s"
+    assert environment.python("print(1)\nwhile True: pass") == lost
+    assert environment.python("print(1)\nimport os\nos._exit(0)") == lost
+    assert environment.python("x = bytearray(10**9)").startswith("Error: MemoryError")
+    assert environment.python("print('a' * 15 + 'b' * 15)") == (
+        "aaaaaaaaaa\n... 11 characters left out ...\nbbbbbbbbb"  # with the newline behind the last b
+    )
+
+
+def test_a_program_cannot_forge_what_is_told():
+    code = """
+import os
+for number in range(3, 10):
+    try:
+        os.write(number, b'0 {"output": "fake", "error": null}\\n')
+    except OSError:
+        pass
+os.write = None
+print("own")
+"""
+    assert PythonSandbox().python(code) == "own"
+
+
+def test_options_that_cannot_work():
+    for options, message in (({"seconds": 0}, "seconds must be >= 0.1"), ({"memory_mb": 1}, "memory_mb must be >= 64")):
+        with pytest.raises(ValueError, match=message):
+            PythonSandbox(**options)
+    with pytest.raises(TypeError, match="code must be a text, got 5"):
+        PythonSandbox().python(5)  # pyright: ignore[reportArgumentType]
