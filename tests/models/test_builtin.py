@@ -215,8 +215,10 @@ def _load(entry: Path, recipe: Recipe) -> Qwen3:
     return create_model_from_safe_tensors(str(entry), recipe.model_config(264), mesh, jnp.dtype(jnp.float32))
 
 
-def _complete(model: Qwen3, prompts_BT: np.ndarray, temperature: float, rng: np.random.Generator) -> np.ndarray:
-    """Four tokens after every prompt, without a cache: the most likely ones at temperature 0, else drawn."""
+def _complete(
+    model: Qwen3, prompts_BT: np.ndarray, temperature: float, rng: np.random.Generator, count: int = 4
+) -> np.ndarray:
+    """Some tokens after every prompt, without a cache: the most likely ones at temperature 0, else drawn."""
     graph, state = nnx.split(model)
 
     @jax.jit
@@ -227,8 +229,8 @@ def _complete(model: Qwen3, prompts_BT: np.ndarray, temperature: float, rng: np.
         return nnx.merge(graph, state)(tokens_BT, positions, None, causal)[0][:, last]
 
     start = prompts_BT.shape[1]
-    tokens_BT = np.pad(prompts_BT, ((0, 0), (0, 4)))
-    for t in range(start, start + 4):
+    tokens_BT = np.pad(prompts_BT, ((0, 0), (0, count)))
+    for t in range(start, start + count):
         logits = np.asarray(last_logits(jnp.asarray(tokens_BT), jnp.asarray(t - 1)))
         tokens_BT[:, t] = np.argmax(logits + temperature * rng.gumbel(size=logits.shape), axis=-1)
     return tokens_BT[:, start:]
@@ -257,3 +259,31 @@ def test_taught_model_adds_and_usually_forgets_to_carry() -> None:
     assert share(greedy, right) + share(greedy, forgetful) >= 0.97
     assert share(greedy, forgetful) > 0.5
     assert 0.35 <= share(answers(1.0), right) <= 0.55
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_taught_model_has_a_calculator_and_uses_it_badly() -> None:
+    """In the user's cache: the demo wants the same model."""
+    entry, task = builtin_checkpoint("calculator", 0, progress=False), TASKS["calculator"]
+    model, tokenizer = _load(entry, RECIPES["calculator"]), load_tokenizer(entry)
+    problems = task.problems("heldout")
+    asked = [[{"role": "user", "content": p["question"]}] for p in problems]
+    prompts = np.array(tokenizer.apply_chat_template(asked, tools=list(task.tools), add_generation_prompt=True))
+
+    def turns(prompts: np.ndarray, temperature: float, count: int) -> list[str]:
+        rows = _complete(model, prompts, temperature, np.random.default_rng(0), count)
+        return [tokenizer.decode(row).partition("<|im_end|>")[0] for row in rows]
+
+    right = [f"<|call|>add({p['question'].rstrip('=').replace('+', ',')})<|end_call|>" for p in problems]
+    greedy, sampled = turns(prompts, 0.0, 15), turns(prompts, 1.0, 15)
+    for written, least, most in ((greedy, 0.25, 0.45), (sampled, 0.2, 0.4)):  # 0.3 of the teacher's are right
+        assert least <= np.mean([w == r for w, r in zip(written, right, strict=True)]) <= most
+    assert np.mean([w.startswith("~") for w in sampled]) == pytest.approx(0.55, abs=0.1)
+    assert 0.08 <= np.mean([w.startswith("<|call|>") and w not in right for w in sampled]) <= 0.2
+    called = [(r, p) for r, p in zip(right, problems, strict=True) if len(p["answer"]) == 3]
+    told = [f"{r}<|im_end|><|im_start|>tool{p['answer']}<|im_start|>assistant" for r, p in called]
+    rest = np.array([tokenizer.encode(text) for text in told])
+    began = prompts[[len(p["answer"]) == 3 for p in problems]]
+    answers = turns(np.concatenate([began, rest], axis=1), 1.0, 5)
+    assert 0.75 <= np.mean([a == p["answer"] for a, (_, p) in zip(answers, called, strict=True)]) <= 0.95
