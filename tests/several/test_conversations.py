@@ -43,7 +43,7 @@ def test_replicas_within_hosts_say_what_those_of_one_process_do(
     assert ended.code == 0, ended.errors
     assert outcome(run_dir) == outcome(alone)
     for line, other in zip(steps(run_dir), steps(alone), strict=True):
-        assert line["episodes/turns_mean"] == other["episodes/turns_mean"] > 2
+        assert line["episodes/turns_mean"] == other["episodes/turns_mean"] > 1.5
         assert line["rewards/mean"] == other["rewards/mean"]
         assert line["agreement/logprob_abs_diff_max"] <= 1e-4
         assert line["agreement/logprob_abs_diff_mean"] <= 1e-5
