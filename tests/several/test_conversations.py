@@ -65,5 +65,5 @@ def test_killed_and_continued_is_as_undisturbed(talking: Path, alone: Path, tmp_
     assert "LockstepError: lost host 1: " in killed.of_host(0), killed.errors
     ended = run_hosts(2, 2, talking, saved)
     assert ended.code == 0, ended.errors
-    assert "continuing after step 2" in ended.out
+    assert "continuing after step" in ended.out  # 1 or 2: the save of step 2 may have been cut short
     assert outcome(run_dir) == outcome(alone)
