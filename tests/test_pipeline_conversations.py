@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,12 @@ class Bad:
 """
 
 
+def running() -> set[int]:
+    """The processes below this one."""
+    below = psutil.Process(os.getpid()).children(recursive=True)
+    return {process.pid for process in below if process.status() != psutil.STATUS_ZOMBIE}
+
+
 @pytest.fixture(scope="module")
 def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_talking_files(tmp_path_factory.mktemp("talking"))
@@ -48,8 +55,12 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _there(talking: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _there(talking: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In the directory of the files; no process that a run starts is left after it."""
     monkeypatch.chdir(talking)
+    before = running()
+    yield
+    assert running() <= before
 
 
 def config(run_dir: Path, **sections: Any) -> RunConfig:
@@ -70,11 +81,6 @@ def samples(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
 
 
-def nothing_runs() -> bool:
-    """No process of an environment is left."""
-    return not [p for p in psutil.Process(os.getpid()).children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-
-
 def test_agreement_over_eight_turns_and_what_is_written_down(tmp_path: Path) -> None:
     evaluated = {"path": "data.jsonl", "prompts": 4}
     train(config(tmp_path / "run", evaluation=evaluated))
@@ -93,7 +99,6 @@ def test_agreement_over_eight_turns_and_what_is_written_down(tmp_path: Path) -> 
     # a group begins alike: reset draws what its prompt's seed says
     assert {len({row["prompt"] for row in rows[start : start + 4]}) for start in range(0, 32, 4)} == {1}
     assert len({row["prompt"] for row in rows}) > 4
-    assert nothing_runs()
 
 
 @pytest.mark.parametrize(
@@ -137,7 +142,6 @@ def test_a_bad_environment_ends_its_own_conversations(tmp_path: Path, how: str) 
     assert all(row["reward"] >= 0 for row in rows if row["ending"] != "failed")
     shares = [line.get(f"episodes/failed_{kind}", 0.0) for line in lines(tmp_path / "run")]
     assert sum(shares) * 16 == pytest.approx(len(failed))
-    assert nothing_runs()
 
 
 def test_a_bad_environment_ends_the_run_if_it_shall(tmp_path: Path) -> None:
@@ -146,4 +150,3 @@ def test_a_bad_environment_ends_the_run_if_it_shall(tmp_path: Path) -> None:
         EpisodeError, match=r"environment Bad raised KeyError: 'x' .*bad.py:\d+ in step.*on_error to skip"
     ):
         train(config(tmp_path / "run", environment=bad))
-    assert nothing_runs()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,6 +101,7 @@ with lasting_output():
         os.write(leader, b"\x1b[A\n")
         seen += until(leader, "got abc\r\n")
         os.write(leader, b"\x04")
+        seen += until_closed(leader)  # a process that ends may wait until what it wrote was read
         assert process.wait(timeout=30) == 0, seen
     os.close(leader)
 
@@ -112,6 +114,15 @@ def until(terminal: int, expected: str) -> str:
         assert ready, f"waited for {expected!r}, saw {seen!r}"
         seen += os.read(terminal, 1000).decode()
     return seen
+
+
+def until_closed(terminal: int) -> str:
+    """Read from a terminal until nobody writes to it any more."""
+    seen = b""
+    with suppress(OSError):  # Linux says that a terminal was closed by EIO
+        while select.select([terminal], [], [], 30)[0] and (more := os.read(terminal, 1000)):
+            seen += more
+    return seen.decode()
 
 
 def test_the_first_ctrl_c_ends_an_answer_and_the_second_the_program() -> None:

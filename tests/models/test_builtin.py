@@ -269,7 +269,9 @@ def test_taught_model_has_a_calculator_and_uses_it_badly() -> None:
     model, tokenizer = _load(entry, RECIPES["calculator"]), load_tokenizer(entry)
     problems = task.problems("heldout")
     asked = [[{"role": "user", "content": p["question"]}] for p in problems]
-    prompts = np.array(tokenizer.apply_chat_template(asked, tools=list(task.tools), add_generation_prompt=True))
+    prompts = np.array(
+        tokenizer.apply_chat_template(asked, tools=[dict(tool) for tool in task.tools], add_generation_prompt=True)
+    )
 
     def turns(prompts: np.ndarray, temperature: float, count: int) -> list[str]:
         rows = _complete(model, prompts, temperature, np.random.default_rng(0), count)

@@ -28,6 +28,9 @@ from tpu_grpo.learner.sequences import TrainSequence, check_sequences, kept_toke
 from tpu_grpo.learner.token_weights import token_weights
 from tpu_grpo.types import Completion
 
+_Advantages = float | np.floating[Any] | Float[np.ndarray, "_"]
+"""One for all tokens of a completion, or each token's own."""
+
 
 @dataclass(frozen=True)
 class RowShape:
@@ -135,7 +138,7 @@ def _fill(
     packed: TrainRows,
     places: tuple[int, slice],
     one: TrainSequence,
-    advantages: float | Float[np.ndarray, "_"],
+    advantages: _Advantages,
     weight: float,
 ) -> None:
     """Write the tokens of a sequence behind its prompt; where none was sampled, all but the token is 0."""
@@ -146,7 +149,7 @@ def _fill(
     packed.weights[places] = np.where(one.mask, weight, 0.0)
 
 
-def _of_sequence(advantage: float | Float[np.ndarray, "_"], one: TrainSequence) -> float | Float[np.ndarray, "_"]:
+def _of_sequence(advantage: _Advantages, one: TrainSequence) -> _Advantages:
     """Return the advantages of a sequence's tokens, from that of its completion or those of all of its tokens."""
     return advantage[one.places] if isinstance(advantage, np.ndarray) else advantage
 
