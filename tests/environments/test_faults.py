@@ -98,16 +98,6 @@ def test_others_are_unaffected(played):
         assert end.reward == 1.0
 
 
-def test_faults_are_counted(played):
-    figures = played[0].figures()
-    kinds = [kind for kind, _ in FAULTS.values()]
-    counted = {
-        name.removeprefix("environments/failures/"): f.value for name, f in figures.items() if "failures" in name
-    }
-    assert counted == {kind: kinds.count(kind) for kind in kinds}
-    assert figures["environments/conversations"].value == 2 * len(FAULTS)
-
-
 def test_a_tool_that_raises_is_an_answer_and_the_conversation_goes_on():
     with open_pool(NAME) as pool:
         begun(pool, columns={"fault": "raises", "where": "work"})

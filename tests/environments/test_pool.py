@@ -184,22 +184,6 @@ def test_a_server_is_replaced_after_so_many_conversations():
         assert len(home._servers) == 1
 
 
-def test_figures_count_and_begin_anew(pool: EnvironmentPool):
-    pool.figures()
-    begun(pool, columns={"target": 1})
-    acted(pool, calls(ToolCall("increment", {"step": 1}), ToolCall("increment", {"step": "a"}), ToolCall("no", {})))
-    pool.drop(0)
-    figures = pool.figures()
-    counts = {name: figure.value for name, figure in figures.items() if "seconds" not in name}
-    assert counts == {
-        "environments/conversations": 1.0,
-        "environments/calls/increment": 2.0,
-        "environments/call_errors": 2.0,
-    }
-    assert figures["environments/answer_seconds"].count == 2
-    assert pool.figures() == {}
-
-
 def test_processes_know_nothing_of_the_accelerator_and_order_sets_alike(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TPU_VISIBLE_CHIPS", "0")
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")

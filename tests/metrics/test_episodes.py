@@ -47,6 +47,27 @@ def test_values_by_hand() -> None:
     assert episode_metrics([completion([1])]) == {}
 
 
+def test_several_environments_are_told_apart() -> None:
+    talks = (
+        talk([1], ([3], [5]), ([6], []), environment="code", reward=0.5),
+        talk([1], ([3], []), environment="game", ending="failed", failure=Failure("late", "did not answer")),
+        talk([1], ([3], []), environment="code", reward=1.0),
+        talk([1], ([3], []), environment="code"),
+    )
+    found = {name: value for name, value in episode_metrics(talks).items() if name.count("/") == 2}
+    assert found == pytest.approx(
+        {
+            "episodes/code/share": 0.75,
+            "episodes/code/turns_mean": 4 / 3,
+            "episodes/code/failed_fraction": 0.0,
+            "episodes/code/reward_mean": 0.75,
+            "episodes/game/share": 0.25,
+            "episodes/game/turns_mean": 1.0,
+            "episodes/game/failed_fraction": 1.0,
+        }
+    )
+
+
 def test_tokens_of_a_step_are_those_that_were_sampled() -> None:
     prompts = (Prompt("", (1,)), Prompt("", (2,)))
     rollout = Rollout(PromptBatch(1, prompts), 2, TALKS, ("",) * 4, seconds=2.0)

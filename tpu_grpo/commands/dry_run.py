@@ -5,6 +5,7 @@ from typing import Any
 
 from tpu_grpo.algorithms import notices, objective_line, open_algorithm
 from tpu_grpo.config import BUILTIN, RunConfig
+from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.data import OpenData
@@ -41,6 +42,7 @@ def check(config: RunConfig, devices: Sequence[Any] | None = None, data: OpenDat
                 f"data       {p.name}: {len(p.rendered.prompts)} prompts, {p.rendered.dropped} dropped as too long"
                 for p in task.prompts.parts
             ),
+            *([] if task.environments is None else _episodes(task.environments)),
             f"rewards    {', '.join(task.rewards.names)}",
             f"algorithm  {config.algorithm.name}, {algorithm.aggregation}",
             f"objective  {objective_line(config, algorithm)}",
@@ -52,3 +54,13 @@ def check(config: RunConfig, devices: Sequence[Any] | None = None, data: OpenDat
             f"sync       {moved}",
             *kinds,
         ]
+
+
+def _episodes(environments: Environments) -> list[str]:
+    """Say for each environment what the policy finds in it."""
+    lines: list[str] = []
+    for name, loaded in environments.loaded.items():
+        tools = ", ".join(tool["function"]["name"] for tool in loaded.tools)
+        how = f"tools {tools}, called as {environments.dialects[name].tool_format}" if tools else "answers to texts"
+        lines.append(f"episodes   {name or loaded.name}: at most {environments.section.max_turns} turns, {how}")
+    return lines

@@ -1,6 +1,9 @@
 """An environment is played without a model: a person, a file or a function takes the policy's part.
 
-    table = play(config, prompt, environments, policy, show)
+    game = Game(config, prompt, environments, tokenizer, number)
+    for stretches in game.play(policy):      # what a request, or a turn, adds to the tokens
+        ...
+    game.completion                          # the conversation, as a run would have it
 
 What is shown is what a run would make of it: the same prompt, the same tokens and masks, the same rewards.
 """
@@ -75,7 +78,15 @@ def _takes_one(found: Any) -> bool:
 
 
 class Game:
-    """One conversation that is played; see ``play``."""
+    """One conversation that is played, and closed.
+
+    Args:
+        config: the run's, whose limits hold.
+        prompt: what the conversation begins with.
+        environments: of the run.
+        tokenizer: of its model.
+        number: the prompt's in the data, which decides the environment's seed.
+    """
 
     def __init__(
         self,
@@ -93,14 +104,23 @@ class Game:
         self._seen: tuple[int, ...] = ()
 
     def play(self, policy: Policy) -> Iterator[list[Stretch]]:
-        """Play to the end, and yield what each turn's request and answer add to the tokens."""
+        """Play to the end, and yield what each turn's request and answer add to the tokens.
+
+        Raises:
+            EpisodeError: when the policy stops before the end.
+        """
         episodes = self._episodes
+        turns = 0
         episodes.begin(0)
         while (request := episodes.next(0)) is not None:
             yield self._new(request)
             text = policy(episodes.messages(0))
             if text is None:
-                raise EpisodeError("the policy stopped before the conversation was over; nothing came of it")
+                raise EpisodeError(
+                    f"a conversation must be played to its end, which it has not reached after {turns} turns; write "
+                    "one more, or lower environment.max_turns"
+                )
+            turns += 1
             completion = self._written(text, request)
             self._seen = (*request.token_ids, *completion.token_ids.tolist())
             yield [self._stretch(completion.token_ids.tolist(), sampled=True)]

@@ -15,6 +15,5 @@ tools.py            its public methods are tools, as in TRL
 adapters/           or its ``step`` takes texts: Gym, Tunix, SkyRL-Gym, OpenEnv
 values.py           what it gives becomes text or a number
 kept.py             what is kept of it for the rewards
-tally.py            what is counted, as metrics
 shipped/            environments that ship
 """

@@ -27,10 +27,8 @@ from tpu_grpo.environments.actions import Action, Ended, Failed, LoadedEnvironme
 from tpu_grpo.environments.forked import ForkedEnvironments
 from tpu_grpo.environments.requests import Act, End, Job, Request, Start, late
 from tpu_grpo.environments.shared import SharedEnvironments
-from tpu_grpo.environments.tally import Tally
 from tpu_grpo.episode import Failure
 from tpu_grpo.errors import EpisodeError
-from tpu_grpo.types import Figure
 from tpu_grpo.workers.open_files import allow_many_files
 
 START_SECONDS = 120.0
@@ -82,7 +80,6 @@ class EnvironmentPool:
         self._waiting: collections.deque[_Conversation] = collections.deque()
         self._numbers = itertools.count()
         self._deadlines: list[tuple[float, int]] = []
-        self._tally = Tally()
         self._opened_at = self._active_at = time.monotonic()
         self._homes: dict[str, ForkedEnvironments | SharedEnvironments] = {}
         for name, environment in self._loaded.items():
@@ -120,7 +117,6 @@ class EnvironmentPool:
         conversation.request = Start(columns, seed)
         self._by_key[key] = self._by_number[conversation.number] = conversation
         self._waiting.append(conversation)
-        self._tally.begun()
         self._pump(0.0)
 
     def act(self, key: int, action: Action) -> None:
@@ -149,10 +145,8 @@ class EnvironmentPool:
         assert conversation.request is not None or conversation.reply is not None, (
             f"conversation {key} is asked nothing"
         )
-        since = time.monotonic()
         while (reply := conversation.reply) is None:
             self._pump(_POLL_SECONDS, conversation)
-        self._tally.waited(time.monotonic() - since)
         conversation.reply = None
         if isinstance(reply, Ended | Failed):
             self._forget(conversation)
@@ -177,10 +171,6 @@ class EnvironmentPool:
             home.close()
         self._homes.clear()
         self._selector.close()
-
-    def figures(self) -> dict[str, Figure]:
-        """Return what happened since the last call, as metrics."""
-        return self._tally.taken()
 
     # --- what the processes say --------------------------------------------------------------------------------------
 
@@ -223,8 +213,6 @@ class EnvironmentPool:
             conversation.is_placed = False
         if conversation.request is not None:
             self._active_at = time.monotonic()
-            seconds = self._active_at - conversation.asked_at
-            self._tally.answered(conversation.loaded, conversation.request, reply, seconds)
             conversation.request, conversation.reply = None, reply
 
     def _forget(self, conversation: _Conversation) -> None:

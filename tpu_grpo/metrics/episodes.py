@@ -8,14 +8,14 @@ from typing import get_args
 
 import numpy as np
 
-from tpu_grpo.episode import Ending
+from tpu_grpo.episode import Ending, Episode
 from tpu_grpo.types import Completion
 
 
 def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """Compute ``episodes/*`` and ``turns/*``; nothing where no completion is a conversation.
 
-    How environments failed is told by the kinds of failure that there are.
+    How environments failed is told by the kinds of failure that there are, and of several environments by their names.
     """
     found = [(completion, completion.episode) for completion in completions if completion.episode is not None]
     if not found:
@@ -43,4 +43,22 @@ def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         "episodes/wait_seconds_max": float(seconds_E.max()),
         "turns/tokens_mean": sum(turn.end - turn.start for turn in turns) / max(len(turns), 1),
         "turns/bad_calls": sum(turn.errors for turn in turns) / max(len(turns), 1),
+        **_by_environment(episodes),
     }
+
+
+def _by_environment(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Compute ``episodes/<environment>/*`` where there are several environments."""
+    names = sorted({episode.environment for episode in episodes})
+    if len(names) == 1:
+        return {}
+    found: dict[str, float] = {}
+    for name in names:
+        its = [episode for episode in episodes if episode.environment == name]
+        rewards = [episode.reward for episode in its if episode.reward is not None]
+        found[f"episodes/{name}/share"] = len(its) / len(episodes)
+        found[f"episodes/{name}/turns_mean"] = sum(len(episode.turns) for episode in its) / len(its)
+        found[f"episodes/{name}/failed_fraction"] = sum(episode.failure is not None for episode in its) / len(its)
+        if rewards:
+            found[f"episodes/{name}/reward_mean"] = sum(rewards) / len(rewards)
+    return found

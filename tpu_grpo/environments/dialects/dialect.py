@@ -9,7 +9,7 @@ from tpu_grpo.config.environment import ToolFormat
 from tpu_grpo.environments.actions import Action, Message
 from tpu_grpo.environments.dialects import thinking
 from tpu_grpo.environments.dialects.data import Encoder
-from tpu_grpo.environments.dialects.formats import CallReader, reader, schemas_of
+from tpu_grpo.environments.dialects.formats import CallReader, format_of, reader, schemas_of
 from tpu_grpo.environments.dialects.past import CALL_ID, CALLED, QUESTION, SAID, Past, Prober
 from tpu_grpo.environments.dialects.template import ChatTemplate
 from tpu_grpo.environments.dialects.values import checked
@@ -77,7 +77,7 @@ class Dialect:
         self._check_tools()
         self._past(self._answer_role)
         self._check_encoding()
-        self._read_calls = self._reader(tool_format)
+        self.tool_format, self._read_calls = self._reader(tool_format)
 
     # --- the first prompt ---------------------------------------------------------------------------------------------
 
@@ -245,8 +245,10 @@ class Dialect:
                 f"that an answer cannot spell them, this one {told}; take a byte-level one"
             )
 
-    def _reader(self, tool_format: ToolFormat) -> CallReader | None:
+    def _reader(self, tool_format: ToolFormat) -> tuple[ToolFormat, CallReader] | tuple[None, None]:
+        """Return the format of calls, and what reads it; nothing without tools."""
         if not (tools := self._template.tools):
-            return None
-        name = str(tools[0]["function"]["name"])
-        return reader(tool_format, self._prober.written_call(), name, schemas_of(tools))
+            return None, None
+        written, name = self._prober.written_call(), str(tools[0]["function"]["name"])
+        chosen = format_of(written, name) if tool_format == "auto" else tool_format
+        return chosen, reader(chosen, written, name, schemas_of(tools))

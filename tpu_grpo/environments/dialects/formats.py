@@ -25,37 +25,12 @@ class CallReader(Protocol):
         ...
 
 
-def reader(tool_format: ToolFormat, written: str, name: str, schemas: Schemas) -> CallReader:
-    """Return what reads calls in a format.
-
-    Args:
-        tool_format: as in the config.
-        written: a call of the tool ``name`` as the chat template writes it.
-        name: of a tool.
-        schemas: what the tools take.
+def format_of(written: str, name: str) -> ToolFormat:
+    """Tell the format of a call of the tool ``name``, as a chat template has written it.
 
     Raises:
-        ConfigError: for "auto", if the template shows none of the formats.
+        ConfigError: if it is none of the formats.
     """
-    chosen = _shown(written, name) if tool_format == "auto" else tool_format
-    readers: Mapping[str, Callable[[], CallReader]] = {
-        "hermes": lambda: read_hermes,
-        "llama3": lambda: read_llama3,
-        "qwen3_coder": lambda: partial(read_qwen3_coder, schemas=schemas),
-        "python": lambda: PythonCalls(schemas, *_marks(written, name)).read,
-    }
-    return readers[chosen]()
-
-
-def schemas_of(tools: list[dict[str, Any]]) -> Schemas:
-    """Return the properties of each tool's parameters by the tool's name."""
-    return {
-        str(tool["function"]["name"]): dict(tool["function"].get("parameters", {}).get("properties", {}))
-        for tool in tools
-    }
-
-
-def _shown(written: str, name: str) -> ToolFormat:
     if f"<function={name}>" in written:
         return "qwen3_coder"
     if re.search(rf'<tool_call>\s*\{{"name": ?"{re.escape(name)}"', written):
@@ -68,6 +43,32 @@ def _shown(written: str, name: str) -> ToolFormat:
         f"environment.tool_format=auto needs a chat template that writes tool calls as hermes, llama3, qwen3_coder or "
         f"python, this one writes {written!r:.120}; set environment.tool_format to what the model writes"
     )
+
+
+def reader(tool_format: ToolFormat, written: str, name: str, schemas: Schemas) -> CallReader:
+    """Return what reads calls in a format, which is not "auto".
+
+    Args:
+        tool_format: which one.
+        written: a call of the tool ``name`` as the chat template writes it.
+        name: of a tool.
+        schemas: what the tools take.
+    """
+    readers: Mapping[str, Callable[[], CallReader]] = {
+        "hermes": lambda: read_hermes,
+        "llama3": lambda: read_llama3,
+        "qwen3_coder": lambda: partial(read_qwen3_coder, schemas=schemas),
+        "python": lambda: PythonCalls(schemas, *_marks(written, name)).read,
+    }
+    return readers[tool_format]()
+
+
+def schemas_of(tools: list[dict[str, Any]]) -> Schemas:
+    """Return the properties of each tool's parameters by the tool's name."""
+    return {
+        str(tool["function"]["name"]): dict(tool["function"].get("parameters", {}).get("properties", {}))
+        for tool in tools
+    }
 
 
 def _marks(written: str, name: str) -> tuple[str, str]:
