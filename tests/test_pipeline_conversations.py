@@ -1,14 +1,13 @@
 """Whole runs whose completions are conversations: what is learnt from, what is written down, and how failures end."""
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from tests.marks import marked
 from tests.talking import SIZES, write_talking_files
 from tests.test_pipeline import digests, lines
 from tpu_grpo.config import RunConfig, parse_config
@@ -41,12 +40,6 @@ class Bad:
 """
 
 
-def running() -> set[int]:
-    """The processes below this one."""
-    below = psutil.Process(os.getpid()).children(recursive=True)
-    return {process.pid for process in below if process.status() != psutil.STATUS_ZOMBIE}
-
-
 @pytest.fixture(scope="module")
 def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_talking_files(tmp_path_factory.mktemp("talking"))
@@ -58,9 +51,9 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _there(talking: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """In the directory of the files; no process that a run starts is left after it."""
     monkeypatch.chdir(talking)
-    before = running()
+    before = marked()
     yield
-    assert running() <= before
+    assert marked() <= before
 
 
 def config(run_dir: Path, **sections: Any) -> RunConfig:
@@ -116,6 +109,7 @@ def test_how_the_engine_works_changes_no_token(tmp_path: Path, rollout: dict[str
         )
     assert digests(tmp_path / "other") == digests(tmp_path / "plain")
     [line] = lines(tmp_path / "other")
+    assert ("rollout/retracted" in line) == ("kv_tokens" in rollout)
     assert line["agreement/logprob_abs_diff_max"] <= 1e-4
     assert line["agreement/logprob_abs_diff_mean"] <= 1e-5
 

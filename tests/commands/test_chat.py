@@ -97,9 +97,9 @@ with lasting_output():
         os.close(follower)
         seen = until(leader, "> ")
         os.write(leader, b"ac\x1b[Db\n")
-        seen += until(leader, "got abc\r\n")
+        seen += until(leader, "got abc\r\n> ")  # what is typed ahead is not edited, and Ctrl-D then ends nothing
         os.write(leader, b"\x1b[A\n")
-        seen += until(leader, "got abc\r\n")
+        seen += until(leader, "got abc\r\n> ")
         os.write(leader, b"\x04")
         seen += until_closed(leader)  # a process that ends may wait until what it wrote was read
         assert process.wait(timeout=30) == 0, seen

@@ -1,16 +1,12 @@
 """Tests play conversations with these."""
 
-import os
 from collections.abc import Mapping
 from typing import Any
-
-import psutil
 
 from tpu_grpo.config.environment import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Answered, BadCall, Ended, Failed, Reply, ToolCall
 from tpu_grpo.environments.loading import load_environment
 from tpu_grpo.environments.pool import EnvironmentPool
-from tpu_grpo.workers.process import WORKER_MARK
 
 
 def open_pool(name: str | dict[str, str], keep: bool = False, **settings: Any) -> EnvironmentPool:
@@ -69,20 +65,3 @@ def failure(reply: Reply) -> tuple[str, str]:
     """How an environment failed, and the text."""
     assert isinstance(reply, Failed), reply
     return reply.failure.kind, reply.failure.text
-
-
-os.environ["TESTED_BY"] = TESTER = os.environ.get("TESTED_BY", str(os.getpid()))
-"""What these tests start inherits this, and nothing that others start at the same time."""
-
-
-def marked() -> set[int]:
-    """The processes of users' code that these tests have started and are alive."""
-    found = set()
-    for process in psutil.process_iter():
-        try:
-            variables = process.environ() if process.status() != psutil.STATUS_ZOMBIE else {}
-            if WORKER_MARK in variables and variables.get("TESTED_BY") == TESTER:
-                found.add(process.pid)
-        except (psutil.Error, OSError):
-            continue
-    return found

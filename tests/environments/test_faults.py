@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.environments.playing import acted, begun, call, ended, failure, marked, open_pool, told
+from tests.environments.playing import acted, begun, call, ended, failure, open_pool, told
+from tests.marks import marked
 from tpu_grpo.environments.actions import Answered, Reply
 from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.errors import EpisodeError

@@ -5,7 +5,8 @@ import time
 
 import pytest
 
-from tests.environments.playing import acted, answer, begun, call, calls, ended, failure, marked, open_pool, says, told
+from tests.environments.playing import acted, answer, begun, call, calls, ended, failure, open_pool, says, told
+from tests.marks import marked
 from tpu_grpo.environments.actions import Answered, BadCall, Ended, ToolCall
 from tpu_grpo.environments.forked import ForkedEnvironments
 from tpu_grpo.environments.pool import EnvironmentPool

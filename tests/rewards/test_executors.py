@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
+from tests.marks import marked
 from tests.rewards import faulty
 from tests.rewards.conftest import make_rollout
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.errors import RewardError
 from tpu_grpo.rewards import RewardSet, open_rewards
-from tpu_grpo.workers.process import WORKER_MARK
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "bb", "ccc", "dddd"])
 GOOD = [1.0, 2.0, 3.0, 4.0]
@@ -28,23 +27,11 @@ def spec(function: Callable[..., Any] | type, **settings: Any) -> RewardSpec:
     return RewardSpec(name=f"tests.rewards.faulty:{function.__name__}", **settings)
 
 
-def workers_alive() -> list[int]:
-    """Processes that this process's workers are or have left behind."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and WORKER_MARK in process.environ():
-                found.append(process.pid)
-        except psutil.Error:
-            continue
-    return found
-
-
 @pytest.fixture(autouse=True)
 def _nothing_stays_behind() -> Iterator[None]:
-    before = set(workers_alive())
+    before = marked()
     yield
-    assert set(workers_alive()) - before == set()
+    assert marked() - before == set()
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -113,7 +100,7 @@ def test_children_that_a_reward_leaves_end_with_it():
     with open_rewards([spec(faulty.forks), spec(faulty.doubles)], []) as rewards:
         np.testing.assert_array_equal(rewards.score(ROLLOUT).total, [2.0] * 4)
         np.testing.assert_array_equal(rewards.score(ROLLOUT).total, [2.0] * 4)
-        assert len(workers_alive()) >= 2 + 2 * 3
+        assert len(marked()) >= 2 + 2 * 3
 
 
 def test_memory_is_limited():
@@ -141,19 +128,19 @@ def test_workers_end_with_a_main_process_that_is_killed(function: Callable[..., 
         rewards = open_rewards([spec(faulty.good), spec(faulty.{function.__name__}, timeout=100)], [])
         rewards.score(ROLLOUT)
     """
-    before = set(workers_alive())
+    before = marked()
     main = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], start_new_session=True)
     deadline = time.monotonic() + 20.0
-    while len(set(workers_alive()) - before) < 2 and time.monotonic() < deadline:
+    while len(marked() - before) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert len(set(workers_alive()) - before) == 2
+    assert len(marked() - before) == 2
     time.sleep(2.0)  # for the worker to get to it
     os.kill(main.pid, signal.SIGKILL)
     main.wait()
     deadline = time.monotonic() + 5.0
-    while set(workers_alive()) - before and time.monotonic() < deadline:
+    while marked() - before and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert set(workers_alive()) - before == set()
+    assert marked() - before == set()
 
 
 def test_workers_end_at_the_exit_of_a_main_process_that_forgot_them():

@@ -121,7 +121,7 @@ class Engine:
     @property
     def retractions(self) -> int:
         """How many running requests so far went back to the queue because the cache ran short."""
-        return self._scheduler.retractions
+        return self._scheduler.use.retracted
 
     @property
     def digest(self) -> str:

@@ -50,7 +50,6 @@ class SteppedScheduler(QuietScheduler):
         super().__init__(server_args, mesh, build_runner)
         self.running: dict[str, RunningRequest] = {}
         self.use = EngineUse()
-        self.retractions = 0
         self.before_launch: Callable[[], None] | None = None
         self._experts = self._expert_table()
         self._decisions = DecisionLog()
@@ -274,7 +273,7 @@ class SteppedScheduler(QuietScheduler):
 
     def _extend_requests_to_queue(self, reqs: list[Req], is_retracted: bool = False) -> None:
         """Queue requests as the library does, and count those that return because the cache ran short."""
-        self.retractions += len(reqs) if is_retracted else 0
+        self.use.retracted += len(reqs) if is_retracted else 0
         super()._extend_requests_to_queue(reqs, is_retracted)
 
     def _rest(self) -> None:

@@ -27,6 +27,8 @@ class EngineUse:
     """Launches of a prefill step."""
     accepted: int = 0
     """Rows whose prompts they completed, so that decode steps go on with them."""
+    retracted: int = 0
+    """Rows that were put back because the cache ran short, and were computed anew later."""
     launches: int = 0
     """Launches of decode steps."""
     steps: int = 0
@@ -76,6 +78,8 @@ class EngineUse:
         if self.prefills:
             values["rollout/prefills"] = self.prefills
             values["rollout/accepted_rows"] = self.accepted / self.prefills
+        if self.retracted:
+            values["rollout/retracted"] = self.retracted
         if self.launches:
             values["rollout/tokens_per_launch"] = self.tokens / self.launches
             values["rollout/occupied_rows"] = self.tokens / self.places

@@ -23,7 +23,13 @@ from jaxtyping import Bool
 
 from tpu_grpo.types import Figure, PromptBatch, Rollout, ScoredRollout, Scores
 
-SUMS = ("rollout/wait_seconds", "rollout/prefills", "rollout/environment_wait_seconds", "rollout/served_turns")
+SUMS = (
+    "rollout/wait_seconds",
+    "rollout/prefills",
+    "rollout/retracted",
+    "rollout/environment_wait_seconds",
+    "rollout/served_turns",
+)
 """The figures of a rollout that add up over rounds; the others are shares and means."""
 
 
