@@ -1,0 +1,23 @@
+"""Tests find the processes of users' code that they have started themselves, and no others of the machine."""
+
+import os
+
+import psutil
+
+from tpu_grpo.workers.process import WORKER_MARK
+
+os.environ["TESTED_BY"] = TESTER = os.environ.get("TESTED_BY", str(os.getpid()))
+"""What these tests start inherits this, and nothing that others start at the same time."""
+
+
+def marked() -> set[int]:
+    """The processes of users' code that these tests have started and are alive."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            variables = process.environ() if process.status() != psutil.STATUS_ZOMBIE else {}
+            if WORKER_MARK in variables and variables.get("TESTED_BY") == TESTER:
+                found.add(process.pid)
+        except (psutil.Error, OSError):
+            continue
+    return found
