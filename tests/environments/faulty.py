@@ -172,5 +172,7 @@ class Silent(Faulty):
 
 if os.environ.get("FAULTY_IMPORT") == "leaves" and "tpu_grpo.environments.pool" not in sys.modules:
     os._exit(7)
+if os.environ.get("FAULTY_IMPORT") == "hangs" and "tpu_grpo.environments.pool" not in sys.modules:
+    time.sleep(1000)
 if os.environ.get("FAULTY_IMPORT") == "raises" and "tpu_grpo.environments.pool" not in sys.modules:
     raise OSError("no such thing here")

@@ -32,7 +32,7 @@ from tpu_grpo.errors import EpisodeError
 from tpu_grpo.workers.open_files import allow_many_files
 
 START_SECONDS = 120.0
-"""A process has this time to import its environment, outside of any deadline."""
+"""A process has this time to import its environment, from when a conversation waits for it; outside of any deadline."""
 _CLOSE_SECONDS = 5.0
 """A process has this time to close its environment after the episode."""
 _POLL_SECONDS = 0.5
@@ -52,6 +52,7 @@ class _Conversation:
     """What is asked and not answered."""
     deadline: float = float("inf")
     asked_at: float = 0.0
+    """When it was asked that, or began to wait for a process."""
     reply: Reply | None = None
     """What was answered and not taken."""
     is_placed: bool = False
@@ -80,7 +81,7 @@ class EnvironmentPool:
         self._waiting: collections.deque[_Conversation] = collections.deque()
         self._numbers = itertools.count()
         self._deadlines: list[tuple[float, int]] = []
-        self._opened_at = self._active_at = time.monotonic()
+        self._active_at = time.monotonic()
         self._homes: dict[str, ForkedEnvironments | SharedEnvironments] = {}
         for name, environment in self._loaded.items():
             job = Job(environment, int(section.memory_gb * 2**30), keep)
@@ -114,7 +115,7 @@ class EnvironmentPool:
         """
         assert key not in self._by_key, f"conversation {key} is not over"
         conversation = _Conversation(key, next(self._numbers), self._loaded[name], self._homes[name])
-        conversation.request = Start(columns, seed)
+        conversation.request, conversation.asked_at = Start(columns, seed), time.monotonic()
         self._by_key[key] = self._by_number[conversation.number] = conversation
         self._waiting.append(conversation)
         self._pump(0.0)
@@ -222,17 +223,27 @@ class EnvironmentPool:
             self._waiting.remove(conversation)
 
     def _pump(self, seconds: float, wanted: _Conversation | None = None, patience: float = 0.0) -> None:
-        """Take in what comes within ``seconds``, send what waits, and keep the deadlines."""
+        """Take in what comes within ``seconds``, send what waits, and keep the deadlines.
+
+        What has come already is taken in before anything is judged: nobody may have looked for long.
+        """
+        has_heard = self._hear(0.0)
         self._place(wanted, patience)
         if any(home.is_full for home in self._homes.values()):
             seconds = min(seconds, _FULL_SECONDS)
         elif self._deadlines:
             seconds = min(seconds, max(self._deadlines[0][0] - time.monotonic(), 0.0))
-        for key, _ in self._selector.select(seconds):
-            key.data()
+        self._hear(0.0 if has_heard else seconds)
         for home in self._homes.values():
             home.flush()
         self._end_late()
+
+    def _hear(self, seconds: float) -> bool:
+        """Take in what comes within ``seconds``, and say whether anything did."""
+        keys = self._selector.select(seconds)
+        for key, _ in keys:
+            key.data()
+        return bool(keys)
 
     def _place(self, wanted: _Conversation | None, patience: float) -> None:
         """Start the conversations that wait, in their order, as long as there are places for them.
@@ -259,7 +270,7 @@ class EnvironmentPool:
             forked += isinstance(conversation.home, ForkedEnvironments)
 
     def _check_start(self, conversation: _Conversation) -> None:
-        if time.monotonic() > self._opened_at + START_SECONDS and not conversation.home.was_ready:
+        if time.monotonic() > conversation.asked_at + START_SECONDS and not conversation.home.was_ready:
             raise EpisodeError(
                 f"environment {conversation.loaded.name} must be imported in its process within {START_SECONDS:.0f} s, "
                 "got no answer; see what its file does when it is imported"
