@@ -7,6 +7,8 @@ import sys
 import time
 from typing import Any, ClassVar
 
+import numpy as np
+
 
 class Counter:
     """The counter of TRL's documentation, told where to go."""
@@ -122,11 +124,17 @@ class Steps:
         return {"observations": [{"role": "user", "content": observation}], "reward": reward, "done": done}
 
 
+_forked_with = set[str]()
+os.register_at_fork(after_in_child=lambda: _forked_with.update(sys.modules))
+
+
 class Knows:
     """Tells about its process."""
 
     def reset(self) -> Any:
         return {
+            "numpy": np.random.randint(10**6),
+            "imported": sorted({*sys.modules} - _forked_with),
             "jax": "jax" in sys.modules,
             "platforms": os.environ["JAX_PLATFORMS"],
             "tpu": [name for name in os.environ if name.startswith(("TPU_", "XLA_", "LIBTPU"))],

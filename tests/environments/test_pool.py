@@ -3,6 +3,7 @@
 import pickle
 import time
 
+import numpy as np
 import pytest
 
 from tests.environments.playing import acted, answer, begun, call, calls, ended, failure, open_pool, says, told
@@ -189,7 +190,14 @@ def test_processes_know_nothing_of_the_accelerator_and_order_sets_alike(monkeypa
     monkeypatch.setenv("TPU_VISIBLE_CHIPS", "0")
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     with open_pool("tests.environments.games:Knows") as pool:
-        assert eval(told(begun(pool))) == {"jax": False, "platforms": "cpu", "tpu": ["TPU_GRPO_WORKER"], "hash": "0"}
+        assert eval(told(begun(pool))) == {
+            "numpy": np.random.RandomState(7).randint(10**6),
+            "imported": [],  # what each process would import by itself costs several times what a fork does
+            "jax": False,
+            "platforms": "cpu",
+            "tpu": ["TPU_GRPO_WORKER"],
+            "hash": "0",
+        }
 
 
 # --- async -----------------------------------------------------------------------------------------------------------

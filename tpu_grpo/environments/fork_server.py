@@ -13,6 +13,7 @@ what a conversation's process leaves behind, and ends it.
 
 import contextlib
 import gc
+import importlib
 import os
 import pickle
 import selectors
@@ -103,6 +104,8 @@ class _ForkServer:
         self._selector = selectors.DefaultSelector()
 
     def serve(self) -> None:
+        if "numpy" in sys.modules:
+            importlib.import_module("numpy.random")  # each process seeds it, and would import it by itself
         gc.collect()
         gc.freeze()  # the memory that children share with this process stays shared
         signal.signal(signal.SIGCHLD, lambda *_: None)
