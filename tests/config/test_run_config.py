@@ -123,6 +123,13 @@ def test_the_cache_takes_the_longest_prompt() -> None:
     assert load_config(None, [*sizes, "rollout.kv_tokens=19"]).rollout.kv_tokens == 19
 
 
+def test_the_cache_takes_the_longest_prompt_of_a_conversation() -> None:
+    """The last turn of a conversation of 16 tokens begins behind 15 of them, and 7 are wanted beside a prompt."""
+    sizes = ["data.max_prompt_tokens=12", "rollout.max_new_tokens=4", "environment.name=guessing"]
+    assert "must hold one whole request: >= 22 tokens" in message(*sizes, "rollout.kv_tokens=21")
+    assert load_config(None, [*sizes, "rollout.kv_tokens=22"]).rollout.kv_tokens == 22
+
+
 def test_a_timeline_is_of_steps_that_come() -> None:
     steps = "logging.profile_steps=[3, 4, 10]"
     assert message("run.max_steps=4", steps) == (

@@ -114,7 +114,9 @@ def test_a_column_chooses_the_environment() -> None:
 
 
 @pytest.mark.parametrize(("on_error", "worth"), [("skip", None), ("value", -0.5)])
-def test_a_failure_ends_its_conversation_alone(on_error: str, worth: float | None) -> None:
+def test_a_failure_ends_its_conversation_alone(
+    on_error: str, worth: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
     pool = Pool()
     value = {"error_value": -0.5} if on_error == "value" else {}
     episodes = opened(pool, rows=2, on_error=on_error, **value)
@@ -129,8 +131,21 @@ def test_a_failure_ends_its_conversation_alone(on_error: str, worth: float | Non
     assert failed is not None
     assert failed.failure == Failure("late", "did not answer in 1 s", reward=worth)
     assert episodes.next(1) is not None
+    [told] = caplog.messages
+    left = "it is left out" if worth is None else "it is worth -0.5"
+    assert told.startswith("environment Game did not answer in 1 s, in a conversation that began with 'ask'; " + left)
+    pool.replies[1] = [Failed(Failure("died", "exited with code 3"))]
+    episodes.ended(1, sampled(100))
+    assert episodes.next(1) is None
+    assert len(caplog.messages) == 1
+
+
+def test_conversations_that_are_not_over_are_dropped() -> None:
+    pool = Pool()
+    episodes = opened(pool)
+    episodes.begin(0)
     episodes.close()
-    assert pool.asked[-1] == ("drop", 1)
+    assert pool.asked[-1] == ("drop", 0)
 
 
 def test_a_failure_may_end_the_run() -> None:

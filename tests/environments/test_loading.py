@@ -65,6 +65,16 @@ def test_what_is_no_tool(load):
     loaded = load(f"class E:\n    field = 3\n    @staticmethod\n    def static(): pass\n{RESET}{TOOL}{others}")
     assert [tool["function"]["name"] for tool in loaded.tools] == ["add"]
     assert loaded.gives_reward
+    assert loaded.gives_turn_rewards
+
+
+def test_what_gives_a_reward(load):
+    for method in ("get_reward", "get_turn_rewards"):
+        loaded = load(f"class E:\n{RESET}{TOOL}    def {method}(self): pass\n")
+        assert (loaded.gives_reward, loaded.gives_turn_rewards) == (True, method == "get_turn_rewards")
+    loaded = load(f"class E:\n{RESET}{TOOL}")
+    assert not loaded.gives_reward
+    assert not loaded.gives_turn_rewards
 
 
 @pytest.mark.parametrize("method", ["async def reset(self): pass", "async def get_reward(self): pass"])
@@ -75,7 +85,7 @@ def test_one_coroutine_makes_a_class_async(load, method: str):
 
 def test_a_class_of_steps(load):
     loaded = load("class E:\n    def reset(self): pass\n    def step(self, action): pass\n    def close(self): pass\n")
-    assert (loaded.takes, loaded.tools, loaded.gives_reward) == ("texts", (), True)
+    assert (loaded.takes, loaded.tools, loaded.gives_reward, loaded.gives_turn_rewards) == ("texts", (), True, True)
 
 
 def test_an_adapter_that_is_named(load):

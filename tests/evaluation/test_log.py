@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,9 @@ def test_the_file_has_a_line_per_evaluation(tmp_path: Path) -> None:
 
 def test_an_evaluation_survives_being_written() -> None:
     found = evaluation(3, 0.5)
+    assert evaluation_of(json.loads(json.dumps(record_of(found)))) == found
+    found = replace(found, failed={"greedy": 0.25})  # of conversations
+    assert record_of(found)["evaluation/failed/greedy"] == 0.25
     assert evaluation_of(json.loads(json.dumps(record_of(found)))) == found
     line = {"step": 5, "evaluation/greedy/r": 0.5}  # of a version that told no intervals
     old = evaluation_of(line)

@@ -108,7 +108,7 @@ def test_no_reward_is_asked_about_a_failed_environment(reward_file: MakeFile) ->
     found = scores(
         [{"name": f"{path}:f"}], completion("bad", failure=worth), completion("bad", failure=nothing), completion("3")
     )
-    assert np.isnan(found.by_name["f"][:2]).all()
+    assert found.by_name["f"].tolist() == [-0.5, pytest.approx(np.nan, nan_ok=True), 1.0]
     assert found.total.tolist() == [-0.5, 0.25, 1.0]  # the second takes the mean of its group, and does not count
     assert found.scored.tolist() == [True, False, True]
 
@@ -122,3 +122,12 @@ def test_plain_completions_have_no_environment() -> None:
     plain = Completion(np.array([1], np.int32), np.zeros(1, np.float32), "stop", 0)
     with pytest.raises(RewardError, match="takes environment_rewards needs conversations"):
         scores([{"name": "environment"}], plain)
+
+
+def test_every_reward_of_a_failed_environment_is_its_value_and_weights_change_nothing(reward_file: MakeFile) -> None:
+    path = reward_file("def f(completions):\n    return [1.0] * len(completions)\n")
+    worth = Failure("late", "did not answer", reward=-0.5)
+    specs = [{"name": f"{path}:f", "weight": 4.0}, {"name": "exact_answer", "weight": 0.0}]
+    found = scores(specs, completion("", failure=worth), completion("3"))
+    assert [values[0] for values in found.by_name.values()] == [-0.5, -0.5]
+    assert found.total.tolist() == [-0.5, 4.0]

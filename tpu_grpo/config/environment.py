@@ -36,8 +36,9 @@ class EnvironmentSection(Section):
     <tool_call> tags; python: calls as in Python. auto: what the chat template shows."""
     on_error: Literal["stop", "skip", "value"] = "stop"
     """Do this when an environment raises outside of a tool, is late, dies, or gives rubbish. stop: the run ends and
-    says why; skip: the conversation ends there, and counts nowhere; value: it ends there, with error_value for its
-    reward. A tool that raises is none of these: the policy is told what it raised."""
+    says why; skip: the conversation ends there and is not learned from, and takes its group's mean where advantages
+    are computed; value: it ends there, and every reward, and all together, is error_value. A tool that raises is none
+    of these: the policy is told what it raised."""
     error_value: float = 0.0
     """Give this reward to a conversation whose environment failed, when on_error is value."""
     turn_credit: Literal["episode", "turn"] = "episode"

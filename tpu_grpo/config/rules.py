@@ -46,7 +46,8 @@ def _rewards_fit_together(config: "RunConfig") -> None:
 
 def _cache_fits(config: "RunConfig") -> None:
     rollout, page = config.rollout, config.rollout.page_size
-    tokens = max(config.context_tokens + CACHE_MARGIN_TOKENS, config.data.max_prompt_tokens + PROMPT_MARGIN_TOKENS)
+    prompt = config.context_tokens - 1 if config.environment.is_on else config.data.max_prompt_tokens  # of a last turn
+    tokens = max(config.context_tokens + CACHE_MARGIN_TOKENS, prompt + PROMPT_MARGIN_TOKENS)
     needed = -(-tokens // page) * page
     if rollout.kv_tokens is not None and rollout.kv_tokens < needed:
         raise ValueError(

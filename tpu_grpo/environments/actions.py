@@ -92,5 +92,7 @@ class LoadedEnvironment:
     """The JSON schemas of its tools, as chat templates take them: {type: function, function: {name, ...}}."""
     is_async: bool = False
     gives_reward: bool = False
-    """Whether it scores its episodes: by ``get_reward``, or by what ``step`` returns."""
+    """Whether it scores its episodes: by ``get_reward``, or by what its turns are worth, added up."""
+    gives_turn_rewards: bool = False
+    """Whether it scores turns: by ``get_turn_rewards``, or by what ``step`` returns."""
     options: Mapping[str, Any] = field(default_factory=dict)

@@ -8,6 +8,7 @@ and is asked for its rewards at the end, while other rows are decoded:
             get_reward ->   None
 """
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from tpu_grpo.episode import Failure
 from tpu_grpo.errors import EpisodeError
 from tpu_grpo.types import Completion, Prompt, Request, SampleKey
 
+LOG = logging.getLogger("tpu_grpo.environments")
 if TYPE_CHECKING:
     from tpu_grpo.environments.dialects import Dialect
     from tpu_grpo.environments.pool import EnvironmentPool
@@ -82,6 +84,7 @@ class Episodes:
         self._out_since: dict[int, float] = {}
         self._seconds = [0.0] * len(starts)
         self._done: dict[int, Completion] = {}
+        self._has_failed = False
 
     def begin(self, row: int) -> None:
         """Start the environment of a row, without waiting for it."""
@@ -166,6 +169,16 @@ class Episodes:
                 + (f"\n{failure.trace}".rstrip() if failure.trace else "")
             )
         worth = start.section.error_value if start.section.on_error == "value" else None
+        if not self._has_failed:
+            LOG.warning(
+                "environment %s %s, in a conversation that began with %r; %s, and further ones are not told here\n%s",
+                start.environment.name,
+                failure.text,
+                start.prompt.text[:200],
+                "it is left out" if worth is None else f"it is worth {worth:g}",
+                failure.trace,
+            )
+        self._has_failed = True
         conversation.failed(replace(failure, reward=worth))
         self._finish(row)
 

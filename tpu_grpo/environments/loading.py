@@ -50,7 +50,8 @@ def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> Lo
         takes="texts" if adapter else "calls",
         tools=tuple(schema_of(shown, target, tool) for tool in tools),
         is_async=adapter.is_async(target) if adapter else is_async(target, [*tools, *RESERVED]),
-        gives_reward=adapter is not None or hasattr(target, "get_reward"),
+        gives_turn_rewards=(by_turns := adapter is not None or hasattr(target, "get_turn_rewards")),
+        gives_reward=by_turns or hasattr(target, "get_reward"),
         options=dict(options),
     )
 

@@ -106,6 +106,8 @@ class Evaluation:
     """Maps greedy and sampled to the share of completions that were cut at rollout.max_new_tokens."""
     digest: str = ""
     """The SHA-256 (hex) of all sampled tokens."""
+    failed: Mapping[str, float] = field(default_factory=dict)
+    """Maps greedy and sampled to the share of conversations whose environment failed; empty without environments."""
 
     @property
     def means(self) -> dict[str, dict[str, float]]:
@@ -113,11 +115,12 @@ class Evaluation:
         return {mode: {name: e.value for name, e in found.items()} for mode, found in self.estimates.items()}
 
     def metrics(self) -> dict[str, float]:
-        """Name the means ``evaluation/<mode>/<reward>``, and the rest ``evaluation/tokens|truncated/<mode>``."""
+        """Name the means ``evaluation/<mode>/<reward>``, and the rest ``evaluation/tokens|truncated|failed/<mode>``."""
         return {
             **{f"evaluation/{mode}/{name}": v for mode, means in self.means.items() for name, v in means.items()},
             **{f"evaluation/tokens/{mode}": value for mode, value in self.tokens.items()},
             **{f"evaluation/truncated/{mode}": value for mode, value in self.truncated.items()},
+            **{f"evaluation/failed/{mode}": value for mode, value in self.failed.items()},
         }
 
 
@@ -156,9 +159,16 @@ def evaluate(
         truncated={
             mode: float(np.mean([c.finish_reason == "length" for c in found])) for mode, found in completions.items()
         },
+        failed={mode: share for mode, found in completions.items() if (share := _failed(found)) is not None},
         digest=tokens_digest([c for found in completions.values() for c in found]),
     )
     return evaluation, both
+
+
+def _failed(completions: Sequence[Completion]) -> float | None:
+    """Return the share of conversations whose environment failed; None if there is no conversation."""
+    failures = [c.episode.failure is not None for c in completions if c.episode is not None]
+    return float(np.mean(failures)) if failures else None
 
 
 def _samples(mode: str, rollout: Rollout, scores: Scores, settings: EvaluationSettings) -> EvaluationSamples:
@@ -221,4 +231,6 @@ def describe(evaluation: Evaluation, prompts: int) -> str:
         for mode, estimates in evaluation.estimates.items()
     ]
     lengths = [f"tokens {' / '.join(f'{value:.1f}' for value in evaluation.tokens.values())}"]
-    return f"held out ({prompts} prompts) after step {evaluation.step}: " + "; ".join([*shown, *lengths])
+    shares = [f"{value:.1%}" for value in evaluation.failed.values()]
+    failed = [f"environments failed {' / '.join(shares)}"] if any(evaluation.failed.values()) else []
+    return f"held out ({prompts} prompts) after step {evaluation.step}: " + "; ".join([*shown, *lengths, *failed])

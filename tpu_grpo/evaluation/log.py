@@ -101,7 +101,7 @@ def record_of(evaluation: Evaluation) -> dict[str, Any]:
 def evaluation_of(record: dict[str, Any]) -> Evaluation:
     """Read the evaluation back from a line of evaluation.jsonl, written by this version or one before it."""
     estimates: dict[str, dict[str, Estimate]] = {}
-    lengths: dict[str, dict[str, float]] = {"tokens": {}, "truncated": {}}
+    lengths: dict[str, dict[str, float]] = {"tokens": {}, "truncated": {}, "failed": {}}
     intervals = record.get("intervals", {})
     for name, value in record.items():
         if not name.startswith("evaluation/"):

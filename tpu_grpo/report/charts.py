@@ -10,7 +10,7 @@ from tpu_grpo.report.axes import Scale
 from tpu_grpo.report.drawing import Chart, Line
 from tpu_grpo.report.reading import RunRead
 
-EVALUATION_LENGTHS = ("evaluation/tokens/", "evaluation/truncated/")
+EVALUATION_LENGTHS = ("evaluation/tokens/", "evaluation/truncated/", "evaluation/failed/")
 """What evaluations measure beside rewards: it is not between 0 and 1, or not better when it is higher."""
 STAGES = {
     "rollout/seconds": "rollout",

@@ -43,7 +43,7 @@ def add_up(
 ) -> Totals:
     """Add up the rewards that are not ``of_tokens``, with their weights, and fill in the rows that they do not score.
 
-    A row whose environment failed is worth what the config says, or counts as not scored.
+    A row whose environment failed is worth what the config says, to each reward and in total, or counts as not scored.
 
     The first row that no reward applies to, without a problem of any, is written to the log.
     """
@@ -51,6 +51,9 @@ def add_up(
     scored_B, any_B, skipped_B = (np.zeros(table.size, dtype=bool) for _ in range(3))
     counts = [weight != 0.0 or not any(weights) for weight in weights]
     for (name, result), weight, rewarded in zip(results.items(), weights, counts, strict=True):
+        if name not in of_tokens:
+            for row, failure in table.failures.items():
+                result.values[row] = np.nan if failure.reward is None else failure.reward
         applies_B = ~np.isnan(result.values)
         any_B |= applies_B & rewarded
         skipped_B |= result.skipped

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.environments.actions import LoadedEnvironment
-from tpu_grpo.errors import DataError
+from tpu_grpo.errors import DataError, EpisodeError
 from tpu_grpo.prompts.rendering import ToolsOf, template_switches
 
 if TYPE_CHECKING:
@@ -26,14 +26,32 @@ def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
     """Find the environments of a config, by the names that the data has for them; "" for the only one.
 
     Raises:
-        EpisodeError: for one that cannot be found, or is not written as an environment.
+        EpisodeError: for one that cannot be found, or is not written as an environment, or where none gives rewards
+            that the config wants of them.
     """
     if not config.environment.is_on:
         return {}
     from tpu_grpo.environments.loading import load_environment  # a second to import
 
     section = config.environment
-    return {name: load_environment(source, section.options, name) for name, source in section.names.items()}
+    loaded = {name: load_environment(source, section.options, name) for name, source in section.names.items()}
+    _check_rewards(config, loaded)
+    return loaded
+
+
+def _check_rewards(config: RunConfig, loaded: Mapping[str, LoadedEnvironment]) -> None:
+    names = ", ".join(environment.name for environment in loaded.values())
+    specs = [*config.rewards, *(config.evaluation.rewards or ())]
+    if any(spec.name == "environment" for spec in specs) and not any(one.gives_reward for one in loaded.values()):
+        raise EpisodeError(
+            f"the reward environment, which is the only one unless rewards names others, needs an environment with "
+            f"get_reward, get_turn_rewards or step, got {names} without; add one of these methods, or set rewards"
+        )
+    if config.environment.turn_credit == "turn" and not any(one.gives_turn_rewards for one in loaded.values()):
+        raise EpisodeError(
+            f"environment.turn_credit=turn needs an environment with get_turn_rewards or step, got {names} without; "
+            "add one of them, or leave it at episode"
+        )
 
 
 def check_environment_columns(loaded: Mapping[str, LoadedEnvironment], columns: Collection[str]) -> None:
