@@ -38,7 +38,7 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
     with closing(held_out):
         meshes = build_meshes(config, checkpoint)
         with watch.stage(f"loading {chosen.name}"):
-            engines = open_engines(config, hosts, checkpoint, tokenizer, meshes)
+            engines = open_engines(config, hosts, checkpoint, tokenizer, meshes, held_out.environments)
             engines.install(parameters(load_policy(config, checkpoint, meshes.trainer, chosen, hosts.index)))
             engines.replicas.compile_all()
         sampler = Sampler(engines.replicas, tokenizer, config, held_out.environments)

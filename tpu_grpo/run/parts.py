@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import BUILTIN, HUB, RunConfig
+from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.hosts import Hosts, announce, counted, keep_programs
 from tpu_grpo.learner import Learner, LearnerInputs
 from tpu_grpo.models import Checkpoint, builtin, load_model, read_checkpoint
@@ -65,7 +66,7 @@ def build_parts(config: RunConfig, hosts: Hosts, data: OpenData | None = None) -
     checkpoint, tokenizer = open_model(config, hosts)
     meshes = build_meshes(config, checkpoint)
     task = open_task(config, tokenizer, hosts, data)
-    engines = open_engines(config, hosts, checkpoint, tokenizer, meshes)
+    engines = open_engines(config, hosts, checkpoint, tokenizer, meshes, task.environments)
     announce(hosts, f"loading {checkpoint.parameter_count:,} parameters")
     learner = Learner(config, open_inputs(config, checkpoint, meshes), hosts)
     failures = FailureFiles(config, hosts, learner.save_apart)
@@ -116,10 +117,20 @@ def open_model(config: RunConfig, hosts: Hosts) -> tuple[Checkpoint, PreTrainedT
 
 
 def open_engines(
-    config: RunConfig, hosts: Hosts, checkpoint: Checkpoint, tokenizer: PreTrainedTokenizerFast, meshes: Meshes
+    config: RunConfig,
+    hosts: Hosts,
+    checkpoint: Checkpoint,
+    tokenizer: PreTrainedTokenizerFast,
+    meshes: Meshes,
+    environments: Environments | None,
 ) -> SyncedEngines:
-    """Build the engines on the sampler's devices; they have no weights until some are installed."""
-    options = engine_options(config, meshes, stop_token_ids(tokenizer, checkpoint.directory))
+    """Build the engines on the sampler's devices; they have no weights until some are installed.
+
+    They stop at the end tokens of the model and its tokenizer, and at those with which the chat template ends the turns
+    of conversations with environments: a base model's own end token is another one.
+    """
+    stop_ids = {*stop_token_ids(tokenizer, checkpoint.directory), *(environments.end_ids if environments else ())}
+    options = engine_options(config, meshes, sorted(stop_ids))
     _agree_on_engines(options, hosts)
     replicas = Replicas.build(checkpoint.directory, meshes.sampler_devices, meshes.tensor, options, hosts)
     if config.hosts.check == "step":

@@ -72,7 +72,8 @@ class Dialect:
         self._encoder = Encoder(tokenizer)
         self._pasts: dict[str, tuple[Past, thinking.Cutter | None]] = {}
         self._prober = Prober(self._template, self._encoder)
-        self._ends = self._end_ids()
+        self.end_ids = self._end_ids()
+        """The tokens behind which answers can be written; the engine has to stop at them."""
         self._answer_role = "tool" if tools else "user"
         self._check_tools()
         self._past(self._answer_role)
@@ -116,7 +117,7 @@ class Dialect:
 
     def ends(self, ids: Sequence[int]) -> bool:
         """Say whether a turn ended with the token that the template ends turns with, so that an answer can follow."""
-        return len(ids) > 0 and ids[-1] in self._ends
+        return len(ids) > 0 and ids[-1] in self.end_ids
 
     def read(self, ids: Sequence[int]) -> Action:
         """Return what the policy wrote in a turn, whose tokens these are, the one that ended it included."""
@@ -187,7 +188,7 @@ class Dialect:
             begin = text.index(CALLED, begin) + len(CALLED)
         end = self._prober.end
         suffix = self._encoder.encode(text[text.index(end, begin) :])
-        assert suffix[0] in self._ends
+        assert suffix[0] in self.end_ids
         return suffix[1:]
 
     def _as_data(self, answer: Message) -> Message:

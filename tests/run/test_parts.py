@@ -1,0 +1,43 @@
+"""What the engines of a run are built with."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.environments.dialects.families import tokenizer
+from tpu_grpo.config import parse_config
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.run import parts
+from tpu_grpo.run.environments import load_environments, open_environments
+
+
+class Built(Exception):
+    """Engines would be built now."""
+
+
+def test_engines_stop_where_turns_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base model of Qwen's ends its texts with <|endoftext|>, and the chat template its turns with <|im_end|>."""
+    asked: list[Any] = []
+
+    def options(config: Any, meshes: Any, stop_ids: Any) -> None:
+        asked.append(list(stop_ids))
+        raise Built
+
+    monkeypatch.setattr(parts, "engine_options", options)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
+    checkpoint: Any = SimpleNamespace(directory=tmp_path)
+    base: Any = tokenizer("qwen2_5")
+    monkeypatch.setitem(base._special_tokens_map, "eos_token", "<|endoftext|>")
+    config = parse_config({"environment": {"name": "guessing"}, "rewards": [{"name": "environment"}]})
+    environments = open_environments(config, base, load_environments(config), keep=False)
+    assert environments is not None
+    nowhere: Any = None
+    for played in (None, environments):
+        with pytest.raises(Built):
+            parts.open_engines(config, Hosts(), checkpoint, base, nowhere, played)
+    environments.close()
+    end_of_text, end_of_turn = base.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert asked == [[3, end_of_text], [3, end_of_text, end_of_turn]]
