@@ -137,9 +137,7 @@ class Game:
 
     def _written(self, text: str, request: Request) -> Completion:
         """Make the tokens of a turn, as if the policy had sampled them, cut where it would be cut."""
-        end = self._tokenizer.eos_token_id
-        assert isinstance(end, int)
-        ids = [*self._tokenizer.encode(text, add_special_tokens=False), end]
+        ids = [*self._tokenizer.encode(text, add_special_tokens=False), self._episodes.end_id(0)]
         most = request.sampling.max_new_tokens
         cut = len(ids) > most
         logprobs = np.zeros(min(len(ids), most), np.float32)

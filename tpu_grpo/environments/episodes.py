@@ -132,6 +132,10 @@ class Episodes:
         """Return a conversation so far, the prompt's messages first."""
         return self._open[row].messages
 
+    def end_id(self, row: int) -> int:
+        """Return the token that ends the turns of a row."""
+        return self._starts[row].dialect.end_id
+
     def close(self) -> None:
         """Give up conversations that are not over."""
         for row in [row for row in self._open if row not in self._done]:

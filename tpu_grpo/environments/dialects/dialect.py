@@ -72,7 +72,10 @@ class Dialect:
         self._encoder = Encoder(tokenizer)
         self._pasts: dict[str, tuple[Past, thinking.Cutter | None]] = {}
         self._prober = Prober(self._template, self._encoder)
-        self.end_ids = self._end_ids()
+        ends = self._end_ids()
+        self.end_id = ends[0]
+        """The token with which the template ends turns."""
+        self.end_ids = frozenset(ends)
         """The tokens behind which answers can be written; the engine has to stop at them."""
         self._answer_role = "tool" if tools else "user"
         self._check_tools()
@@ -208,9 +211,9 @@ class Dialect:
 
     # --- the start ----------------------------------------------------------------------------------------------------
 
-    def _end_ids(self) -> frozenset[int]:
+    def _end_ids(self) -> list[int]:
         special = {token.content: n for n, token in self._tokenizer.added_tokens_decoder.items() if token.special}
-        return frozenset(special[end] for end in (self._prober.end, *ALSO_ENDS) if end in special)
+        return [special[end] for end in (self._prober.end, *ALSO_ENDS) if end in special]
 
     def _check_tools(self) -> None:
         if self._template.tools and not self._template.shows_tools([{"role": "user", "content": QUESTION}]):
