@@ -9,7 +9,8 @@ import pytest
 
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Answered, BadCall, Ended, LoadedEnvironment, ToolCall
-from tpu_grpo.environments.conversation import BRANCH_SAMPLES, CUT, Conversation, Start, TooLong
+from tpu_grpo.environments.conversation import BRANCH_SAMPLES, CUT, Conversation, Start
+from tpu_grpo.environments.values import WrongError
 from tpu_grpo.episode import Failure
 from tpu_grpo.types import Completion, Prompt, Request, SampleKey, SamplingParams
 
@@ -114,7 +115,7 @@ def test_what_reset_gives_is_a_part_of_the_prompt() -> None:
     assert first.sampling.max_new_tokens == 20  # all of it is left
     assert talk.messages == [{"role": "user", "content": "ask12"}]
     assert PROMPT.messages[0]["content"] == "ask"
-    with pytest.raises(TooLong, match="at most data.max_prompt_tokens=6 tokens, got 7"):
+    with pytest.raises(WrongError, match="at most data.max_prompt_tokens=6 tokens, got 7"):
         conversation().first(Answered(({"role": "user", "content": "1234"},)))
 
 
@@ -228,6 +229,16 @@ def test_rewards_of_turns() -> None:
     assert found.episode is not None
     assert [turn.reward for turn in found.episode.turns] == [0.25, 0.5]
     assert found.episode.reward == 1.0
+
+
+def test_a_turn_that_there_was_not_has_no_reward() -> None:
+    """The last turn was answered, so that there is none beside those that the environment knows of."""
+    talk = conversation(max_turns=1)
+    talk.first(Answered(()))
+    talk.turn(sampled(100))
+    assert talk.answered(tool("x")) is None
+    with pytest.raises(WrongError, match="a list of 1 numbers, one for each turn, got 2 from get_turn_rewards"):
+        talk.ended(Ended(turn_rewards=(0.25, 0.5)))
 
 
 def test_a_failed_environment_gives_no_reward() -> None:

@@ -163,6 +163,22 @@ def test_a_failure_may_end_the_run() -> None:
     assert pool.asked[-1][0] == "start"  # there is nothing to give up: the pool knows that it failed
 
 
+def test_a_reward_too_many_is_a_failure() -> None:
+    pool = Pool()
+    episodes = opened(pool, on_error="skip")
+    episodes.begin(0)
+    pool.replies[0] = [Answered(())]
+    episodes.next(0)
+    episodes.ended(0, sampled(9))
+    pool.replies[0] = [Ended(turn_rewards=(0.5, 0.5))]
+    assert episodes.next(0) is None
+    failed = episodes.result(0).episode
+    assert failed is not None
+    assert failed.failure is not None
+    assert (failed.ending, failed.failure.kind) == ("failed", "wrong")
+    assert pool.asked[-1] == ("end", 0)  # its process is free already
+
+
 def test_a_first_prompt_that_is_too_long_is_a_failure() -> None:
     pool = Pool()
     episodes = opened(pool, on_error="skip", most=4)

@@ -19,6 +19,7 @@ import numpy as np
 
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Answered, Ended, LoadedEnvironment, Message, ToolCall
+from tpu_grpo.environments.values import WrongError
 from tpu_grpo.episode import Branch, Ending, Episode, Failure, Turn
 from tpu_grpo.types import Completion, Prompt, Request
 
@@ -43,10 +44,6 @@ class Start:
     dialect: "Dialect"
     section: EnvironmentSection
     max_prompt_tokens: int
-
-
-class TooLong(Exception):
-    """The first prompt, with what ``reset`` gave, is longer than data.max_prompt_tokens; says so."""
 
 
 class Conversation:
@@ -86,7 +83,7 @@ class Conversation:
         """Take what ``reset`` gave, and return the request of the first turn; None if the environment is done at once.
 
         Raises:
-            TooLong: for a first prompt of too many tokens.
+            WrongError: for a first prompt of more than data.max_prompt_tokens tokens.
         """
         start = self._start
         observation = None if not reply.messages else str(reply.messages[0]["content"])
@@ -96,7 +93,7 @@ class Conversation:
             text, ids = start.dialect.first(messages, observation)
             messages[-1]["content"] += observation
         if len(ids) > start.max_prompt_tokens:
-            raise TooLong(
+            raise WrongError(
                 f"must give a first prompt of at most data.max_prompt_tokens={start.max_prompt_tokens} tokens, got "
                 f"{len(ids)} with what reset returned"
             )
@@ -143,7 +140,15 @@ class Conversation:
         return None
 
     def ended(self, reply: Ended) -> None:
-        """Take what the environment said of the whole conversation."""
+        """Take what the environment said of the whole conversation.
+
+        Raises:
+            WrongError: for the reward of a turn that there was not.
+        """
+        if reply.turn_rewards is not None and (given := len(reply.turn_rewards)) > (turns := len(self._turns)):
+            raise WrongError(
+                f"must give a list of {turns} numbers, one for each turn, got {given} from get_turn_rewards; correct it"
+            )
         self._ended = reply
 
     def failed(self, failure: Failure) -> None:

@@ -18,7 +18,8 @@ import numpy as np
 
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Answered, Ended, Failed, LoadedEnvironment, Reply
-from tpu_grpo.environments.conversation import Conversation, Start, TooLong
+from tpu_grpo.environments.conversation import Conversation, Start
+from tpu_grpo.environments.values import WrongError
 from tpu_grpo.episode import Failure
 from tpu_grpo.errors import EpisodeError
 from tpu_grpo.types import Completion, Prompt, Request, SampleKey
@@ -152,13 +153,17 @@ class Episodes:
             case Failed(failure):
                 self._fail(row, failure)
             case Ended():
-                conversation.ended(reply)
-                self._finish(row)
+                try:
+                    conversation.ended(reply)
+                except WrongError as error:
+                    self._fail(row, Failure("wrong", str(error)))
+                else:
+                    self._finish(row)
             case Answered():
                 try:
                     began = conversation.began
                     request = conversation.answered(reply) if began else conversation.first(reply)
-                except TooLong as error:
+                except WrongError as error:
                     self._pool.drop(row)
                     self._fail(row, Failure("wrong", str(error)))
                     return

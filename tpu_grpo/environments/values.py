@@ -16,7 +16,7 @@ MOST_BYTES = 2**20
 
 
 class WrongError(Exception):
-    """An environment gave what is neither text nor a number; the text says what, behind the environment's name."""
+    """An environment gave something else than it must; the text says what, behind the environment's name."""
 
 
 @dataclass(frozen=True)
