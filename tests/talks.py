@@ -38,7 +38,12 @@ def talk(
             Turn(
                 len(ids),
                 len(ids) + len(written),
-                **{"text": "".join(map(chr, written)), "reward": reward, **(turns or {}).get(number, {})},
+                **{
+                    "text": "".join(map(chr, written)),
+                    "reward": reward,
+                    "observed": len(answer),
+                    **(turns or {}).get(number, {}),
+                },
             )
         )
         ids += [*written, *answer]

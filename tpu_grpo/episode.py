@@ -34,13 +34,16 @@ class Turn:
     start: int
     """The place of its first token in ``Completion.token_ids``."""
     end: int
-    """The place behind its last token; the answer's tokens follow, up to the next turn or the end."""
+    """The place behind its last token. The answer's tokens follow, up to the next turn or the end; where the template
+    changes the past, they are in the prompt of the next branch instead, at its end."""
     text: str
     """What the policy wrote, special tokens left out."""
     calls: tuple[str, ...] = ()
     """The names of the tools that it called; "" for a call that could not be read."""
     answer: str = ""
     """What the environment answered; empty if the conversation ended with the turn."""
+    observed: int = 0
+    """How many tokens the policy saw of the answer, with what the template writes around it; 0 if it saw none."""
     reward: float | None = None
     """What the environment gave for this turn, if it gives anything for single turns."""
     errors: int = 0

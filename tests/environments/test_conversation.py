@@ -88,10 +88,10 @@ def test_three_turns_token_by_token() -> None:
     assert (found.finish_reason, found.sampled_tokens, found.kept) == ("stop", 6, None)
     episode = found.episode
     assert episode is not None
-    assert [(t.start, t.end, t.calls, t.answer, t.errors) for t in episode.turns] == [
-        (0, 2, ("t100",), "abcd", 0),
-        (5, 7, ("t101", "t102"), "a\nbb", 1),
-        (13, 15, (), "", 0),
+    assert [(t.start, t.end, t.calls, t.answer, t.observed, t.errors) for t in episode.turns] == [
+        (0, 2, ("t100",), "abcd", 3, 0),
+        (5, 7, ("t101", "t102"), "a\nbb", 6, 1),
+        (13, 15, (), "", 0, 0),
     ]
     assert [(b.prompt, b.start, b.end) for b in episode.branches] == [((1, 2, 3), 0, 15)]
     assert (episode.ending, episode.reward, episode.prompt, episode.seconds) == ("answered", 0.5, "ask", 1.5)
@@ -140,6 +140,7 @@ def test_a_template_that_forgets_begins_another_branch() -> None:
         ((1, 2, 3), 0, 2),
         ((1, 2, 3, 11, 50, 2, 51), 2, 3),
     ]
+    assert [turn.observed for turn in found.episode.turns] == [3, 0]  # 50, 2 and 51, in that prompt
     assert (found.episode.ending, found.episode.reward) == ("done", 0.75)  # what its turns gave
 
 

@@ -1,11 +1,15 @@
 """What is measured of conversations, worked out by hand."""
 
+import hashlib
+import struct
+
 import numpy as np
 import pytest
 
 from tests.metrics.samples import completion
 from tests.talks import talk
 from tpu_grpo.episode import Failure
+from tpu_grpo.metrics.conversations import sampled_conversation
 from tpu_grpo.metrics.episodes import episode_metrics
 from tpu_grpo.metrics.values import rollout_metrics, tokens_digest
 from tpu_grpo.types import Prompt, PromptBatch, Rollout, ScoredRollout, Scores
@@ -77,4 +81,18 @@ def test_tokens_of_a_step_are_those_that_were_sampled() -> None:
     assert found["completions/mean_tokens"] == 3.5
     assert found["rollout/tokens_per_second"] == 7.0
     assert found["episodes/turns_mean"] == 1.5
-    assert found["rollout/tokens_digest"] == tokens_digest([completion(one.token_ids.tolist()) for one in TALKS])
+
+
+def test_answers_in_the_prompt_of_a_later_branch_are_counted_and_are_a_part_of_the_digest() -> None:
+    """Where the template changes the past, an answer stands in no completion, but at the end of the next prompt."""
+    seven, eight = (
+        talk([1], ([3], []), ([4], []), prompts={1: [1, answer, 2]}, turns={0: {"observed": 2}}) for answer in (7, 8)
+    )
+    assert seven.token_ids.tolist() == eight.token_ids.tolist() == [3, 4]
+    expected = struct.pack("<q2i", 2, 3, 4) + struct.pack("<qi", 1, 1) + struct.pack("<q3i", 3, 1, 7, 2)
+    assert tokens_digest([seven]) == hashlib.sha256(expected).hexdigest()
+    assert tokens_digest([seven]) != tokens_digest([eight])
+    assert episode_metrics([seven])["episodes/observation_tokens_mean"] == 2.0
+    conversation = sampled_conversation(seven)
+    assert conversation is not None
+    assert [turn.observed_tokens for turn in conversation.turns] == [2, 0]

@@ -203,6 +203,7 @@ class Conversation:
         if max(seen, written) >= self._start.request.sampling.max_new_tokens:
             self._ending = "tokens"
             return None
+        self._turns[-1] = replace(self._turns[-1], observed=len(following.suffix))
         if following.new_prompt is not None:
             self._end_branch()
             self._ids = [*past, *following.suffix]

@@ -59,7 +59,6 @@ def sampled_conversation(completion: Completion) -> SampledConversation | None:
     episode = completion.episode
     if episode is None:
         return None
-    ends = [turn.start for turn in episode.turns[1:]] + [len(completion.token_ids)]
     turns = [
         SampledTurn(
             text=turn.text,
@@ -67,10 +66,10 @@ def sampled_conversation(completion: Completion) -> SampledConversation | None:
             answer=turn.answer,
             reward=turn.reward,
             tokens=turn.end - turn.start,
-            observed_tokens=end - turn.end,
+            observed_tokens=turn.observed,
             errors=turn.errors,
         )
-        for turn, end in zip(episode.turns, ends, strict=False)  # a conversation that failed at once has no turn
+        for turn in episode.turns
     ]
     failure = None if episode.failure is None else f"{episode.failure.kind}: {episode.failure.text}"
     return SampledConversation(episode.environment, episode.ending, tuple(turns), _runs(completion), failure)

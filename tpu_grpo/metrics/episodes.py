@@ -31,9 +31,7 @@ def episode_metrics(completions: Sequence[Completion]) -> dict[str, float]:
         "episodes/turns_max": float(turns_E.max()),
         "episodes/calls_mean": sum(len(turn.calls) for turn in turns) / len(episodes),
         "episodes/tokens_mean": float(np.mean([one.sampled_tokens for one, _ in found])),
-        "episodes/observation_tokens_mean": float(
-            np.mean([len(one.token_ids) - one.sampled_tokens for one, _ in found])
-        ),
+        "episodes/observation_tokens_mean": sum(turn.observed for turn in turns) / len(episodes),
         "episodes/branches_mean": float(np.mean([len(episode.branches) for episode in episodes])),
         "episodes/truncated_fraction": float(np.mean([ending in ("turns", "tokens") for ending in endings])),
         **{f"episodes/ended_{ending}": endings.count(ending) / len(episodes) for ending in get_args(Ending)},

@@ -56,12 +56,16 @@ def tokens_digest(completions: Sequence[Completion]) -> str:
     """Compute the SHA-256 (hex) of all token ids behind the prompts, by which two rollouts are compared bit by bit.
 
     The hashed bytes are, for each row in order, the number of its tokens as a little-endian int64 and then its token
-    ids as little-endian int32. The lengths keep ``[1 2] [3]`` apart from ``[1] [2 3]``.
+    ids as little-endian int32. The lengths keep ``[1 2] [3]`` apart from ``[1] [2 3]``. Behind the tokens of a
+    conversation come the prompts of its branches in the same way: they hold what ``reset`` gave, and the answers of the
+    environment where the template changes the past.
     """
     digest = hashlib.sha256()
     for completion in completions:
-        digest.update(np.int64(len(completion.token_ids)).astype("<i8").tobytes())
-        digest.update(np.asarray(completion.token_ids).astype("<i4").tobytes())
+        branches = () if completion.episode is None else completion.episode.branches
+        for ids in (completion.token_ids, *(branch.prompt for branch in branches)):
+            digest.update(np.int64(len(ids)).astype("<i8").tobytes())
+            digest.update(np.asarray(ids).astype("<i4").tobytes())
     return digest.hexdigest()
 
 
