@@ -31,8 +31,9 @@ class Dialect:
         self._forgets = forgets
         self.followed: list[tuple[list[int], int, list[bool]]] = []
 
-    def first(self, messages: Any, observation: str) -> tuple[str, list[int]]:
-        return f"ask{observation}", [1, 2, 3, *[4] * len(observation)]
+    def first(self, messages: Any, observation: str) -> tuple[str, list[int], list[Any]]:
+        told = [{**messages[0], "content": messages[0]["content"] + observation}, *messages[1:]]
+        return f"ask{observation}", [1, 2, 3, *[4] * len(observation)], told
 
     def read(self, ids: Sequence[int]) -> Action:
         calls = tuple(BadCall("bad") if i == 199 else ToolCall(f"t{i}", {"x": i}) for i in ids if i >= 100)
@@ -113,7 +114,7 @@ def test_what_reset_gives_is_a_part_of_the_prompt() -> None:
     assert first is not None
     assert first.token_ids == (1, 2, 3, 4, 4)
     assert first.sampling.max_new_tokens == 20  # all of it is left
-    assert talk.messages == [{"role": "user", "content": "ask12"}]
+    assert talk.messages == [{"role": "user", "content": "ask12"}]  # as the dialect put it
     assert PROMPT.messages[0]["content"] == "ask"
     with pytest.raises(WrongError, match="at most data.max_prompt_tokens=6 tokens, got 7"):
         conversation().first(Answered(({"role": "user", "content": "1234"},)))

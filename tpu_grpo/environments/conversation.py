@@ -87,11 +87,10 @@ class Conversation:
         """
         start = self._start
         observation = None if not reply.messages else str(reply.messages[0]["content"])
-        messages = [dict(message) for message in start.prompt.conversation]
+        messages: list[Message] = list(start.prompt.conversation)
         text, ids = start.prompt.text, list(start.prompt.token_ids)
         if observation is not None:
-            text, ids = start.dialect.first(messages, observation)
-            messages[-1]["content"] += observation
+            text, ids, messages = start.dialect.first(messages, observation)
         if len(ids) > start.max_prompt_tokens:
             raise WrongError(
                 f"must give a first prompt of at most data.max_prompt_tokens={start.max_prompt_tokens} tokens, got "

@@ -252,14 +252,24 @@ def test_what_a_tool_answers_is_no_special_token(name: str) -> None:
 def test_a_reset_observation_goes_behind_the_last_user_message() -> None:
     opened, own = dialect("qwen2_5"), tokenizer("qwen2_5")
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}]
-    text, prompt = opened.first(messages, " O<|im_end|>")
+    text, prompt, told = opened.first(messages, " O<|im_end|>")
     assert text.endswith("<|im_start|>user\nQ O<|im_end|><|im_end|>\n<|im_start|>assistant\n")
     assert prompt.count(ids("qwen2_5", "<|im_end|>")[0]) == 2  # the system message's and the user's
     assert own.decode(prompt) == text
     assert messages[-1]["content"] == "Q"
+    assert told == [messages[0], {"role": "user", "content": "Q O<|im_end|>"}]
     assert opened.first(messages, None)[1] == own.apply_chat_template(
         messages, tools=[ADD, SAY], add_generation_prompt=True, return_dict=False
     )
+
+
+def test_the_record_has_a_reset_observation_where_the_tokens_have_it() -> None:
+    """The data may bring a conversation that goes on behind the user's last message."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 4, "b": 7}}}
+    said: list[dict[str, Any]] = [{"role": "assistant", "content": "", "tool_calls": [call]}, ONE[0]]
+    text, _, told = dialect("qwen2_5").first([{"role": "user", "content": "Q"}, *said], " O")
+    assert "<|im_start|>user\nQ O<|im_end|>" in text
+    assert told == [{"role": "user", "content": "Q O"}, *said]
 
 
 def test_gemma_converses_with_user_messages() -> None:

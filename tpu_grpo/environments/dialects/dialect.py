@@ -85,8 +85,8 @@ class Dialect:
 
     # --- the first prompt ---------------------------------------------------------------------------------------------
 
-    def first(self, messages: Sequence[Message], observation: str | None) -> tuple[str, list[int]]:
-        """Return the first prompt, as text and ids.
+    def first(self, messages: Sequence[Message], observation: str | None) -> tuple[str, list[int], list[Message]]:
+        """Return the first prompt, as text and ids, and the messages that it is of.
 
         Args:
             messages: the prompt's, which the template writes with the tools' schemas.
@@ -96,7 +96,7 @@ class Dialect:
             ConfigError: if the template refuses the messages, or an observation has no message to stand in.
             DataError: for a prompt that holds the pad token.
         """
-        messages = list(messages)
+        told, guarded = list(messages), list(messages)
         if observation is not None:
             place = max((n for n, message in enumerate(messages) if message["role"] == "user"), default=None)
             if place is None:
@@ -105,16 +105,17 @@ class Dialect:
                     f"a prompt must have a user message, because what reset returns is put behind it, got the roles "
                     f"{roles}; let reset return None, or give the data such messages"
                 )
-            content = f"{messages[place]['content']}{self._encoder.guarded(observation)}"
-            messages[place] = {**messages[place], "content": content}
-        written = self._template.write(messages)
+            asked = messages[place]
+            told[place] = {**asked, "content": f"{asked['content']}{observation}"}
+            guarded[place] = {**asked, "content": f"{asked['content']}{self._encoder.guarded(observation)}"}
+        written = self._template.write(guarded)
         ids = self._encoder.encode(written)
         if (pad := self._tokenizer.pad_token_id) is not None and pad in ids:
             raise DataError(
                 f"a prompt must not hold the pad token, got {self._tokenizer.pad_token!r} in {written[-200:]!r}; "
                 "padding is told from text by its id. Remove it from the data"
             )
-        return self._encoder.released(written), ids
+        return self._encoder.released(written), ids, told
 
     # --- reading a turn -----------------------------------------------------------------------------------------------
 
