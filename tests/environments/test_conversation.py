@@ -9,7 +9,8 @@ import pytest
 
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Answered, BadCall, Ended, LoadedEnvironment, ToolCall
-from tpu_grpo.environments.conversation import BRANCH_SAMPLES, CUT, Conversation, Start
+from tpu_grpo.environments.conversation import BRANCH_SAMPLES, Conversation, Start
+from tpu_grpo.environments.observations import shares
 from tpu_grpo.environments.values import WrongError
 from tpu_grpo.episode import Failure
 from tpu_grpo.types import Completion, Prompt, Request, SampleKey, SamplingParams
@@ -47,8 +48,11 @@ class Dialect:
     def ends(self, ids: Sequence[int]) -> bool:
         return ids[-1] != 99
 
-    def shortened(self, text: str, most: int) -> str | None:
-        return None if len(text) <= most else text[:most]
+    def count(self, text: str) -> int:
+        return len(text)
+
+    def shortened(self, text: str, most: int) -> str:
+        return f"{text[: most - 1]}~" if most else ""
 
 
 def conversation(dialect: Dialect | None = None, takes: str = "calls", most: int = 20, **settings: Any) -> Conversation:
@@ -216,8 +220,31 @@ def test_long_answers_are_cut() -> None:
     talk.first(Answered(()))
     talk.turn(sampled(100, 101))
     talk.answered(tool("abcdef", "ab"))
-    assert talk.messages[-2]["content"] == f"abc{CUT}"  # two answers share six tokens
+    assert talk.messages[-2]["content"] == "abc~"  # two answers share six tokens, of which the other needs two
     assert talk.messages[-1]["content"] == "ab"
+
+
+def test_many_answers_are_cut_to_what_there_is_for_all() -> None:
+    talk = conversation(max_observation_tokens=6, most=99)
+    talk.first(Answered(()))
+    talk.turn(sampled(*range(100, 108)))
+    talk.answered(tool("", "abc", *["abcdef"] * 6))
+    assert [len(message["content"]) for message in talk.messages[2:]] == [0, 0, 1, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "most", "given"),
+    [
+        ([2, 8, 4], 9, [2, 4, 3]),
+        ([2, 8, 4], 14, [2, 8, 4]),
+        ([5, 5], 7, [3, 4]),
+        ([1, 1, 1], 2, [0, 1, 1]),
+        ([9], 4, [4]),
+        ([], 4, []),
+    ],
+)
+def test_short_answers_leave_their_room_to_long_ones(wanted: list[int], most: int, given: list[int]) -> None:
+    assert shares(wanted, most) == given
 
 
 def test_rewards_of_turns() -> None:

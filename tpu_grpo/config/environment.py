@@ -30,7 +30,7 @@ class EnvironmentSection(Section):
     """Sample at most this many tokens in a turn; when unset, what is left of rollout.max_new_tokens, which limits the
     whole conversation after its prompt, answers of the environment included."""
     max_observation_tokens: PositiveInt = 512
-    """Cut what an environment answers in a turn after this many tokens."""
+    """Cut what an environment answers in a turn after this many tokens; the answers to several calls share them."""
     tool_format: ToolFormat = "auto"
     """Read tool calls so. hermes: JSON in <tool_call> tags, as Qwen writes it; llama3: JSON alone; qwen3_coder: XML in
     <tool_call> tags; python: calls as in Python. auto: what the chat template shows."""

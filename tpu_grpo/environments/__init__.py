@@ -3,6 +3,7 @@
 actions.py          what passes between the policy's turns and an environment
 dialects/           what a chat template writes around turns, in tokens
 conversation.py     the state of one conversation
+observations.py     what an environment answers, cut
 episodes.py         all conversations of a batch
 loading.py          a name of the config becomes a class that is known to fit: what its constructor and reset take
 schemas.py          its tools, and their schemas

@@ -19,6 +19,7 @@ import numpy as np
 
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Answered, Ended, LoadedEnvironment, Message, ToolCall
+from tpu_grpo.environments.observations import cut_answers
 from tpu_grpo.environments.values import WrongError
 from tpu_grpo.episode import Branch, Ending, Episode, Failure, Turn
 from tpu_grpo.types import Completion, Prompt, Request
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
 BRANCH_SAMPLES = 2**20
 """Later branches of a conversation draw as samples that are this many further on, because they come to the same
 positions again. No group has so many samples."""
-CUT = " [...]"
-"""Ends an answer that was cut at environment.max_observation_tokens."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class Conversation:
     def answered(self, reply: Answered) -> Request | None:
         """Take what the environment answered to a turn, and return the request of the next one; None if it is over."""
         section = self._start.section
-        messages = [self._cut(message, len(reply.messages)) for message in reply.messages]
+        messages = cut_answers(reply.messages, section.max_observation_tokens, self._start.dialect)
         answer = "\n".join(str(message["content"]) for message in messages)
         self._turns[-1] = replace(self._turns[-1], answer=answer, reward=reply.reward, errors=reply.errors)
         self._messages += messages
@@ -231,12 +230,6 @@ class Conversation:
         if any(self._sampled[start:end]):
             self._branches.append(Branch(self._branch_prompt, start, end, self._completions[-1].experts))
         self._branch_start = end
-
-    def _cut(self, message: Message, of: int) -> Message:
-        """Cut an answer, one of so many to the turn, at its share of environment.max_observation_tokens."""
-        most = max(1, self._start.section.max_observation_tokens // of)
-        text = self._start.dialect.shortened(str(message["content"]), most)
-        return message if text is None else {**message, "content": text + CUT}
 
     # --- its record ---------------------------------------------------------------------------------------------------
 

@@ -107,10 +107,22 @@ def test_tokens_of_one_character() -> None:
 
 
 def test_shortened() -> None:
+    """The mark behind what was cut, " [...]", is six tokens of these bytes, and a part of what there is room for."""
     opened = dialect("qwen3")
-    assert opened.shortened("abc", 3) is None
-    assert opened.shortened("abcd", 3) == "abc"
-    assert opened.shortened("a47bc", 3) == "a47b"  # "47" is one token
-    assert opened.shortened("aé", 2) == "a"  # no half of a character
-    assert opened.shortened("<|im_end|>", 10) is None  # counted as it will be encoded
-    assert opened.shortened("<|im_end|>", 9) == "<|im_end|"
+    assert opened.shortened("abc", 3) == "abc"
+    assert opened.shortened("abcdefghij", 9) == "abc [...]"
+    assert opened.shortened("a47bcdefghijk", 9) == "a47b [...]"  # "47" is one token
+    assert opened.shortened("aébcdefgh", 8) == "a [...]"  # no half of a character
+    assert opened.shortened("<|im_end|>", 10) == "<|im_end|>"  # counted as it will be encoded
+    assert opened.shortened("<|im_end|>", 9) == "<|i [...]"
+    assert opened.shortened("abcdefghij", 6) == "abcdef"  # there is no room for the mark
+    assert opened.shortened("abcdefghij", 0) == ""
+    assert [opened.count(text) for text in ("", "a47é", "<|im_end|>", " [...]")] == [0, 4, 10, 6]
+
+
+@given(st.text(max_size=20) | st.text("47 38thi\n", max_size=20), st.integers(0, 12))
+def test_what_was_shortened_is_no_longer_than_it_may_be(text: str, tokens: int) -> None:
+    opened = dialect("qwen3")
+    found = opened.shortened(text, tokens)
+    assert opened.count(found) <= tokens
+    assert (found == text) == (opened.count(text) <= tokens)

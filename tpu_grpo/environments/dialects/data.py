@@ -10,13 +10,15 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 if TYPE_CHECKING:
     from transformers import AddedToken, PreTrainedTokenizerFast
 
 BREAK = "\ufdd0"
 """Unicode keeps this character out of all text."""
+CUT = " [...]"
+"""Stands behind a text of which the rest is left out."""
 _NO_TEXT = re.compile("[\ud800-\udfff\ufdd0]")
 
 
@@ -69,13 +71,27 @@ class Encoder:
         """Return the ids of a text in which nothing is a marker."""
         return self._plain.encode(self.released(text), add_special_tokens=False).ids
 
-    def shortened(self, text: str, tokens: int) -> str | None:
-        """Return the beginning of a text that is no more than some tokens; None if the whole is."""
-        encoding = self._plain.encode(_NO_TEXT.sub("\ufffd", text), add_special_tokens=False)
+    def count(self, text: str) -> int:
+        """Return how many tokens a text has in which nothing is a marker."""
+        return len(self._encoding(text).ids)
+
+    def shortened(self, text: str, tokens: int) -> str:
+        """Return a text that is no more than some tokens: its beginning, with CUT behind it where there is room.
+
+        Nothing is cut of a text that has no more.
+        """
+        encoding = self._encoding(text)
         if len(encoding.ids) <= tokens:
-            return None
-        end = encoding.offsets[tokens][0]  # a character of several tokens goes whole
-        return text[:end]
+            return text
+        for mark in (CUT, ""):
+            for kept in range(tokens - self.count(mark), 0, -1):
+                cut = text[: encoding.offsets[kept][0]] + mark  # a character of several tokens goes whole
+                if self.count(cut) <= tokens:  # tokens may be others where a text ends
+                    return cut
+        return ""
+
+    def _encoding(self, text: str) -> Encoding:
+        return self._plain.encode(_NO_TEXT.sub("\ufffd", text), add_special_tokens=False)
 
     def find_special(self, text: str, begin: int) -> re.Match[str] | None:
         """Return the first special token that a text spells from a place on."""

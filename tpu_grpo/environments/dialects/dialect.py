@@ -145,8 +145,12 @@ class Dialect:
             list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
-    def shortened(self, text: str, tokens: int) -> str | None:
-        """Return the beginning of an answer that is no more than some tokens; None if the whole answer is."""
+    def count(self, text: str) -> int:
+        """Return how many tokens an answer has."""
+        return self._encoder.count(text)
+
+    def shortened(self, text: str, tokens: int) -> str:
+        """Return the beginning of an answer with a mark behind it, together no more than some tokens."""
         return self._encoder.shortened(text, tokens)
 
     # --- behind a turn ------------------------------------------------------------------------------------------------
