@@ -88,3 +88,16 @@ class _Observation:
 
 class Echo(EnvClient[_Action, _Observation]):
     """As OpenEnv's client of the echo environment."""
+
+
+class Silent:
+    """Takes texts, and shows nothing of what they do."""
+
+    def __init__(self, shows: Any):
+        self.shows = shows
+
+    def reset(self, **columns: Any) -> None:
+        return None
+
+    def step(self, action: str) -> tuple[Any, float, bool, dict[str, Any]]:
+        return self.shows, 0.5, action == "stop", {}

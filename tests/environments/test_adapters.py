@@ -97,3 +97,12 @@ def test_rewards_of_steps_are_finite_numbers(reward):
 )
 def test_texts_of_observations(observation, text: str):
     assert observed_text(observation, "step") == text
+
+
+@pytest.mark.parametrize("shows", [None, "", []])
+def test_an_observation_may_be_empty(shows):
+    """A step that is not the last one is followed by another, whatever there is to be seen."""
+    with open_pool(f"{LIBRARIES}:Silent", options={"shows": shows}) as pool:
+        assert begun(pool) == Answered(())
+        assert acted(pool, says("go")) == Answered(({"role": "user", "content": ""},), 0.5, False)
+        assert acted(pool, says("stop")) == Answered((), 0.5, True)

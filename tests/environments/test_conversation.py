@@ -224,6 +224,15 @@ def test_long_answers_are_cut() -> None:
     assert talk.messages[-1]["content"] == "ab"
 
 
+def test_an_empty_answer_is_one() -> None:
+    talk = conversation(takes="texts")
+    talk.first(Answered(()))
+    talk.turn(sampled(10))
+    request = talk.answered(Answered(({"role": "user", "content": ""},), reward=0.5))
+    assert request is not None
+    assert request.token_ids == (1, 2, 3, 10, 50, 0, 51)
+
+
 def test_many_answers_are_cut_to_what_there_is_for_all() -> None:
     talk = conversation(max_observation_tokens=6, most=99)
     talk.first(Answered(()))

@@ -131,10 +131,8 @@ class Conversation:
             self._ending = "done"
         elif len(self._turns) >= section.max_turns:
             self._ending = "turns"
-        elif messages:
-            return self._follow(messages)
         else:
-            self._ending = "done"  # nothing was said that the policy could answer
+            return self._follow(messages)
         return None
 
     def ended(self, reply: Ended) -> None:

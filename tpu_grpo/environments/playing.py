@@ -94,7 +94,10 @@ class Playing:
     async def _step(self, adapter: Adapter, action: Action) -> Answered:
         self._asked = "step"
         step = step_of(await resolved(adapter.step(action.text)))
-        return Answered(_observed(step.observation, "step"), step.reward, step.done)
+        messages = _observed(step.observation, "step")
+        if not messages and not step.done:
+            messages = ({"role": "user", "content": ""},)  # nothing is to be seen, and the policy goes on
+        return Answered(messages, step.reward, step.done)
 
     async def _end(self) -> Ended:
         instance = self._instance if self._adapter is None else self._adapter.instance

@@ -291,6 +291,21 @@ def test_gemma_converses_with_user_messages() -> None:
     assert opened.read(ids("gemma2", "[add(a=1)]<end_of_turn>")).calls == ()
 
 
+@pytest.mark.parametrize(
+    ("name", "empty"),
+    [
+        ("qwen3", "\n<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\n"),
+        ("gemma2", "\n<start_of_turn>user\n<end_of_turn>\n<start_of_turn>model\n"),
+        ("builtin", "<|im_start|>user<|im_start|>assistant"),
+    ],
+)
+def test_an_empty_answer_is_an_empty_message(name: str, empty: str) -> None:
+    opened = dialect(name, tools=())
+    ids_T = [*ids(name, "x"), opened.end_id]
+    following = opened.follow(ids_T, 0, [True] * len(ids_T), [{"role": "user", "content": ""}])
+    assert list(following.suffix) == ids(name, empty)
+
+
 @pytest.mark.parametrize(("name", "last"), [("qwen2_5", "<|endoftext|>"), ("llama3", "x"), ("qwen3", "5")])
 def test_nothing_follows_a_turn_that_was_cut(name: str, last: str) -> None:
     opened = dialect(name)
