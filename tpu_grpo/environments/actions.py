@@ -13,6 +13,8 @@ from typing import Any
 from tpu_grpo.episode import Failure, KeptEnvironment
 
 Message = Mapping[str, Any]
+COLUMN = "environment"
+"""This column of the data chooses among several environments; ``reset`` does not get it."""
 
 
 @dataclass(frozen=True)

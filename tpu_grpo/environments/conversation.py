@@ -1,6 +1,6 @@
 """One conversation between the policy and its environment, as tokens that are only ever appended to.
 
-    conversation = Conversation(start, request)
+    conversation = Conversation(start)
     request = conversation.first(answered)          # what reset gave
     action = conversation.turn(completion)          # what the policy wrote; None: the conversation is over
     request = conversation.answered(answered)       # what the environment said; None: it is over
@@ -78,8 +78,8 @@ class Conversation:
 
     # --- what happens to it -------------------------------------------------------------------------------------------
 
-    def first(self, reply: Answered) -> Request | None:
-        """Take what ``reset`` gave, and return the request of the first turn; None if the environment is done at once.
+    def first(self, reply: Answered) -> Request:
+        """Take what ``reset`` gave, and return the request of the first turn.
 
         Raises:
             WrongError: for a first prompt of more than data.max_prompt_tokens tokens.
@@ -171,10 +171,10 @@ class Conversation:
 
     # --- its tokens ---------------------------------------------------------------------------------------------------
 
-    def _next_request(self) -> Request | None:
-        """Make the request of the next turn, if there is room for a token of it.
+    def _next_request(self) -> Request:
+        """Make the request of the next turn.
 
-        There must be room behind what the policy sees now, and behind all tokens of the conversation, which are more
+        There is room for it behind what the policy sees now, and behind all tokens of the conversation, which are more
         where the template left some out of a later branch.
         """
         request = self._start.request
@@ -182,9 +182,6 @@ class Conversation:
         room = most_tokens - max(len(self._ids) - self._first_tokens, len(self._tokens))
         if (most := self._start.section.max_turn_tokens) is not None:
             room = min(room, most)
-        if room < 1:
-            self._ending = "tokens"
-            return None
         branch = len(self._branches)
         key = replace(request.key, sample=request.key.sample + branch * BRANCH_SAMPLES)
         sampling = replace(request.sampling, max_new_tokens=room)

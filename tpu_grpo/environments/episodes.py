@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from tpu_grpo.config import EnvironmentSection
-from tpu_grpo.environments.actions import Answered, Ended, Failed, LoadedEnvironment, Reply
+from tpu_grpo.environments.actions import COLUMN, Answered, Ended, Failed, LoadedEnvironment, Reply
 from tpu_grpo.environments.conversation import Conversation, Start
 from tpu_grpo.environments.values import WrongError
 from tpu_grpo.episode import Failure
@@ -28,9 +28,6 @@ LOG = logging.getLogger("tpu_grpo.environments")
 if TYPE_CHECKING:
     from tpu_grpo.environments.dialects import Dialect
     from tpu_grpo.environments.pool import EnvironmentPool
-
-ENVIRONMENT = "environment"
-"""This column of the data chooses among several environments; ``reset`` does not get it."""
 
 
 class Environments:
@@ -65,7 +62,7 @@ class Environments:
         return Start(prompt, request, loaded, dialect, self.section, self._max_prompt_tokens)
 
     def _name(self, prompt: Prompt) -> str:
-        return "" if "" in self.loaded else str(prompt.columns[ENVIRONMENT])
+        return "" if "" in self.loaded else str(prompt.columns[COLUMN])
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -144,7 +141,7 @@ class Episodes:
         self._open.clear()
 
     def _goes_to_reset(self, row: int, column: str) -> bool:
-        return column != ENVIRONMENT or self._names[row] == ""
+        return column != COLUMN or self._names[row] == ""
 
     def _take(self, row: int, reply: Reply) -> None:
         """Take in a reply; the row's next turn is known then, or its environment has been asked something else."""

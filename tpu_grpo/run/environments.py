@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.environments.actions import LoadedEnvironment
+from tpu_grpo.environments.actions import COLUMN, LoadedEnvironment
 from tpu_grpo.errors import DataError, EpisodeError
 from tpu_grpo.prompts.rendering import ToolsOf, template_switches
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
     from tpu_grpo.environments.episodes import Environments
-
-COLUMN = "environment"
-"""This column of the data chooses among several environments."""
 
 
 def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
