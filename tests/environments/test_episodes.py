@@ -1,6 +1,7 @@
 """All conversations of a batch: what each environment is asked, when the engine may go on, and how failures end."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -191,3 +192,15 @@ def test_a_first_prompt_that_is_too_long_is_a_failure() -> None:
     assert failed.failure is not None
     assert failed.failure.kind == "wrong"
     assert "at most data.max_prompt_tokens=4 tokens, got 5" in failed.failure.text
+
+
+def test_only_environments_with_processes_of_their_own_need_places() -> None:
+    assert environments(Pool()).places is None
+    some = environments(Pool(), ("a", "b"), workers=3)
+    assert some.places == 3
+    some.loaded = {"a": replace(some.loaded["a"], is_async=True), "b": some.loaded["b"]}
+    prompts = [Prompt("ask", (1, 2, 3), {"environment": name}) for name in "ab"]
+    episodes = some(prompts, [Request((1, 2, 3), SamplingParams(20), SampleKey(7, 4, row, 0)) for row in range(2)])
+    assert (episodes.places, [episodes.needs_place(row) for row in range(2)]) == (3, [False, True])
+    some.loaded = {"a": some.loaded["a"]}
+    assert some.places is None

@@ -69,7 +69,18 @@ class _Row:
 class ScriptedConversations:
     """Plays scripts. It fails where the engine does not keep to the order of calls."""
 
-    def __init__(self, requests: Sequence[Request], scripts: Sequence[Script], delay: Delay = at_once):
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        scripts: Sequence[Script],
+        delay: Delay = at_once,
+        places: int | None = None,
+    ):
+        self.places = places
+        self.unplaced: Script | None = None
+        """A script whose rows need no place."""
+        self.most_at_once = 0
+        """How many conversations were begun and not over at once, at most."""
         self._requests = requests
         self._scripts = scripts
         self._delay = delay
@@ -79,9 +90,13 @@ class ScriptedConversations:
         """The rows of ``next``, in the order of the calls."""
         self.closed = False
 
+    def needs_place(self, row: int) -> bool:
+        return self._scripts[row] is not self.unplaced
+
     def begin(self, row: int) -> None:
         assert self._rows[row].state == "new"
         self._go_out(row)
+        self.most_at_once = max(self.most_at_once, sum(one.state in ("in", "out") for one in self._rows))
 
     def ended(self, row: int, completion: Completion) -> None:
         state, script = self._rows[row], self._scripts[row]

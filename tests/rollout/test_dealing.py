@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from tests.rollout.building import engine_options, requests
+from tpu_grpo.errors import ConfigError
 from tpu_grpo.rollout.dealing import (
     Dealer,
     Group,
     Load,
+    divided_places,
     expected_tokens,
     host_told,
     make_groups,
@@ -126,3 +128,12 @@ def test_every_request_is_told_to_one_host_that_serves_it() -> None:
     assert told((0, 1), (2, 3)) == [0, 2, 1, 3]
     assert told((0, 1, 2)) == [0, 1, 2, 0]
     assert host_told(5, (2, 3), replicas=2) == 2
+
+
+def test_the_environments_of_a_host_are_divided_among_its_replicas() -> None:
+    drivers = [[0], [0], [0], [1], [1], [1]]
+    assert divided_places(None, drivers) == [None] * 6
+    assert divided_places(8, drivers) == [3, 3, 2] * 2
+    assert divided_places(8, [[0, 1], [2, 3]]) == [8, 8]
+    with pytest.raises(ConfigError, match=r"environment\.workers must be at least the 3 engines of a host, .* got 2; "):
+        divided_places(2, drivers)

@@ -64,6 +64,26 @@ def test_rows_come_back_in_order_when_they_are_due() -> None:
     assert (waves.out, len(conversations.played), waves.sampled(0)) == ([], 2, 3)
 
 
+def test_rows_wait_for_places_in_their_order() -> None:
+    conversations = scripted()
+    waves = Waves(conversations, Limits(tool_steps=16, places=2))
+    assert waves.room == 2
+    waves.begin([3, 2, 0, 1], clock=0)
+    assert (waves.out, waves.more_wait, waves.room) == ([3, 2, 0, 1], True, -2)
+    waves.tell()
+    wave = waves.take(16)
+    assert ids(wave) == {2: (1, 2, 3, 9), 3: None}  # row 3 is over at once, and row 0 begins
+    assert (waves.out, waves.next_due, waves.room) == ([0, 1], 32, -1)
+    assert wave[2] is not None
+    waves.ended(2, wave[2], turn(4), clock=20)
+    waves.tell()
+    assert ids(waves.take(32)) == {0: (1, 2, 3, 9)}
+    assert (waves.out, waves.more_wait) == ([2, 1], True)
+    assert ids(waves.take(36)) == {2: None}
+    assert (waves.out, waves.next_due, waves.more_wait, waves.room) == ([1], 52, False, 0)
+    assert conversations.most_at_once == 2
+
+
 class Answering(Hosts):
     """Two hosts, of which the other one's parts of exchanges are given."""
 
@@ -83,10 +103,30 @@ class Answering(Hosts):
 
 def begun(hosts: Hosts) -> Waves:
     """Of rows 0 and 1 this host has row 0."""
-    waves = Waves(scripted(), Limits(tool_steps=1), holds=lambda row: row == 0, partners=hosts)
+    waves = Waves(scripted(), Limits(tool_steps=1), host_of=lambda row: row, partners=hosts)
     waves.begin([0, 1], clock=0)
     waves.tell()
     return waves
+
+
+def test_each_host_has_places_for_its_own_rows() -> None:
+    """Rows 0 and 1 are this host's, with a place each; row 2 of the other one needs none, and row 3 waits for row 1."""
+    others = [lambda mine, found=found: pickle.dumps((pickle.loads(mine)[0], found)) for found in ({2: None}, {}, {})]
+    conversations, hosts = scripted(), Answering(others)
+    conversations.unplaced = SCRIPTS[2]
+    waves = Waves(conversations, Limits(tool_steps=1, places=1), host_of=lambda row: row // 2, partners=hosts)
+    assert waves.room == 2
+    waves.begin([0, 2, 1, 3], clock=0)
+    assert waves.room == -1
+    for clock, due in ((1, [0, 2]), (3, [0])):
+        waves.tell()
+        wave = waves.take(clock)
+        assert (list(wave), waves.out, waves.next_due) == (due, [1, 3], None)
+        assert wave[0] is not None
+        waves.ended(0, wave[0], turn(4), clock=clock + 1)
+    waves.tell()
+    assert ids(waves.take(5)) == {0: None}
+    assert (waves.out, waves.next_due, waves.room) == ([1, 3], 6, 0)
 
 
 def test_hosts_tell_each_other_the_requests_of_their_rows() -> None:

@@ -221,6 +221,22 @@ def test_replicas_have_the_same_conversations(
     assert replicas.figures["rollout/environment_wait_seconds"] > 0
 
 
+@pytest.mark.parametrize("places", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_no_more_conversations_are_begun_at_once_than_have_places(
+    checkpoint: Path, model: nnx.Module, told: list[Completion], places: int
+) -> None:
+    """Two are fewer than a group has, four are a part of the next one; the engine would run eight rows."""
+    engine, seen = build_engine(checkpoint, model, steps_per_launch=3, **SMALL), []
+    for delay in (at_once, random_delays(9)):
+        engine.forget_prefixes()
+        rows = asked()
+        conversations = ScriptedConversations(rows, scripts(rows), delay, places)
+        seen.append((bits(engine.generate(rows, conversations=conversations)), conversations.asked))
+        assert conversations.most_at_once == places
+    assert seen[0] == seen[1]
+    assert [row[0] for row in seen[0][0]] == tokens(told)
+
+
 def test_a_turn_that_no_engine_can_serve_is_refused(plain: Engine) -> None:
     rows = asked()[:1]
     conversations = ScriptedConversations(rows, [Script((5, 6), (3, 120), ((7,),))])

@@ -20,8 +20,9 @@ class EnvironmentSection(Section):
     options: Options = Field(default={})
     """Pass these keyword arguments to the environment's constructor."""
     workers: AutoOrCount = "auto"
-    """Let this many conversations have an environment at once on each host, each in a process of its own; of one with
-    async tools, which a process has many of, use this many processes. auto: no limit, and one process."""
+    """Let this many conversations have an environment at once on each host, each in a process of its own, and begin the
+    next when one is over; the engines of a host share them. Of an environment with async tools, which a process has
+    many of, use this many processes. auto: no limit, and one process."""
     timeout: float = Field(default=60.0, gt=0.0)
     """Give a tool, and everything else that an environment is asked, this many seconds."""
     max_turns: PositiveInt = 8

@@ -54,7 +54,13 @@ class Environments:
     def __call__(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> "Episodes":
         """Open the conversations of rows with these prompts, sampled as these requests say."""
         starts = [self._start(*each) for each in zip(prompts, requests, strict=True)]
-        return Episodes(starts, [self._name(prompt) for prompt in prompts], self._pool)
+        return Episodes(starts, [self._name(prompt) for prompt in prompts], self._pool, self.places)
+
+    @property
+    def places(self) -> int | None:
+        """How many conversations may have a process of their own at once on each host; None for any number."""
+        has_processes = not all(environment.is_async for environment in self.loaded.values())
+        return self.section.workers if has_processes and self.section.workers != "auto" else None
 
     def _start(self, prompt: Prompt, request: Request) -> Start:
         name = self._name(prompt)
@@ -77,7 +83,10 @@ class Environments:
 class Episodes:
     """The conversations of a batch; each is begun, goes to and fro, and is over."""
 
-    def __init__(self, starts: Sequence[Start], names: Sequence[str], pool: "EnvironmentPool"):
+    def __init__(
+        self, starts: Sequence[Start], names: Sequence[str], pool: "EnvironmentPool", places: int | None = None
+    ):
+        self.places = places
         self._starts = starts
         self._names = names
         self._pool = pool
@@ -88,6 +97,10 @@ class Episodes:
         self._seconds = [0.0] * len(starts)
         self._done: dict[int, Completion] = {}
         self._has_failed = False
+
+    def needs_place(self, row: int) -> bool:
+        """Say whether a row's environment has a process of its own, of which there may be only so many at once."""
+        return not self._starts[row].environment.is_async
 
     def begin(self, row: int) -> None:
         """Start the environment of a row, without waiting for it."""

@@ -248,8 +248,8 @@ class EnvironmentPool:
     def _place(self, wanted: _Conversation | None, patience: float) -> None:
         """Start the conversations that wait, in their order, as long as there are places for them.
 
-        The one that the caller waits for gets a place even if there is none when nobody else is at work: the others
-        may go on only once this one has.
+        An engine begins no more than there are places for. Of another caller the one that it waits for gets a place
+        when nobody else is at work, even if there is none: the others may go on only once this one has.
         """
         if not self._waiting:
             return

@@ -20,6 +20,15 @@ from tpu_grpo.types import Completion, Prompt, Request
 class Conversations(Protocol):
     """The conversations of a batch of rows. What a row's next request is depends on no other row, and on no time."""
 
+    @property
+    def places(self) -> int | None:
+        """How many conversations of each host may have an environment at once; None for any number."""
+        ...
+
+    def needs_place(self, row: int) -> bool:
+        """Say whether a row's conversation counts among these, which every host knows of every row."""
+        ...
+
     def begin(self, row: int) -> None:
         """Start the environment of a row, without waiting for it."""
         ...

@@ -20,6 +20,7 @@ computes the same.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tpu_grpo.errors import ConfigError
 from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.types import Request
 
@@ -121,6 +122,31 @@ def host_told(group: int, drivers: Sequence[int], replicas: int) -> int:
     They take the groups of their replica in turn, if all replicas get their groups in turn; all hosts choose alike.
     """
     return drivers[group // replicas % len(drivers)]
+
+
+def divided_places(places: int | None, drivers: Sequence[Sequence[int]]) -> list[int | None]:
+    """Divide the environments that each host may have at once among the replicas that it drives.
+
+    Args:
+        places: of each host; None for any number.
+        drivers: for every replica the hosts that drive it: one that drives several, or several that drive one.
+
+    Raises:
+        ConfigError: if there are fewer than replicas, of which each needs one.
+    """
+    if places is None:
+        return [None] * len(drivers)
+    shares: list[int | None] = []
+    for number, (host, *_) in enumerate(drivers):
+        beside = [other for other, hosts in enumerate(drivers) if host in hosts]
+        if places < len(beside):
+            raise ConfigError(
+                f"environment.workers must be at least the {len(beside)} engines of a host, of which each has "
+                f"environments of its own, got {places}; raise it, or set it to auto, or give engines more devices "
+                "with meshes.sampler.tensor"
+            )
+        shares.append(places // len(beside) + (beside.index(number) < places % len(beside)))
+    return shares
 
 
 class Dealer:

@@ -194,7 +194,7 @@ class Engine:
         """
         self.check(requests)
         expected = expected_tokens(requests)
-        waves = None if conversations is None else Waves(conversations, self.limits(requests, expected))
+        waves = conversations and Waves(conversations, self.limits(requests, expected, conversations.places))
         generation, before = self.begin(requests, expected, finished, waves), self.use
         generation.hold(make_groups(requests, expected, converse=conversations is not None))
         while generation.advance():
@@ -230,9 +230,9 @@ class Engine:
             waves=waves,
         )
 
-    def limits(self, requests: Sequence[Request], expected: Sequence[int]) -> Limits:
-        """Return what conversations may do that begin with these requests."""
-        return Limits(self.options.tool_steps, rows_kept(requests, expected, self.options), self._check)
+    def limits(self, requests: Sequence[Request], expected: Sequence[int], places: int | None = None) -> Limits:
+        """Return what conversations may do that begin with these requests, and have so many places on each host."""
+        return Limits(self.options.tool_steps, places, rows_kept(requests, expected, self.options), self._check)
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise RequestError if the engine can never serve one of these requests."""

@@ -159,8 +159,8 @@ class Generation:
     @property
     def _free(self) -> int:
         """Rows that can be started now; below 0 if more were started than there are places now."""
-        free = self._places - self._inside
-        return free if self._waves is None else min(free, max(self._waves.limits.kept, self._places) - self._rows)
+        free, waves = self._places - self._inside, self._waves
+        return free if waves is None else min(free, max(waves.limits.kept, self._places) - self._rows, waves.room)
 
     @property
     def _left(self) -> int:
@@ -265,7 +265,8 @@ class Generation:
         ahead = most_steps is None and not self._held and not self._followers  # all requests are in the scheduler
         if ahead and self._waves is not None and (due := self._waves.next_due) is not None:
             ahead = due > self.clock + scheduler.runner.steps_per_launch  # and none comes back before the launch ahead
-        scheduler.start(most_steps=most_steps, more_wait=bool(self._held), ahead=ahead)
+        more_wait = bool(self._held) or (self._waves is not None and self._waves.more_wait)
+        scheduler.start(most_steps=most_steps, more_wait=more_wait, ahead=ahead)
         flight = scheduler.in_flight
         if flight is not None and flight.reservation is not None and scheduler.waiting_queue:
             self._places = len(flight.batch.reqs)

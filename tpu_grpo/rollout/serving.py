@@ -17,6 +17,7 @@ from tpu_grpo.rollout.conversing import Conversations
 from tpu_grpo.rollout.dealing import (
     Dealer,
     Load,
+    divided_places,
     expected_tokens,
     host_told,
     make_groups,
@@ -83,14 +84,21 @@ class Serving:
         self._group_of = {index: group.number for group in groups for index in group.members}
         self._dealer = Dealer(groups, drivers)
         self._interval = steps_between_points(requests)
+        shares = divided_places(None if conversations is None else conversations.places, drivers)
         self._generations = {
             number: engine.begin(
-                requests, expected, self._tell(number), self._waves(number, engine.limits(requests, expected))
+                requests,
+                expected,
+                self._tell(number),
+                self._waves(number, engine.limits(requests, expected, shares[number])),
             )
             for number, engine in engines.items()
         }
         places = places_for(requests, expected, next(iter(engines.values())).options)
-        self._loads = [Load(0, places)] * len(drivers)
+        self._loads = [
+            Load(0, places if share is None else min(places, share * len(driven)))
+            for share, driven in zip(shares, drivers, strict=True)
+        ]
 
     def run(self) -> Served:
         """Sample all completions."""
@@ -126,7 +134,7 @@ class Serving:
             return None
 
         def tell(index: int, completion: Completion) -> None:
-            if self._told(number, index):
+            if self._told(number, index) == self._hosts.index:
                 finished(index, completion)
 
         return tell
@@ -138,11 +146,11 @@ class Serving:
         return Waves(
             self._conversations,
             limits,
-            holds=lambda row: self._told(number, row),
+            host_of=lambda row: self._told(number, row),
+            here=self._hosts.index,
             partners=self._partners.get(number),
         )
 
-    def _told(self, number: int, index: int) -> bool:
-        """Say whether this host is told of a request, if this replica serves it."""
-        drivers = self._drivers[number]
-        return host_told(self._group_of[index], drivers, len(self._drivers)) == self._hosts.index
+    def _told(self, number: int, index: int) -> int:
+        """Return the host that is told of a request, if this replica serves it."""
+        return host_told(self._group_of[index], self._drivers[number], len(self._drivers))

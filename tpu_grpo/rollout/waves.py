@@ -8,12 +8,16 @@ their tokens, and of no time. For ``tool_steps`` 16 and launches of 16 steps:
     clock   0    16                   32                   48
             rows 3 and 5 end a turn   a launch of others   3 and 5 are due: one wave, in which 3 is first
 
+Environments may have a limited number of places. Then a row begins when another conversation is over, however long the
+environments take, and no environment is asked for more at once than it has places for.
+
 A replica over several hosts has its environments where its groups are told: each host brings the requests of its own
 rows to the others, in one exchange a wave, and all see that they speak of the same rows with the same pasts.
 """
 
 import hashlib
 import pickle
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -35,6 +39,8 @@ class Limits:
 
     tool_steps: int
     """Decode steps after which a row is due."""
+    places: int | None = None
+    """How many conversations of each host may have an environment at once; the next begin once others are over."""
     kept: int = 2**31
     """How many conversations to have at once, those that are out among them: those that its cache can keep."""
     check: Callable[[int, Request], None] = unchecked
@@ -49,7 +55,8 @@ class Waves:
         conversations: Conversations,
         limits: Limits,
         *,
-        holds: Callable[[int], bool] = lambda row: True,
+        host_of: Callable[[int], int] = lambda row: 0,
+        here: int = 0,
         partners: Hosts | None = None,
     ):
         """Nothing is out yet.
@@ -57,13 +64,17 @@ class Waves:
         Args:
             conversations: those of the whole batch, of which this host asks for its own rows.
             limits: those of the replica's engine.
-            holds: whether the environment of a row is this host's.
+            host_of: the host that has the environment of a row.
+            here: this host.
             partners: the hosts that drive the replica, if they are several.
         """
         self._conversations = conversations
         self.limits = limits
-        self._holds = holds
+        self._host_of, self._here = host_of, here
         self._partners = partners
+        self._waiting: deque[int] = deque()
+        self._placed: Counter[int] = Counter()
+        """How many conversations have an environment on each host."""
         self._due: dict[int, int] = {}
         self._pasts: dict[int, tuple[int, ...]] = {}
         self._sampled: dict[int, int] = {}
@@ -71,9 +82,12 @@ class Waves:
         self._given_up = False
 
     def begin(self, rows: Sequence[int], clock: int) -> None:
-        """Take rows of a group that is started; ``tell`` has their environments started."""
-        for row in rows:
-            self._send(row, None, clock)
+        """Take rows of a group that is started; ``tell`` has their environments started.
+
+        Those for which there is no place begin when others are over, in their order.
+        """
+        self._waiting.extend(rows)
+        self._fill(clock)
 
     def ended(self, row: int, request: Request, turn: Completion, clock: int) -> bool:
         """Take a row whose turn has ended; ``tell`` gives it to the environment. Says whether it was the first."""
@@ -99,8 +113,21 @@ class Waves:
 
     @property
     def out(self) -> list[int]:
-        """The rows that are out."""
-        return list(self._due)
+        """The rows that are out, and those that wait for a place."""
+        return [*self._due, *self._waiting]
+
+    @property
+    def room(self) -> int:
+        """How many rows more there are places for; of a replica over several hosts, on all of them together."""
+        if self.limits.places is None:
+            return 2**31
+        hosts = 1 if self._partners is None else len(self._partners.members)
+        return hosts * self.limits.places - self._placed.total() - len(self._waiting)
+
+    @property
+    def more_wait(self) -> bool:
+        """Whether rows wait for a place."""
+        return bool(self._waiting)
 
     def sampled(self, row: int) -> int:
         """Return how many tokens the turns of a row have that have ended."""
@@ -125,6 +152,9 @@ class Waves:
             del self._due[row]
             if (request := requests[row]) is not None:
                 self.limits.check(row, request)
+            elif self._conversations.needs_place(row):
+                self._placed[self._host_of(row)] -= 1
+        self._fill(clock)
         return {row: requests[row] for row in rows}
 
     def result(self, row: int) -> Completion | None:
@@ -134,8 +164,23 @@ class Waves:
     def give_up(self) -> None:
         """Let no row come back; those whose turns end from now on have no answer either."""
         self._given_up = True
+        self._waiting.clear()
         self._due.clear()
         self._owed.clear()
+
+    def _holds(self, row: int) -> bool:
+        return self._host_of(row) == self._here
+
+    def _fill(self, clock: int) -> None:
+        """Begin rows, in their order, while the host of the next one has a place for it."""
+        while self._waiting and self._has_place(self._waiting[0]):
+            row = self._waiting.popleft()
+            self._placed[self._host_of(row)] += self._conversations.needs_place(row)
+            self._send(row, None, clock)
+
+    def _has_place(self, row: int) -> bool:
+        places = self.limits.places
+        return places is None or not self._conversations.needs_place(row) or self._placed[self._host_of(row)] < places
 
     def _send(self, row: int, turn: Completion | None, clock: int) -> None:
         if self._given_up:

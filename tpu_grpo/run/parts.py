@@ -23,6 +23,7 @@ from tpu_grpo.models.finite import check_finite
 from tpu_grpo.models.lora import adapted_modules, apply_lora, cast_adapters
 from tpu_grpo.models.tokenizers import load_tokenizer, stop_token_ids
 from tpu_grpo.prompts import PromptStream
+from tpu_grpo.rollout.dealing import divided_places
 from tpu_grpo.rollout.options import EngineOptions
 from tpu_grpo.rollout.replicas import Replicas
 from tpu_grpo.rollout.sampler import Sampler
@@ -133,6 +134,8 @@ def open_engines(
     options = engine_options(config, meshes, sorted(stop_ids))
     _agree_on_engines(options, hosts)
     replicas = Replicas.build(checkpoint.directory, meshes.sampler_devices, meshes.tensor, options, hosts)
+    if environments is not None:
+        divided_places(environments.places, [replica.hosts for replica in replicas.replicas])  # refuses too few
     if config.hosts.check == "step":
         replicas.check_every_launch()
     return SyncedEngines(replicas, checkpoint.weight_rules, tokenizer, config, hosts)
