@@ -93,7 +93,7 @@ class Async:
         """Leave the process."""
         raise SystemExit(4)
 
-    def block(self) -> str:
+    async def block(self) -> str:
         """Block the loop."""
         time.sleep(1000)
         return ""
@@ -101,6 +101,33 @@ class Async:
     async def get_reward(self) -> float:
         await asyncio.sleep(0)
         return 0.5
+
+
+class Mixed:
+    """Some of what it is asked has to be awaited, and some is not."""
+
+    def reset(self) -> None:
+        self.tasks = list[asyncio.Task[str]]()
+
+    def here(self) -> int:
+        """Say which process this is."""
+        return os.getpid()
+
+    async def begin(self) -> str:
+        """Begin something that goes on in later turns."""
+        self.tasks.append(asyncio.create_task(asyncio.sleep(0.01, "done")))
+        return "begun"
+
+    async def look(self) -> str:
+        """Wait for it."""
+        return await self.tasks.pop()
+
+    async def get_reward(self) -> float:
+        await asyncio.sleep(0)
+        return 0.5
+
+    async def close(self) -> None:
+        asyncio.get_running_loop().create_task(asyncio.sleep(1000))  # goes no further than the process
 
 
 class Steps:

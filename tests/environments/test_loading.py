@@ -77,10 +77,29 @@ def test_what_gives_a_reward(load):
     assert not loaded.gives_turn_rewards
 
 
-@pytest.mark.parametrize("method", ["async def reset(self): pass", "async def get_reward(self): pass"])
-def test_one_coroutine_makes_a_class_async(load, method: str):
-    assert load(f"class E:\n{RESET}    {method}\n{TOOL}").is_async
-    assert not load(f"class E:\n{RESET}{TOOL}").is_async
+ASYNC_RESET, ASYNC_TOOL = RESET.replace("def ", "async def "), TOOL.replace("def ", "async def ")
+REWARD, ASYNC_REWARD = "    def get_reward(self): pass\n", "    async def get_reward(self): pass\n"
+STEP, ASYNC_STEP = "    def step(self, action): pass\n", "    async def step(self, action): pass\n"
+
+
+@pytest.mark.parametrize(
+    ("methods", "expected"),
+    [
+        (RESET + TOOL + REWARD, (False, False)),
+        (RESET + TOOL + ASYNC_REWARD, (False, True)),
+        (ASYNC_RESET + TOOL, (False, True)),
+        (RESET + ASYNC_TOOL, (False, True)),
+        (ASYNC_RESET + ASYNC_TOOL + TOOL.replace("add", "subtract"), (False, True)),
+        (ASYNC_RESET + ASYNC_TOOL + REWARD, (True, True)),
+        (ASYNC_RESET + ASYNC_REWARD, (True, True)),
+        (RESET + STEP, (False, False)),
+        (RESET + ASYNC_STEP, (False, True)),
+        (ASYNC_RESET + ASYNC_STEP, (True, True)),
+    ],
+)
+def test_a_class_shares_a_loop_if_nothing_in_it_could_block_one(load, methods: str, expected: tuple[bool, bool]):
+    loaded = load(f"class E:\n{methods}")
+    assert (loaded.is_async, loaded.awaits) == expected
 
 
 def test_a_class_of_steps(load):

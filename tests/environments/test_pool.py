@@ -222,6 +222,16 @@ def test_async_conversations_share_a_loop(shared: EnvironmentPool):
         assert ended(shared, key).reward == 0.5
 
 
+def test_what_blocks_a_loop_has_a_process_of_its_own():
+    """Tools that are not awaited would wait for each other on one loop."""
+    with open_pool("tests.environments.games:Mixed") as pool:
+        for key in range(3):
+            assert begun(pool, key) == Answered(())
+        assert len({told(acted(pool, call("here"), key)) for key in range(3)}) == 3
+        assert [told(acted(pool, call(tool), 0)) for tool in ("begin", "here", "look")][::2] == ["begun", "done"]
+        assert [ended(pool, key).reward for key in range(3)] == [0.5] * 3
+
+
 def test_an_async_tool_that_raises_is_an_answer(shared: EnvironmentPool):
     begun(shared)
     assert told(acted(shared, call("fail"))) == "Error: ValueError: no"

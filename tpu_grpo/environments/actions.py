@@ -93,6 +93,10 @@ class LoadedEnvironment:
     tools: tuple[Mapping[str, Any], ...] = ()
     """The JSON schemas of its tools, as chat templates take them: {type: function, function: {name, ...}}."""
     is_async: bool = False
+    """Whether ``reset``, and all its tools or ``step``, have to be awaited. Then its conversations share a process, and
+    an event loop."""
+    awaits: bool = False
+    """Whether any of its methods has to be awaited."""
     gives_reward: bool = False
     """Whether it scores its episodes: by ``get_reward``, or by what its turns are worth, added up."""
     gives_turn_rewards: bool = False

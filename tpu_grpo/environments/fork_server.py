@@ -11,6 +11,7 @@ It is one thread and runs no users' code after the import, so that forking is sa
 what a conversation's process leaves behind, and ends it.
 """
 
+import asyncio
 import contextlib
 import gc
 import importlib
@@ -23,7 +24,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -51,6 +52,7 @@ PROGRAM = "from tpu_grpo.environments.fork_server import main; main()"
 MOST_BYTES = 2**16
 """The longest message between the main process and the server."""
 _POLL_SECONDS = 1.0
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 @dataclass
@@ -171,7 +173,8 @@ class _ForkServer:
         """Go on as the process of a conversation."""
         try:
             self._leave_server(leash, server)
-            _play(Connection(descriptor), self._job, self._target)
+            with _runner(self._job) as run:
+                _play(Connection(descriptor), Playing(self._job, self._target), run)
             leave(0)
         finally:
             try:
@@ -239,23 +242,32 @@ def _kill_group(pid: int) -> None:
 # --- in the process of a conversation --------------------------------------------------------------------------------
 
 
-def _play(connection: Connection, job: Job, target: Any) -> None:
+@contextlib.contextmanager
+def _runner(job: Job) -> Iterator[Run]:
+    """Give what waits for coroutines: an event loop, if the environment needs one."""
+    if not job.loaded.awaits:
+        yield _now
+        return
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+def _play(connection: Connection, playing: Playing, run: Run) -> None:
     process = os.getpid()
-    playing = Playing(job, target)
     with contextlib.suppress(EOFError, OSError):  # nobody wants an answer any more
         while True:
-            reply = _reply(playing, connection.recv())
+            reply = _reply(playing, connection.recv(), run)
             if os.getpid() != process:
                 os._exit(0)  # the environment forked and both returned; the child has nothing to say
             connection.send(reply)
             if isinstance(reply, Ended | Failed):
                 break
-    _now(playing.close())
+    run(playing.close())
 
 
-def _reply(playing: Playing, request: Request) -> Reply:
+def _reply(playing: Playing, request: Request, run: Run) -> Reply:
     try:
-        return _now(playing.reply(request))
+        return run(playing.reply(request))
     except WrongError as error:
         return Failed(Failure("wrong", str(error)))
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from tpu_grpo.environments.actions import LoadedEnvironment
 from tpu_grpo.environments.adapters import adapter_for, own_options
-from tpu_grpo.environments.adapters.adapter import Adapter, is_async
+from tpu_grpo.environments.adapters.adapter import Adapter
 from tpu_grpo.environments.finding import find_environment, source_of
 from tpu_grpo.environments.schemas import schema_of, tools_of
-from tpu_grpo.environments.tools import RESERVED
+from tpu_grpo.environments.tools import AT_THE_END, RESERVED
 from tpu_grpo.errors import EpisodeError
 
 
@@ -44,12 +44,15 @@ def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> Lo
     tools = {} if adapter else tools_of(target)
     _check_methods(shown, target, adapter, tools)
     _check_options(shown, adapter.constructor(target) if adapter else target, own_options(options))
+    methods = [m for m in (adapter.called if adapter else (*tools, *RESERVED)) if callable(getattr(target, m, None))]
+    awaited = {method for method in methods if inspect.iscoroutinefunction(getattr(target, method))}
     return LoadedEnvironment(
         name=shown,
         source=source,
         takes="texts" if adapter else "calls",
         tools=tuple(schema_of(shown, target, tool) for tool in tools),
-        is_async=adapter.is_async(target) if adapter else is_async(target, [*tools, *RESERVED]),
+        is_async=bool(awaited) and all(name in awaited for name in methods if name not in AT_THE_END),
+        awaits=bool(awaited),
         gives_turn_rewards=(by_turns := adapter is not None or hasattr(target, "get_turn_rewards")),
         gives_reward=by_turns or hasattr(target, "get_reward"),
         options=dict(options),

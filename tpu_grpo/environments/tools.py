@@ -10,7 +10,9 @@ from typing import Any
 from tpu_grpo.environments.actions import BadCall, Message, ToolCall
 from tpu_grpo.environments.values import text_of
 
-RESERVED = ("reset", "get_reward", "get_turn_rewards", "close")
+AT_THE_END = ("get_reward", "get_turn_rewards", "close")
+"""Methods that are called when the conversation is over."""
+RESERVED = ("reset", *AT_THE_END)
 """Public methods with these names are no tools."""
 _LONGEST_ERROR = 2000
 

@@ -4,13 +4,15 @@ A class is built and reset in its own way by each library; what ``step`` returns
 """
 
 import inspect
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 
 class Adapter:
     """One environment whose actions are texts."""
 
+    called: ClassVar[tuple[str, ...]] = ("init", "reset", "step", "get_reward", "get_turn_rewards", "close")
+    """Methods of the class that are called here, as far as it has them, and may have to be awaited."""
     instance: Any = None
     """The environment itself, once it is started."""
 
@@ -32,11 +34,6 @@ class Adapter:
     def constructor(target: Any) -> Any:
         """Return the function that gets the options by name; None if it is not to be checked."""
         return target
-
-    @staticmethod
-    def is_async(target: Any) -> bool:
-        """Say whether what is called here of a class has to be awaited."""
-        return is_async(target, ("init", "reset", "step", "get_reward", "get_turn_rewards", "close"))
 
     def start(self, columns: Mapping[str, Any], seed: int) -> Any:
         """Make the environment and reset it; return its first observation, or something to await."""
@@ -63,8 +60,3 @@ def fitting(function: Any, columns: Mapping[str, Any], seed: int) -> dict[str, A
 def ancestors(target: Any) -> list[str]:
     """Name a class and those that it comes from, as module.Class."""
     return [f"{c.__module__}.{c.__qualname__}" for c in getattr(target, "__mro__", ())]
-
-
-def is_async(target: Any, methods: Iterable[str]) -> bool:
-    """Say whether any of a class's methods with these names is a coroutine function."""
-    return any(inspect.iscoroutinefunction(getattr(target, name, None)) for name in methods)

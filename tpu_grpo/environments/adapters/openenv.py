@@ -24,6 +24,8 @@ _BOOKKEEPING = ("reward", "done", "metadata")
 class OpenenvAdapter(Adapter):
     """An environment of OpenEnv on its server."""
 
+    called = ()  # but those of a client's synchronous form
+
     @staticmethod
     def fits(target: Any) -> bool:
         """Say whether a class is a client of OpenEnv."""
@@ -33,11 +35,6 @@ class OpenenvAdapter(Adapter):
     def entry(target: Any) -> Any:
         """Say that any column may be passed."""
         return None
-
-    @staticmethod
-    def is_async(target: Any) -> bool:
-        """Say that the synchronous form of a client is used."""
-        return False
 
     def start(self, columns: Mapping[str, Any], seed: int) -> Any:
         """Connect to the server and reset the environment."""
