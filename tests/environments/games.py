@@ -77,6 +77,14 @@ class Async:
         await asyncio.sleep(seconds)
         return f"waited {seconds}"
 
+    async def write(self, size: int) -> str:
+        """Write something long.
+
+        Args:
+            size: How long.
+        """
+        return "x" * size
+
     async def resist(self) -> str:
         """Wait, and not be cancelled."""
         while True:
@@ -112,6 +120,23 @@ class Mixed:
     def here(self) -> int:
         """Say which process this is."""
         return os.getpid()
+
+    def wait(self, seconds: float) -> str:
+        """Wait.
+
+        Args:
+            seconds: How long.
+        """
+        time.sleep(seconds)
+        return f"waited {seconds}"
+
+    def write(self, size: int) -> str:
+        """Write something long.
+
+        Args:
+            size: How long.
+        """
+        return "x" * size
 
     async def begin(self) -> str:
         """Begin something that goes on in later turns."""

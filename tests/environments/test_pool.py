@@ -14,6 +14,7 @@ from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.environments.shared import SharedEnvironments
 
 COUNTER, ASYNC = "tests.environments.games:Counter", "tests.environments.games:Async"
+MIXED = "tests.environments.games:Mixed"
 
 
 @pytest.fixture(scope="module")
@@ -224,12 +225,41 @@ def test_async_conversations_share_a_loop(shared: EnvironmentPool):
 
 def test_what_blocks_a_loop_has_a_process_of_its_own():
     """Tools that are not awaited would wait for each other on one loop."""
-    with open_pool("tests.environments.games:Mixed") as pool:
+    with open_pool(MIXED) as pool:
         for key in range(3):
             assert begun(pool, key) == Answered(())
         assert len({told(acted(pool, call("here"), key)) for key in range(3)}) == 3
         assert [told(acted(pool, call(tool), 0)) for tool in ("begin", "here", "look")][::2] == ["begun", "done"]
         assert [ended(pool, key).reward for key in range(3)] == [0.5] * 3
+
+
+@pytest.mark.parametrize("name", [MIXED, ASYNC])
+def test_each_call_of_a_turn_has_its_own_time(name: str):
+    with open_pool(name, timeout=1.0) as pool:
+        begun(pool, 0)
+        begun(pool, 1)
+        pool.act(1, calls(ToolCall("write", {"size": 1}), ToolCall("wait", {"seconds": 1000.0}), BadCall("no JSON")))
+        reply = answer(acted(pool, calls(*[ToolCall("wait", {"seconds": 0.4})] * 4)))  # 1.6 seconds together
+        assert [message["content"] for message in reply.messages] == ["waited 0.4"] * 4
+        assert failure(pool.take(1)) == ("late", "did not answer within its timeout of 1 s in the tool wait")
+        assert ended(pool).reward == 0.5
+
+
+@pytest.mark.parametrize("name", [MIXED, ASYNC])
+def test_a_turn_makes_so_many_calls_and_the_policy_is_told_of_the_rest(name: str):
+    """Eighty answers of a MiB would be more than a process may write at once."""
+    with open_pool(name) as pool:
+        begun(pool)
+        reply = answer(acted(pool, calls(*[ToolCall("write", {"size": 2**20})] * 80)))
+        assert [len(message["content"]) for message in reply.messages[:16]] == [2**20] * 16
+        refused = {
+            "role": "tool",
+            "name": "write",
+            "content": "Error: a turn may make at most 16 calls, and this one was not made",
+        }
+        assert list(reply.messages[16:]) == [refused] * 64
+        assert reply.errors == 64
+        assert ended(pool).reward == 0.5
 
 
 def test_an_async_tool_that_raises_is_an_answer(shared: EnvironmentPool):

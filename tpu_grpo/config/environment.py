@@ -24,7 +24,7 @@ class EnvironmentSection(Section):
     next when one is over; the engines of a host share them. Of an environment with async tools, which a process has
     many of, use this many processes. auto: no limit, and one process."""
     timeout: float = Field(default=60.0, gt=0.0)
-    """Give a tool, and everything else that an environment is asked, this many seconds."""
+    """Give each call of a tool, and everything else that an environment is asked, this many seconds."""
     max_turns: PositiveInt = 8
     """End a conversation after this many turns of the policy."""
     max_turn_tokens: PositiveInt | None = None

@@ -9,6 +9,7 @@ finding.py          a name leads to a class
 loading.py          a name of the config becomes a class that is known to fit: what its constructor and reset take
 schemas.py          its tools, and their schemas
 pool.py             EnvironmentPool: the environments of this host, as the main process sees them
+pooled.py           one of its conversations
 forked.py           a process for each conversation, forked from a server that has imported the class
 shared.py           processes that have many conversations of an async environment on one loop each
 fork_server.py, loop_server.py      the programs of these processes

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from tpu_grpo.environments.actions import Ended, Failed, Reply
 from tpu_grpo.environments.finding import find_environment
 from tpu_grpo.environments.playing import Playing
-from tpu_grpo.environments.requests import Exited, Finish, Fork, Job, Ready, Request, SetupFailed
+from tpu_grpo.environments.requests import Called, Exited, Finish, Fork, Job, Ready, Request, SetupFailed
 from tpu_grpo.environments.values import WrongError
 from tpu_grpo.episode import Failure
 from tpu_grpo.errors import EpisodeError
@@ -174,7 +174,7 @@ class _ForkServer:
         try:
             self._leave_server(leash, server)
             with _runner(self._job) as run:
-                _play(Connection(descriptor), Playing(self._job, self._target), run)
+                _play(Connection(descriptor), self._job, self._target, run)
             leave(0)
         finally:
             try:
@@ -252,14 +252,19 @@ def _runner(job: Job) -> Iterator[Run]:
         yield runner.run
 
 
-def _play(connection: Connection, playing: Playing, run: Run) -> None:
+def _play(connection: Connection, job: Job, target: Any, run: Run) -> None:
     process = os.getpid()
+
+    def say(message: Reply | Called) -> None:
+        if os.getpid() != process:
+            os._exit(0)  # the environment forked and both returned; the child has nothing to say
+        connection.send(message)
+
+    playing = Playing(job, target, lambda: say(Called()))
     with contextlib.suppress(EOFError, OSError):  # nobody wants an answer any more
         while True:
             reply = _reply(playing, connection.recv(), run)
-            if os.getpid() != process:
-                os._exit(0)  # the environment forked and both returned; the child has nothing to say
-            connection.send(reply)
+            say(reply)
             if isinstance(reply, Ended | Failed):
                 break
     run(playing.close())

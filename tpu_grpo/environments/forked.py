@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 from tpu_grpo.environments.actions import Reply
 from tpu_grpo.environments.fork_server import MOST_BYTES, PROGRAM
-from tpu_grpo.environments.requests import Exited, Finish, Fork, Job, Ready, Request, SetupFailed
+from tpu_grpo.environments.requests import Called, Exited, Finish, Fork, Job, Ready, Request, SetupFailed
 from tpu_grpo.errors import EpisodeError
 from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError, Channel
 from tpu_grpo.workers.process import WorkerProcess
 
 LARGEST_REPLY = 2**26
-"""A reply has texts of at most 1 MiB for each call, and what is kept, which is limited too."""
+"""A reply has texts of at most 1 MiB for each of at most 16 calls, or what is kept, which is limited, too."""
 SETTINGS = {"PYTHONHASHSEED": "0"}
 """Sets of texts have the same order in every process, and so on every host and after a restart."""
 _DYING_SECONDS = 1.0
@@ -30,6 +30,10 @@ _TIDY_SECONDS = 2.0
 
 class Listener(Protocol):
     """Who is told what becomes of conversations."""
+
+    def went_on(self, number: int) -> None:
+        """Take note that a conversation's environment begins with the next call of its turn."""
+        ...
 
     def answered(self, number: int, reply: Reply) -> None:
         """Take the answer of a conversation's environment."""
@@ -183,10 +187,13 @@ class ForkedEnvironments:
         if number not in server.channels:
             return
         try:
-            for reply in server.channels[number].receive():
-                if not isinstance(reply, Reply):
+            for message in server.channels[number].receive():
+                if isinstance(message, Called):
+                    self._listener.went_on(number)
+                elif isinstance(message, Reply):
+                    self._listener.answered(number, message)
+                else:
                     raise BrokenChannelError(FOREIGN)
-                self._listener.answered(number, reply)
         except BrokenChannelError as error:
             self._close(server, number)
             server.dying[number] = str(error)

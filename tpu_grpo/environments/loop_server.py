@@ -22,7 +22,7 @@ from typing import Any
 from tpu_grpo.environments.actions import Failed, Reply
 from tpu_grpo.environments.finding import find_environment
 from tpu_grpo.environments.playing import Playing
-from tpu_grpo.environments.requests import Job, Ready, Request, SetupFailed, late
+from tpu_grpo.environments.requests import Called, Job, Ready, Request, SetupFailed, late
 from tpu_grpo.episode import Failure
 from tpu_grpo.errors import EpisodeError
 from tpu_grpo.workers.channel import BrokenChannelError, Channel
@@ -62,6 +62,8 @@ class _LoopServer:
         self._channel = Channel(end, _LARGEST)
         self._playing: dict[int, Playing] = {}
         self._tasks: dict[int, asyncio.Task[Any]] = {}
+        self._began: dict[int, float] = {}
+        """When what a conversation is asked began, by the loop's clock."""
         self._closing: set[asyncio.Task[Any]] = set()
         self._over = asyncio.Event()
 
@@ -91,6 +93,7 @@ class _LoopServer:
     def _drop(self, number: int) -> None:
         if (task := self._tasks.pop(number, None)) is not None:
             task.cancel()
+        self._began.pop(number, None)
         if (playing := self._playing.pop(number, None)) is not None:
             closing = asyncio.create_task(playing.close())
             self._closing.add(closing)
@@ -102,16 +105,26 @@ class _LoopServer:
             traceback.print_exception(error)
 
     async def _answer(self, number: int, request: Request, seconds: float) -> None:
-        playing = self._playing.setdefault(number, Playing(self._job, self._target))
+        if (playing := self._playing.get(number)) is None:
+            playing = self._playing[number] = Playing(self._job, self._target, lambda: self._go_on(number))
+        clock = asyncio.get_running_loop().time
+        self._began[number] = clock()
         task = asyncio.ensure_future(playing.reply(request))
         try:
-            await asyncio.wait([task], timeout=seconds)
+            while not task.done() and (left := self._began[number] + seconds - clock()) > 0:
+                await asyncio.wait([task], timeout=left)
         finally:
             is_late = not task.done()
             task.cancel()  # and is not waited for: it may resist
-        self._say(number, Failed(late(request, self._job.loaded.takes, seconds)) if is_late else _result(task))
+        failed = Failed(late(request, self._job.loaded.takes, seconds, playing.made))
+        self._say(number, failed if is_late else _result(task))
 
-    def _say(self, number: int, reply: Reply) -> None:
+    def _go_on(self, number: int) -> None:
+        """Give the next call of a turn its own time."""
+        self._began[number] = asyncio.get_running_loop().time()
+        self._say(number, Called())
+
+    def _say(self, number: int, reply: Reply | Called) -> None:
         self._channel.send((number, reply))
         if self._channel.is_full:
             asyncio.get_running_loop().add_writer(self._channel.fileno(), self._flush)

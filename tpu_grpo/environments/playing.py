@@ -12,6 +12,7 @@ Whatever the user's code does becomes a Reply: Failed, if it is neither an answe
 import random
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from tpu_grpo.environments.actions import Action, Answered, Ended, Failed, Message, Reply
@@ -19,7 +20,7 @@ from tpu_grpo.environments.adapters import adapter_for, own_options
 from tpu_grpo.environments.adapters.adapter import Adapter, fitting
 from tpu_grpo.environments.kept import keep
 from tpu_grpo.environments.requests import Act, End, Job, Request, Start
-from tpu_grpo.environments.tools import called, described, resolved
+from tpu_grpo.environments.tools import MOST_CALLS, called, described, resolved
 from tpu_grpo.environments.values import WrongError, number_of, numbers_of, observed_text, step_of
 from tpu_grpo.episode import Failure, FailureKind
 
@@ -29,13 +30,17 @@ _LONGEST_TRACE = 20_000
 class Playing:
     """An environment of one conversation."""
 
-    def __init__(self, job: Job, target: Any):
+    def __init__(self, job: Job, target: Any, went_on: Callable[[], None] = lambda: None):
+        """Make nothing yet; ``went_on`` is called between the calls of a turn, each of which has its own time."""
         loaded = job.loaded
         self._job, self._target, self._options = job, target, own_options(loaded.options)
         adapter = adapter_for(target, loaded.options)
         self._adapter: Adapter | None = adapter(target, self._options) if adapter else None
         self._tools = {schema["function"]["name"]: schema for schema in loaded.tools}
         self._instance: Any = None
+        self._went_on = went_on
+        self.made = 0
+        """How many calls of the present turn have been made."""
         self._turns = 0
         self._asked = ""
 
@@ -46,7 +51,7 @@ class Playing:
                 case Start():
                     return await self._start(request)
                 case Act(action):
-                    self._turns += 1
+                    self._turns, self.made = self._turns + 1, 0
                     return await (self._call(action) if self._adapter is None else self._step(self._adapter, action))
                 case End():
                     return await self._end()
@@ -84,9 +89,12 @@ class Playing:
 
     async def _call(self, action: Action) -> Answered:
         messages, errors = [], 0
-        for call in action.calls:
+        for before, call in enumerate(action.calls):
+            if 0 < before < MOST_CALLS:
+                self.made = before
+                self._went_on()
             self._asked = f"the tool {getattr(call, 'name', '')}"
-            message, is_error = await called(self._instance, self._tools, call)
+            message, is_error = await called(self._instance, self._tools, call, before)
             messages.append(message)
             errors += is_error
         return Answered(tuple(messages), errors=errors)

@@ -17,7 +17,6 @@ import heapq
 import itertools
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from selectors import DefaultSelector
 from typing import Any, Self
@@ -25,6 +24,7 @@ from typing import Any, Self
 from tpu_grpo.config.environment import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Ended, Failed, LoadedEnvironment, Reply
 from tpu_grpo.environments.forked import ForkedEnvironments
+from tpu_grpo.environments.pooled import Pooled
 from tpu_grpo.environments.requests import Act, End, Job, Request, Start, late
 from tpu_grpo.environments.shared import SharedEnvironments
 from tpu_grpo.episode import Failure
@@ -42,25 +42,6 @@ _FULL_SECONDS = 0.005
 """What does not fit into a socket is tried again after this time."""
 
 
-@dataclass
-class _Conversation:
-    key: int
-    number: int
-    loaded: LoadedEnvironment
-    home: ForkedEnvironments | SharedEnvironments
-    request: Request | None = None
-    """What is asked and not answered."""
-    deadline: float = float("inf")
-    asked_at: float = 0.0
-    """When it was asked that, or began to wait for a process."""
-    reply: Reply | None = None
-    """What was answered and not taken."""
-    is_placed: bool = False
-    """Whether it has an environment."""
-    failed: Failed | None = None
-    """Why it has none any more."""
-
-
 class EnvironmentPool:
     """The environments of a host's conversations; close it, or use it in a ``with`` block.
 
@@ -76,9 +57,9 @@ class EnvironmentPool:
         self._loaded, self._timeout = dict(loaded), section.timeout
         self._places = float("inf") if section.workers == "auto" else section.workers
         self._selector = DefaultSelector()
-        self._by_key: dict[int, _Conversation] = {}
-        self._by_number: dict[int, _Conversation] = {}
-        self._waiting: collections.deque[_Conversation] = collections.deque()
+        self._by_key: dict[int, Pooled] = {}
+        self._by_number: dict[int, Pooled] = {}
+        self._waiting: collections.deque[Pooled] = collections.deque()
         self._numbers = itertools.count()
         self._deadlines: list[tuple[float, int]] = []
         self._active_at = time.monotonic()
@@ -114,7 +95,7 @@ class EnvironmentPool:
             EpisodeError: if the environment could not be imported in its process.
         """
         assert key not in self._by_key, f"conversation {key} is not over"
-        conversation = _Conversation(key, next(self._numbers), self._loaded[name], self._homes[name])
+        conversation = Pooled(key, next(self._numbers), self._loaded[name], self._homes[name])
         conversation.request, conversation.asked_at = Start(columns, seed), time.monotonic()
         self._by_key[key] = self._by_number[conversation.number] = conversation
         self._waiting.append(conversation)
@@ -175,6 +156,13 @@ class EnvironmentPool:
 
     # --- what the processes say --------------------------------------------------------------------------------------
 
+    def went_on(self, number: int) -> None:
+        """Take note that the next call of a conversation's turn has begun, which has its own time."""
+        conversation = self._by_number.get(number)
+        if conversation is not None and conversation.has_more_calls:
+            conversation.made += 1
+            self._expect(conversation)
+
     def answered(self, number: int, reply: Reply) -> None:
         """Take a reply to what a conversation was asked."""
         conversation = self._by_number.get(number)
@@ -200,14 +188,19 @@ class EnvironmentPool:
         else:
             self._send(conversation)
 
-    def _send(self, conversation: _Conversation) -> None:
+    def _send(self, conversation: Pooled) -> None:
+        assert conversation.request is not None
+        conversation.made = 0
+        self._expect(conversation)
+        conversation.home.ask(conversation.number, conversation.request, self._timeout)
+
+    def _expect(self, conversation: Pooled) -> None:
+        """Give a conversation's environment its time from now on."""
         conversation.asked_at = self._active_at = time.monotonic()
         conversation.deadline = conversation.asked_at + self._timeout + conversation.home.grace
         heapq.heappush(self._deadlines, (conversation.deadline, conversation.number))
-        assert conversation.request is not None
-        conversation.home.ask(conversation.number, conversation.request, self._timeout)
 
-    def _answer(self, conversation: _Conversation, reply: Reply) -> None:
+    def _answer(self, conversation: Pooled, reply: Reply) -> None:
         if isinstance(reply, Failed):
             conversation.failed = reply
         if isinstance(reply, Ended | Failed):
@@ -216,13 +209,13 @@ class EnvironmentPool:
             self._active_at = time.monotonic()
             conversation.request, conversation.reply = None, reply
 
-    def _forget(self, conversation: _Conversation) -> None:
+    def _forget(self, conversation: Pooled) -> None:
         del self._by_key[conversation.key]
         del self._by_number[conversation.number]
         if conversation in self._waiting:
             self._waiting.remove(conversation)
 
-    def _pump(self, seconds: float, wanted: _Conversation | None = None, patience: float = 0.0) -> None:
+    def _pump(self, seconds: float, wanted: Pooled | None = None, patience: float = 0.0) -> None:
         """Take in what comes within ``seconds``, send what waits, and keep the deadlines.
 
         What has come already is taken in before anything is judged: nobody may have looked for long.
@@ -245,7 +238,7 @@ class EnvironmentPool:
             key.data()
         return bool(keys)
 
-    def _place(self, wanted: _Conversation | None, patience: float) -> None:
+    def _place(self, wanted: Pooled | None, patience: float) -> None:
         """Start the conversations that wait, in their order, as long as there are places for them.
 
         An engine begins no more than there are places for. Of another caller the one that it waits for gets a place
@@ -269,7 +262,7 @@ class EnvironmentPool:
             self._send(conversation)
             forked += isinstance(conversation.home, ForkedEnvironments)
 
-    def _check_start(self, conversation: _Conversation) -> None:
+    def _check_start(self, conversation: Pooled) -> None:
         if time.monotonic() > conversation.asked_at + START_SECONDS and not conversation.home.was_ready:
             raise EpisodeError(
                 f"environment {conversation.loaded.name} must be imported in its process within {START_SECONDS:.0f} s, "
@@ -288,6 +281,6 @@ class EnvironmentPool:
                 conversation.deadline = now + _POLL_SECONDS  # it has answered, and the answer is on its way
                 heapq.heappush(self._deadlines, (conversation.deadline, number))
                 continue
-            failure = late(conversation.request, conversation.loaded.takes, self._timeout)
+            failure = late(conversation.request, conversation.loaded.takes, self._timeout, conversation.made)
             self._answer(conversation, Failed(failure))
             conversation.home.late(number)

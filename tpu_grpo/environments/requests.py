@@ -57,6 +57,11 @@ class SetupFailed:
 
 
 @dataclass(frozen=True)
+class Called:
+    """A call of a turn is made, and the next one begins; a Reply follows the last."""
+
+
+@dataclass(frozen=True)
 class Fork:
     """Have a process for conversation ``number``; its socket comes along."""
 
@@ -82,20 +87,20 @@ class Exited:
     """Whether it had to be ended."""
 
 
-def asked(request: Request, takes: str) -> str:
-    """Say in words what an environment was asked."""
+def asked(request: Request, takes: str, made: int = 0) -> str:
+    """Say in words what an environment was asked, and of a turn's calls which comes after so many that were made."""
     match request:
         case Start():
             return "its constructor and reset"
         case End():
             return "get_reward"
-        case Act(action) if takes == "calls":
-            names = [call.name for call in action.calls if isinstance(call, ToolCall)]
-            return f"{'the tool' if len(names) == 1 else 'the tools'} {', '.join(names)}"
+        case Act(action) if takes == "calls" and action.calls:
+            call = action.calls[made]
+            return f"the tool {call.name}" if isinstance(call, ToolCall) else "a call that cannot be read"
         case _:
             return "step"
 
 
-def late(request: Request, takes: str, seconds: float) -> Failure:
-    """Say that an environment did not answer in time."""
-    return Failure("late", f"did not answer within its timeout of {seconds:g} s in {asked(request, takes)}")
+def late(request: Request, takes: str, seconds: float, made: int = 0) -> Failure:
+    """Say that an environment did not answer in time, after so many calls of its turn."""
+    return Failure("late", f"did not answer within its timeout of {seconds:g} s in {asked(request, takes, made)}")

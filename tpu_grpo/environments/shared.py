@@ -10,7 +10,7 @@ from selectors import EVENT_READ, BaseSelector
 
 from tpu_grpo.environments.forked import LARGEST_REPLY, SETTINGS, Listener
 from tpu_grpo.environments.loop_server import PROGRAM
-from tpu_grpo.environments.requests import Job, Ready, Request, SetupFailed
+from tpu_grpo.environments.requests import Called, Job, Ready, Request, SetupFailed
 from tpu_grpo.errors import EpisodeError
 from tpu_grpo.workers.channel import BrokenChannelError, Channel
 from tpu_grpo.workers.process import WorkerProcess
@@ -153,9 +153,10 @@ class SharedEnvironments:
                         loop.is_ready = self.was_ready = True
                     case SetupFailed(text, trace):
                         self._fail(f"failed in its process: {text}\n{trace}")
-                    case (number, reply):
-                        if number in loop.numbers:
-                            self._listener.answered(number, reply)
+                    case (number, Called()) if number in loop.numbers:
+                        self._listener.went_on(number)
+                    case (number, reply) if number in loop.numbers:
+                        self._listener.answered(number, reply)
         except BrokenChannelError:
             ending = self._end(loop)
             if not self.was_ready:

@@ -14,6 +14,8 @@ AT_THE_END = ("get_reward", "get_turn_rewards", "close")
 """Methods that are called when the conversation is over."""
 RESERVED = ("reset", *AT_THE_END)
 """Public methods with these names are no tools."""
+MOST_CALLS = 16
+"""Of a turn no more calls are made; those behind are answered with an error."""
 _LONGEST_ERROR = 2000
 
 
@@ -26,8 +28,10 @@ async def resolved(value: Any) -> Any:
     return await value if isinstance(value, Awaitable) else value
 
 
-async def called(instance: Any, tools: Mapping[str, Any], call: ToolCall | BadCall) -> tuple[Message, bool]:
-    """Make a call; return the message with its result, and whether it went wrong.
+async def called(
+    instance: Any, tools: Mapping[str, Any], call: ToolCall | BadCall, before: int = 0
+) -> tuple[Message, bool]:
+    """Make a call, before which its turn has so many; return the message with its result, and whether it went wrong.
 
     Raises:
         WrongError: if the tool returned what is no text.
@@ -35,6 +39,8 @@ async def called(instance: Any, tools: Mapping[str, Any], call: ToolCall | BadCa
     """
     name = call.name if isinstance(call, ToolCall) else ""
     try:
+        if before >= MOST_CALLS:
+            raise CallError(f"a turn may make at most {MOST_CALLS} calls, and this one was not made")
         method, arguments = _found(instance, tools, call)
         result = await resolved(method(**arguments))
     except MemoryError:
