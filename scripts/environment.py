@@ -1,6 +1,6 @@
-"""Play an environment: python scripts/environment.py CONFIG.yaml [--record 0] [--turns FILE] [section.key=value ...]
+"""Play an environment: python scripts/environment.py CONFIG.yaml|RUN [--record 0] [--turns FILE] [--model]
 
-You write what the policy would write, and see tokens, masks and rewards as a run would have them.
+You write what the policy would write, or let a model do it, and see tokens, masks and rewards as a run would have them.
 """
 
 import sys

@@ -4,8 +4,10 @@ import io
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.launching.driving import REPOSITORY
+from tests.talking import SIZES, write_talking_files
 from tpu_grpo.commands.environment import main
 
 COUNTER = '''
@@ -114,12 +116,26 @@ def test_a_person_plays_and_an_empty_line_ends_a_turn(
     assert value(lines, "total reward") == "0"
 
 
+def test_a_model_plays_as_in_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A random model, whose environment ends the conversation after its turns; the same seed gives the same tokens."""
+    write_talking_files(tmp_path)
+    tree = {"model": {"path": "model"}, **SIZES}
+    Path("counting.yaml").write_text(yaml.safe_dump(tree))
+    found = [played(capsys, "--model", "--tokens", "run.seed=5") for _ in range(2)]
+    for code, lines, err in found:
+        assert (code, err) == (0, "loading model\n")
+        turns = int(value(lines, "turns"))
+        assert 1 <= turns <= 8
+        assert f"turn {turns}, which the policy wrote" in lines
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["environment.name=null", "rewards=[{name: exact_answer}]"], "environment.name must be set to play"),
         (["--record", "2"], "--record must be one of 0 to 1, got 2"),
-        (["--turns", "turns.txt", "--policy", "mine.py:policy"], "turns come from a file or from a function"),
+        (["--turns", "turns.txt", "--policy", "mine.py:policy"], "or from the model, got --turns and --policy"),
         (["--turns", "nothing.txt"], "turns must be in a readable UTF-8 file"),
         (["--policy", "mine.py:two"], "a policy must be a function of the messages so far"),
         (["--policy", "mine.py:nothing"], "nothing"),

@@ -14,53 +14,71 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tpu_grpo.commands.naming import NamedModel, named_models
 from tpu_grpo.commands.starting import config_from_words, exit_code_of, prepare
-from tpu_grpo.config import RunConfig
 from tpu_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
-    from tpu_grpo.commands.playing import Game, Policy, Stretch
+    from tpu_grpo.commands.playing import Game, Model, Policy, Stretch
+    from tpu_grpo.environments.episodes import Environments
 
-ABOUT = """Plays an environment of a config without a model: you write what the policy would write.
+ABOUT = """Plays an environment of a config: you write what the policy would write, or let a model do it.
 
 Shows the prompt with its tools, what the environment answers, which tokens would be trained on (those that the policy
 wrote, in bold), and at the end the rewards. A turn ends with an empty line, or comes from a file or function:
 
   --turns FILE                 turns with a line --- between them
-  --policy path.py:function    policy(messages) -> the next turn's text"""
-USAGE = "python scripts/environment.py CONFIG.yaml [--record 0] [--turns FILE] [--tokens] [section.key=value ...]"
+  --policy path.py:function    policy(messages) -> the next turn's text
+  --model                      the model of the config writes them, or the checkpoint of the run
+
+A run is named as for scripts/sample.py: runs/mine, runs/mine@best, runs/mine@40."""
+USAGE = """python scripts/environment.py CONFIG.yaml [--record 0] [--turns FILE] [--tokens] [section.key=value ...]
+       python scripts/environment.py RUN --model [--record 0] [--tokens] [section.key=value ...]"""
 SAMPLED, OBSERVED = "bold green", "dim"
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_intermixed_args(arguments)
-    return exit_code_of(lambda: _play(config_from_words(options.words), Console(highlight=False), options))
+    return exit_code_of(lambda: _play(_named(options.words), Console(highlight=False), options))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         usage=USAGE, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("words", nargs="*", metavar="CONFIG.yaml section.key=value", help="the config, and settings")
+    parser.add_argument("words", nargs="*", metavar="CONFIG.yaml section.key=value", help="config or run, and settings")
     parser.add_argument("--record", type=int, default=0, metavar="N", help="play this prompt of the data, from 0")
     parser.add_argument("--turns", type=Path, metavar="FILE", help="take the turns from a file")
     parser.add_argument("--policy", metavar="path.py:function", help="take the turns from a function")
+    parser.add_argument("--model", action="store_true", help="let the model play, sampling as in the run")
     parser.add_argument("--tokens", action="store_true", help="show every token with its id and whether it is trained")
     return parser
 
 
-def _play(config: RunConfig, console: Console, options: argparse.Namespace) -> None:
+def _named(words: Sequence[str]) -> NamedModel:
+    """Find the config, and the model that goes with it."""
+    if words and "=" not in words[0] and not words[0].endswith((".yaml", ".yml")):
+        [named] = named_models(words[:1], words[1:])
+        return named
+    config = config_from_words(words)
+    return NamedModel(config.model.path, config, "initial")
+
+
+def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> None:
     """Play one conversation, and show it.
 
     Raises:
         ConfigError: for a config without environments, or a record that is not there.
         TpuGrpoError: for data, templates, an environment or a policy that do not fit.
     """
+    config = named.config
     if not config.environment.is_on:
         raise ConfigError("environment.name must be set to play an environment, got none; name one")
-    if options.turns is not None and options.policy is not None:
-        raise ConfigError("turns come from a file or from a function, got --turns and --policy; drop one")
+    given = {"--turns": options.turns is not None, "--policy": options.policy is not None, "--model": options.model}
+    if sum(given.values()) > 1:
+        both = " and ".join(name for name, is_given in given.items() if is_given)
+        raise ConfigError(f"turns come from a file, from a function or from the model, got {both}; drop one")
     prepare(config)
     from tpu_grpo.commands.playing import Game
     from tpu_grpo.hosts import Hosts
@@ -75,8 +93,21 @@ def _play(config: RunConfig, console: Console, options: argparse.Namespace) -> N
             raise ConfigError(f"--record must be one of 0 to {len(prompts) - 1}, got {options.record}")
         prompt = prompts[options.record]
         with closing(Game(config, prompt, task.environments, tokenizer, options.record)) as game:
-            show(game, _policy(options, console), console, tokens=options.tokens)
+            model = _model(named, task.environments) if options.model else game.writing(_policy(options, console))
+            show(game, model, console, tokens=options.tokens)
             console.print(outcome(game, task.rewards, prompt, tokenizer))
+
+
+def _model(named: NamedModel, environments: "Environments") -> "Model":
+    """Load the model, and build an engine for conversations as long as those of the run."""
+    from tpu_grpo.run.answering import Asked, Speaker
+    from tpu_grpo.run.saved import choose
+
+    asked = Asked(context=named.config.context_tokens)
+    speaker = Speaker.open(named.config, choose(named.config, named.which), asked, environments.end_ids)
+    print(f"loading {named.name}", file=sys.stderr)
+    speaker.start()
+    return speaker.complete
 
 
 def _policy(options: argparse.Namespace, console: Console) -> "Policy":
@@ -100,10 +131,10 @@ def typed(console: Console) -> str | None:
     return "\n".join(lines) if lines else None
 
 
-def show(game: "Game", policy: "Policy", console: Console, *, tokens: bool) -> None:
+def show(game: "Game", model: "Model", console: Console, *, tokens: bool) -> None:
     """Play the game, and show what every request and every turn adds."""
     turn = 0
-    for stretches in game.play(policy):
+    for stretches in game.play(model):
         turn += stretches[0].sampled
         what = f"turn {turn}, which the policy wrote" if stretches[0].sampled else "what the policy sees"
         console.rule(what, align="left")

@@ -1,7 +1,7 @@
 """An environment is played without a model: a person, a file or a function takes the policy's part.
 
     game = Game(config, prompt, environments, tokenizer, number)
-    for stretches in game.play(policy):      # what a request, or a turn, adds to the tokens
+    for stretches in game.play(game.writing(policy)):      # what a request, or a turn, adds to the tokens
         ...
     game.completion                          # the conversation, as a run would have it
 
@@ -21,10 +21,13 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.environments.episodes import Environments, Episodes
 from tpu_grpo.errors import ConfigError, EpisodeError
 from tpu_grpo.plugins import find_function
-from tpu_grpo.types import Completion, Prompt, Request, SampleKey, SamplingParams
+from tpu_grpo.rollout.sampler import sampling_params
+from tpu_grpo.types import Completion, Prompt, Request, SampleKey
 
 Policy = Callable[[Sequence[Mapping[str, Any]]], str | None]
 """Gets the conversation so far as messages, and returns what the policy writes next; None to stop."""
+Model = Callable[[Request], Completion]
+"""Samples a turn."""
 BETWEEN_TURNS = "---"
 """A line like this stands between the turns of a file."""
 
@@ -98,30 +101,17 @@ class Game:
     ):
         self._tokenizer = tokenizer
         self._prompt = prompt
-        sampling = SamplingParams(config.rollout.max_new_tokens)
-        request = Request(prompt.token_ids, sampling, SampleKey(config.run.seed, 1, number, 0))
+        request = Request(prompt.token_ids, sampling_params(config), SampleKey(config.run.seed, 1, number, 0))
         self._episodes: Episodes = environments([prompt], [request])
         self._seen: tuple[int, ...] = ()
 
-    def play(self, policy: Policy) -> Iterator[list[Stretch]]:
-        """Play to the end, and yield what each turn's request and answer add to the tokens.
-
-        Raises:
-            EpisodeError: when the policy stops before the end.
-        """
+    def play(self, model: Model) -> Iterator[list[Stretch]]:
+        """Play to the end, and yield what each turn's request and answer add to the tokens."""
         episodes = self._episodes
-        turns = 0
         episodes.begin(0)
         while (request := episodes.next(0)) is not None:
             yield self._new(request)
-            text = policy(episodes.messages(0))
-            if text is None:
-                raise EpisodeError(
-                    f"a conversation must be played to its end, which it has not reached after {turns} turns; write "
-                    "one more, or lower environment.max_turns"
-                )
-            turns += 1
-            completion = self._written(text, request)
+            completion = model(request)
             self._seen = (*request.token_ids, *completion.token_ids.tolist())
             yield [self._stretch(completion.token_ids.tolist(), sampled=True)]
             episodes.ended(0, completion)
@@ -134,6 +124,22 @@ class Game:
     def close(self) -> None:
         """Give the conversation up, if it is not over."""
         self._episodes.close()
+
+    def writing(self, policy: Policy) -> Model:
+        """Make a model of a policy that writes texts; it raises an EpisodeError if the policy stops before the end."""
+        turns = 0
+
+        def model(request: Request) -> Completion:
+            nonlocal turns
+            if (text := policy(self._episodes.messages(0))) is None:
+                raise EpisodeError(
+                    f"a conversation must be played to its end, which it has not reached after {turns} turns; write "
+                    "one more, or lower environment.max_turns"
+                )
+            turns += 1
+            return self._written(text, request)
+
+        return model
 
     def _written(self, text: str, request: Request) -> Completion:
         """Make the tokens of a turn, as if the policy had sampled them, cut where it would be cut."""

@@ -83,6 +83,13 @@ def _sample(options: argparse.Namespace) -> None:
     columns, rows = _columns(options.column), _rows(options.rows)
     if options.data is not None and prompts:
         raise ConfigError(f"prompts come from --data or from the command line, got --data and {prompts[0]!r}; drop one")
+    for model in models:
+        if model.config.environment.is_on:
+            print(
+                f"note: {model.name} had conversations with an environment, which answers nothing here: its tools are "
+                f"not shown; python scripts/environment.py {model.name} --model plays it",
+                file=sys.stderr,
+            )
     prepare(models[0].config)
     from tpu_grpo.commands.talking import answer_prompts, answer_records, talk
     from tpu_grpo.run.answering import Asked

@@ -9,7 +9,7 @@
 The engine is as small as the answers allow, and on as few devices as hold the model.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,19 +69,24 @@ class Speaker:
         checkpoint: Checkpoint,
         tokenizer: PreTrainedTokenizerFast,
         asked: Asked,
+        ends: Collection[int] = (),
     ):
         self.config, self.tokenizer = config, tokenizer
         self._chosen, self._checkpoint, self._asked = chosen, checkpoint, asked
+        self._stop_ids = frozenset([*stop_token_ids(tokenizer, checkpoint.directory), *ends])
         self._renderer = PromptRenderer(config.data, tokenizer)
         self._seed = config.run.seed if asked.seed is None else asked.seed
         self._engine: Engine | None = None
         self._rewards: RewardSet | None = None
 
     @classmethod
-    def open(cls, config: RunConfig, chosen: Chosen, asked: Asked) -> "Speaker":
-        """Open a model's checkpoint and tokenizer; its weights are loaded by ``start``."""
+    def open(cls, config: RunConfig, chosen: Chosen, asked: Asked, ends: Collection[int] = ()) -> "Speaker":
+        """Open a model's checkpoint and tokenizer; its weights are loaded by ``start``.
+
+        ``ends`` are tokens that end an answer beside the model's own end.
+        """
         checkpoint, tokenizer = open_model(config, Hosts())
-        return cls(config, chosen, checkpoint, tokenizer, asked)
+        return cls(config, chosen, checkpoint, tokenizer, asked, ends)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -139,6 +144,12 @@ class Speaker:
         keys = (SampleKey(self._seed, 0, turn, sample) for sample in range(self.samples))
         requests = [Request(prompt.token_ids, self.sampling, key) for key in keys]
         return stream(self._engine, requests, cancelled)
+
+    def complete(self, request: Request) -> Completion:
+        """Sample one completion, as its request says."""
+        assert self._engine is not None, "start comes first"
+        [completion] = self._engine.generate([request])
+        return completion
 
     def texts(self) -> list[TextStream]:
         """Make what tells the text of each answer."""
@@ -200,7 +211,7 @@ class Speaker:
         rollout = self.config.rollout
         return EngineOptions(
             context_tokens=context,
-            stop_token_ids=frozenset(stop_token_ids(self.tokenizer, self._checkpoint.directory)),
+            stop_token_ids=self._stop_ids,
             dtype=self.config.model.dtype,
             attention=choose_attention("auto", platform),
             max_running_requests=min(self.samples, rollout.max_running_requests),
