@@ -263,6 +263,7 @@ def test_python_answers_that_are_no_calls(text: str) -> None:
         ),
         ("add(1,2,3)", "add takes 2 arguments, got 3"),
         ("add(1,a=2)", "the argument a is given twice"),
+        (f"add(1,0x{'f' * 3600})", "a whole number must have at most 4,000 digits"),  # 4,335, which could not be shown
         ("add(1,2) + 1", "the call must be written NAME(...), got add(1, 2) + 1"),
         ("add(1,2)(3)", "the call must begin with the name of a tool, got add(1, 2)"),
         ("add(1, b'x')", "an argument must be text, a number, true, false, null, a list or an object, got b'x'"),

@@ -23,6 +23,14 @@ def test_a_game():
     ]
 
 
+def test_what_is_too_long_is_no_number():
+    """Python would not read it, and the game would be over for everybody."""
+    game = Guessing()
+    game.reset(secret=63)
+    assert play(game, ["9" * 5000, "9" * 1000, "5, no, 63"])[:2] == [("no number", 0.0, False), ("lower", 0.0, False)]
+    assert game.made == 3
+
+
 def test_the_first_guess_is_worth_most_and_the_last_still_something():
     game = Guessing(1, 10, guesses=3, last=0.4)
     game.reset(secret="7")

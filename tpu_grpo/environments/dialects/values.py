@@ -5,6 +5,10 @@ from typing import Any
 
 from tpu_grpo.environments.actions import BadCall, ToolCall
 
+MOST_DIGITS = 4000
+"""Whole numbers may have about so many; Python writes out no more than 4,300."""
+_MOST_BITS = MOST_DIGITS * 332 // 100
+
 
 def checked(call: ToolCall | BadCall) -> ToolCall | BadCall:
     """Return a call with tuples as lists; a BadCall for values that JSON does not have, and for half characters."""
@@ -18,7 +22,11 @@ def checked(call: ToolCall | BadCall) -> ToolCall | BadCall:
 
 def _value(value: Any) -> Any:
     match value:
-        case None | bool() | int():
+        case None | bool():
+            return value
+        case int():
+            if value.bit_length() > _MOST_BITS:
+                raise ValueError(f"a whole number must have at most {MOST_DIGITS:,} digits")
             return value
         case float():
             if not math.isfinite(value):

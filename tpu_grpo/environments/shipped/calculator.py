@@ -1,14 +1,24 @@
-"""Calculators: one that adds, which the demo's model learns to call, and one that computes expressions."""
+"""Calculators: one that adds, which the demo's model learns to call, and one that computes expressions.
+
+What the policy asks for can be long, deep or huge. Such a call is refused, and the policy is told why.
+"""
 
 import ast
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
-from simpleeval import DEFAULT_OPERATORS, SimpleEval
+from simpleeval import SimpleEval
 
-_KNOWN = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod, ast.Pow, ast.USub, ast.UAdd)
-_OPERATORS = {node: DEFAULT_OPERATORS[node] for node in _KNOWN}
-_FUNCTIONS: dict[str, Callable[..., Any]] = {"abs": abs, "min": min, "max": max, "round": round}
+MOST_DIGITS = 3000
+"""Whole numbers may have about so many; Python writes out no more than 4,300."""
+MOST_CHARACTERS = 1000
+"""An expression may have so many."""
+MOST_PLACES = 400
+"""A number is rounded to so many places at most, behind the point or before it."""
+_MOST_BITS = MOST_DIGITS * 332 // 100
+_NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Load)
 
 
 class Calculator:
@@ -30,6 +40,7 @@ class Calculator:
         for name, value in (("a", a), ("b", b)):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be a whole number, got {value!r}")
+            _bounded(value.bit_length())
         return a + b
 
 
@@ -48,11 +59,68 @@ class Arithmetic:
         Returns:
             The value.
         """
-        written = expression.replace("×", "*").replace("÷", "/").replace("−", "-").replace("^", "**")
+        if len(expression) > MOST_CHARACTERS:
+            raise ValueError(f"an expression must have at most {MOST_CHARACTERS:,} characters, got {len(expression):,}")
+        written = expression.replace("×", "*").replace("÷", "/").replace("−", "-").replace("^", "**").strip()
         try:
-            value = SimpleEval(operators=_OPERATORS, functions=_FUNCTIONS, names={}).eval(written)
-        except KeyError:  # how simpleeval says that there is no such operator
-            raise ValueError(f"the operators are + - * / // % and **, got another in {expression!r}") from None
+            tree = ast.parse(written, mode="eval")
+            _check(tree, expression)
+            value = SimpleEval(operators=_OPERATORS, functions=_FUNCTIONS, names={}).eval(written, tree.body)
+        except (RecursionError, MemoryError):  # Python's parser says so, too
+            raise ValueError("the expression is nested too deep") from None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise TypeError(f"the expression must be of numbers, got {value!r}")
         return str(value)
+
+
+def _check(tree: ast.Expression, expression: str) -> None:
+    """Refuse whatever is not arithmetic: texts, comparisons, attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant):
+            if type(node.value) not in (int, float):
+                raise TypeError(f"the expression must be of numbers, got {node.value!r}")
+        elif type(node) not in (*_NODES, *_OPERATORS):
+            raise ValueError(
+                "an expression has numbers, brackets, + - * / // % **, and abs, min, max, round, got something else in "
+                f"{expression!r}"
+            )
+
+
+def _bounded(bits: float) -> None:
+    if bits > _MOST_BITS:
+        raise ValueError(f"whole numbers must have at most {MOST_DIGITS:,} digits")
+
+
+def _times(a: Any, b: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int):
+        _bounded(a.bit_length() + b.bit_length())
+    return a * b
+
+
+def _power(a: Any, b: Any) -> Any:
+    if isinstance(a, int) and isinstance(b, int) and abs(a) > 1 and b > 0:
+        _bounded(b)  # before anything is multiplied by it
+        _bounded(math.log2(abs(a)) * b)
+    return a**b
+
+
+def _round(value: Any, places: int | None = None) -> Any:
+    if places is None:
+        return round(value)
+    if abs(places) > MOST_PLACES:
+        raise ValueError(f"a number is rounded to at most {MOST_PLACES} places, got {places}")
+    return round(value, places)
+
+
+_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: _times,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
+}
+_FUNCTIONS: dict[str, Callable[..., Any]] = {"abs": abs, "min": min, "max": max, "round": _round}

@@ -13,6 +13,8 @@ import random
 import re
 from typing import Any
 
+MOST_DIGITS = 1000
+"""What has more is no number; Python reads none of over 4,300."""
 _NUMBER = re.compile(r"-?[0-9]+")
 
 
@@ -47,19 +49,25 @@ class Guessing:
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
         """Take the last number of a text for the guess; a text without one counts as a guess, too."""
-        found = _NUMBER.findall(action)
+        guess = _guess(action)
         self.made += 1
-        if found and int(found[-1]) == self.secret:
+        if guess == self.secret:
             return "right", self._worth(), True, {"guesses": self.made}
         over = self.made >= self.guesses
-        if not found:
+        if guess is None:
             return "no number", 0.0, over, {}
-        return ("higher" if self.secret > int(found[-1]) else "lower"), 0.0, over, {}
+        return ("higher" if self.secret > guess else "lower"), 0.0, over, {}
 
     def _worth(self) -> float:
         if self.guesses == 1:
             return 1.0
         return 1.0 - (1.0 - self.last) * (self.made - 1) / (self.guesses - 1)
+
+
+def _guess(text: str) -> int | None:
+    """Return the last number of a text; None without one."""
+    found = _NUMBER.findall(text)
+    return int(found[-1]) if found and len(found[-1]) <= MOST_DIGITS else None
 
 
 def secrets(lowest: int = 1, highest: int = 100, size: int = 1000, seed: int = 0) -> list[dict[str, Any]]:
