@@ -27,7 +27,8 @@ def test_turns_end_as_the_chat_template_ends_them() -> None:
     prompt = Prompt(asked, tuple(ids("gemma2", asked)), {"secret": 3}, messages)
     guesses = iter(["50", "3"])
     with closing(environments), closing(Game(config, prompt, environments, gemma, 0)) as game:
-        shown = [stretch.text for stretches in game.play(lambda said: next(guesses, None)) for stretch in stretches]
+        policy = game.writing(lambda said: next(guesses, None))
+        shown = [stretch.text for stretches in game.play(policy) for stretch in stretches]
         episode = game.completion.episode
     assert shown == [
         asked,
