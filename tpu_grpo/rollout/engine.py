@@ -194,7 +194,9 @@ class Engine:
         """
         self.check(requests)
         expected = expected_tokens(requests)
-        waves = conversations and Waves(conversations, self.limits(requests, expected, conversations.places))
+        waves = None
+        if conversations is not None:
+            waves = Waves(conversations, self.limits(requests, expected, conversations.places))
         generation, before = self.begin(requests, expected, finished, waves), self.use
         generation.hold(make_groups(requests, expected, converse=conversations is not None))
         while generation.advance():
