@@ -66,6 +66,7 @@ BROAD_EXCEPTS = {
     "tpu_grpo/rewards/executors.py:_serve": "a thread's exception; raised again where the answer is awaited",
     "tpu_grpo/rewards/executors.py:_set_up": "runs the user's code; re-raised with its name",
     "tpu_grpo/rewards/scoring.py:ask_one": "a thread's exception; raised again where the result is awaited",
+    "tpu_grpo/workers/channel.py:_next": "unpickles what users' code may have written; re-raised as what it is",
     "tpu_grpo/workers/sandbox_child.py:_passes": "runs a model's code; every way to end is a failure",
     "tpu_grpo/workers/sandbox_child.py:_script": "runs a model's code; every way to end is told to the model",
     "tpu_grpo/workers/sandbox_child.py:_writes": "runs a model's code; every way to end is a failure",

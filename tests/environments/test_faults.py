@@ -1,12 +1,18 @@
 """What environments do wrong ends them alone, and nothing stays behind."""
 
+import errno
+import gc
+import os
+import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
@@ -14,9 +20,13 @@ import pytest
 
 from tests.environments.playing import acted, begun, call, ended, failure, open_pool, told
 from tests.marks import marked
+from tpu_grpo.environments import fork_server
 from tpu_grpo.environments import pool as pool_module
 from tpu_grpo.environments.actions import Answered, Reply
+from tpu_grpo.environments.forked import ForkedEnvironments
+from tpu_grpo.environments.loading import load_environment
 from tpu_grpo.environments.pool import EnvironmentPool
+from tpu_grpo.environments.requests import Exited, Fork, Job
 from tpu_grpo.errors import EpisodeError
 
 NAME = "tests.environments.faulty:Faulty"
@@ -134,7 +144,8 @@ def test_what_a_late_one_has_started_ends_with_it():
 
 
 @pytest.mark.parametrize("fault", ["raises", "hangs", "leaves"])
-def test_what_happens_when_it_is_closed_is_no_part_of_the_episode(fault: str):
+def test_what_happens_when_it_is_closed_is_no_part_of_the_episode(monkeypatch: pytest.MonkeyPatch, fault: str):
+    monkeypatch.setattr(pool_module, "_CLOSE_SECONDS", 0.5)
     with open_pool(NAME) as pool:
         begun(pool, 0, {"fault": fault, "where": "close"})
         assert ended(pool).reward == 1.0
@@ -212,6 +223,48 @@ def test_processes_end_with_a_main_process_that_is_killed(fault: str):
     main.wait()
     main.stdout.close()
     _await(lambda: not marked() - before)
+
+
+def _open_files() -> int:
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_what_was_to_go_to_a_server_that_died_leaves_no_files_open():
+    before = _open_files()
+    with open_pool(NAME) as pool:
+        begun(pool)
+        home = pool._homes[""]
+        assert isinstance(home, ForkedEnvironments)
+        server = home._servers[0]
+        psutil.Process(server.process._process.pid).send_signal(signal.SIGSTOP)
+        while not server.is_full:
+            server.say(Fork(1000), os.open(os.devnull, os.O_RDONLY))
+        psutil.Process(server.process._process.pid).send_signal(signal.SIGKILL)
+        assert failure(acted(pool, call("work", text="a")))[0] == "died"
+        assert told(begun(pool)) == "begin"
+    assert _open_files() == before
+
+
+def test_a_process_that_cannot_be_forked_leaves_no_files_open(monkeypatch: pytest.MonkeyPatch):
+    """The fork server runs in this process, on this thread."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    lifeline, end = os.pipe()
+    server = fork_server._ForkServer(theirs, lifeline, Job(load_environment(NAME, {}), 2**30, keep=False), None)
+
+    def refused() -> int:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr(os, "fork", refused)
+    before = _open_files()
+    server._fork(7, os.open(os.devnull, os.O_RDONLY))
+    assert _open_files() == before
+    assert pickle.loads(ours.recv(1000)) == Exited(7, "could not be started: no more processes", forced=False)
+    for descriptor in (lifeline, end, server._woken, server._wakes):
+        os.close(descriptor)
+    server._selector.close()
+    ours.close()
+    theirs.close()
 
 
 def test_too_few_open_files_are_said_to_be_so():

@@ -2,6 +2,7 @@
 
 import pickle
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -184,7 +185,21 @@ def test_a_server_is_replaced_after_so_many_conversations():
         for key in range(6):
             pool.drop(key)
         assert len(servers) == 4
-        assert len(home._servers) == 1
+        while len(home._servers) > 1 or home._ending:
+            pool._pump(0.01)
+
+
+def test_environments_are_closed_before_their_server_or_the_pool_ends(tmp_path: Path):
+    with open_pool("tests.environments.games:Closing", recycle=2) as pool:
+        home = pool._homes[""]
+        assert isinstance(home, ForkedEnvironments)
+        for key in range(6):
+            begun(pool, key, {"path": str(tmp_path / str(key))})
+            ended(pool, key)
+            while len(home._servers) > 1 and not home._servers[-1].is_ready:
+                pool._pump(0.01)
+        begun(pool, 6, {"path": str(tmp_path / "6")})  # it is not asked what it was worth
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3", "4", "5", "6"]
 
 
 def test_processes_know_nothing_of_the_accelerator_and_order_sets_alike(monkeypatch: pytest.MonkeyPatch):

@@ -69,7 +69,17 @@ def test_a_message_that_is_not_whole_is_not_there_yet(ends: tuple[Channel, Conne
         end.detach()
 
 
-@pytest.mark.parametrize("rubbish", [b"\xff" * 10, struct.pack("!i", 2**21), struct.pack("!i", 3) + b"abc"])
+RAISING = [b"cbuiltins\nint\n(]tR.", b"coperator\ngetitem\n(}S'a'\ntR.", b"cstruct\nunpack\n(S'!i'\nC\x01atR."]
+"""Pickles that raise TypeError, KeyError and struct.error when they are read."""
+
+
+@pytest.mark.parametrize(
+    "rubbish",
+    [
+        b"\xff" * 10,
+        *(struct.pack("!i", n) + data for n, data in [(2**21, b""), *((len(r), r) for r in [b"abc", *RAISING])]),
+    ],
+)
 def test_rubbish_breaks_a_channel(ends: tuple[Channel, Connection], rubbish: bytes):
     channel, connection = ends
     with socket.socket(fileno=connection.fileno()) as end:

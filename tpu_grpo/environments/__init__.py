@@ -10,7 +10,7 @@ loading.py          a name of the config becomes a class that is known to fit: w
 schemas.py          its tools, and their schemas
 pool.py             EnvironmentPool: the environments of this host, as the main process sees them
 pooled.py           one of its conversations
-forked.py           a process for each conversation, forked from a server that has imported the class
+forked.py           a process for each conversation, forked from a server that has imported the class (server.py)
 shared.py           processes that have many conversations of an async environment on one loop each
 fork_server.py, loop_server.py      the programs of these processes
 requests.py         what these are asked, and what they say of themselves

@@ -156,12 +156,13 @@ class _ForkServer:
         return True
 
     def _fork(self, number: int, descriptor: int) -> None:
-        server = os.getpid()
+        server, leash = os.getpid(), None
         try:
             leash = os.open(f"/proc/self/fd/{self._lifeline}", os.O_RDONLY | os.O_NONBLOCK)
             pid = os.fork()
         except OSError as error:
-            os.close(descriptor)
+            for unused in (descriptor, *(() if leash is None else (leash,))):
+                os.close(unused)
             self._say(Exited(number, f"could not be started: {error.strerror}", forced=False))
             return
         if pid == 0:

@@ -4,26 +4,24 @@
 next is ready, and ends with the last of its own.
 """
 
-import collections
-import os
 import pickle
 import resource
 import socket
+import time
 from pathlib import Path
 from selectors import EVENT_READ, BaseSelector
 from typing import Any, Protocol
 
 from tpu_grpo.environments.actions import Reply
-from tpu_grpo.environments.fork_server import MOST_BYTES, PROGRAM
+from tpu_grpo.environments.fork_server import MOST_BYTES
 from tpu_grpo.environments.requests import Called, Exited, Finish, Fork, Job, Ready, Request, SetupFailed
+from tpu_grpo.environments.server import Server
 from tpu_grpo.errors import EpisodeError
 from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError, Channel
 from tpu_grpo.workers.process import WorkerProcess
 
 LARGEST_REPLY = 2**26
 """A reply has texts of at most 1 MiB for each of at most 16 calls, or what is kept, which is limited, too."""
-SETTINGS = {"PYTHONHASHSEED": "0"}
-"""Sets of texts have the same order in every process, and so on every host and after a restart."""
 _DYING_SECONDS = 1.0
 _TIDY_SECONDS = 2.0
 
@@ -44,46 +42,6 @@ class Listener(Protocol):
         ...
 
 
-class _Server:
-    """A fork server."""
-
-    def __init__(self, job: Job, directory: Path):
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.process = WorkerProcess(PROGRAM, theirs, directory, SETTINGS)
-        self.control.setblocking(False)
-        self.channels: dict[int, Channel] = {}
-        self.dying: dict[int, str] = {}
-        """Conversations whose connection is gone, with what is known of the reason."""
-        self.is_ready = False
-        self.conversations = 0
-        self._leaving: collections.deque[tuple[bytes, int | None]] = collections.deque()
-        self.say("job", in_memory(pickle.dumps(job)))
-
-    @property
-    def is_full(self) -> bool:
-        return bool(self._leaving) or any(channel.is_full for channel in self.channels.values())
-
-    def say(self, message: Any, descriptor: int | None = None) -> None:
-        """Send a message, and a descriptor along with it, which is closed here."""
-        self._leaving.append((pickle.dumps(message), descriptor))
-        self.flush()
-
-    def flush(self) -> None:
-        try:
-            while self._leaving:
-                data, descriptor = self._leaving[0]
-                socket.send_fds(self.control, [data], [] if descriptor is None else [descriptor])
-                self._leaving.popleft()
-                if descriptor is not None:
-                    os.close(descriptor)
-        except BlockingIOError:
-            pass
-        except OSError:  # it is gone, which whoever listens learns; or too many sockets are on their way to it
-            pass
-        for channel in self.channels.values():
-            channel.flush()
-
-
 class ForkedEnvironments:
     """The processes of one environment's conversations."""
 
@@ -93,8 +51,10 @@ class ForkedEnvironments:
     def __init__(self, job: Job, directory: Path, recycle: int, selector: BaseSelector, listener: Listener):
         self._job, self._directory, self._recycle = job, directory, recycle
         self._selector, self._listener = selector, listener
-        self._servers: list[_Server] = []
-        self._server_of: dict[int, _Server] = {}
+        self._servers: list[Server] = []
+        self._server_of: dict[int, Server] = {}
+        self._ending: list[tuple[WorkerProcess, float]] = []
+        """Servers that end by themselves, and when each is ended if it has not."""
         self.was_ready = False
         self._add_server()
 
@@ -112,6 +72,10 @@ class ForkedEnvironments:
         """Send what waits."""
         for server in self._servers:
             server.flush()
+        for process, until in [*self._ending]:
+            if process.ended or time.monotonic() >= until:
+                self._ending.remove((process, until))
+                process.kill()
 
     def begin(self, number: int) -> None:
         """Have a process for a conversation; one server must be ready."""
@@ -120,6 +84,7 @@ class ForkedEnvironments:
         channel = Channel(ours, LARGEST_REPLY)
         server.channels[number] = channel
         server.conversations += 1
+        server.alive.add(number)
         self._server_of[number] = server
         self._selector.register(channel, EVENT_READ, lambda: self._hear(server, number))
         server.say(Fork(number), theirs.detach())
@@ -144,45 +109,58 @@ class ForkedEnvironments:
         self._close(server, number)
         server.dying.pop(number, None)
         server.say(Finish(number, seconds))
-        self._retire()
 
     def late(self, number: int) -> None:
         """End a conversation's process, which did not answer in time."""
         self.release(number, 0.0)
 
+    @property
+    def is_closing(self) -> bool:
+        """Say whether processes of conversations are still there."""
+        return any(server.alive for server in self._servers)
+
     def close(self) -> None:
         """End all processes."""
         while self._servers:
-            self._end(self._servers.pop())
+            self._let_go(self._servers.pop())
+        for process, _ in self._ending:
+            process.wait(_TIDY_SECONDS)
+            process.kill()
+        self._ending.clear()
         self._server_of.clear()
 
     def _add_server(self) -> None:
-        server = _Server(self._job, self._directory)
+        server = Server(self._job, self._directory)
         self._servers.append(server)
         self._selector.register(server.control, EVENT_READ, lambda: self._hear_server(server))
 
     def _retire(self) -> None:
-        """End the servers that have been replaced and have no conversation left."""
+        """Let the servers end that have been replaced, once the last of their conversations' processes has ended."""
         newest = max((i for i, server in enumerate(self._servers) if server.is_ready), default=0)
-        for server in [s for s in self._servers[:newest] if not any(s is of for of in self._server_of.values())]:
+        for server in [server for server in self._servers[:newest] if not server.alive]:
             self._servers.remove(server)
-            self._end(server)
+            self._let_go(server)
 
-    def _end(self, server: _Server) -> str:
+    def _let_go(self, server: Server) -> None:
+        """Let a server end its conversations' processes, and itself, without waiting for it."""
+        self._forget(server)
+        if server.is_ready:
+            self._ending.append((server.process, time.monotonic() + _TIDY_SECONDS))
+        else:
+            server.process.kill()
+
+    def _forget(self, server: Server) -> None:
         for number in [*server.channels]:
             self._close(server, number)
         self._selector.unregister(server.control)
-        server.control.close()
-        if server.is_ready:
-            server.process.wait(_TIDY_SECONDS)  # it ends its conversations' processes
-        return server.process.kill()
+        server.close()
 
-    def _close(self, server: _Server, number: int) -> None:
+    def _close(self, server: Server, number: int) -> None:
         if (channel := server.channels.pop(number, None)) is not None:
             self._selector.unregister(channel)
             channel.close()
 
-    def _hear(self, server: _Server, number: int) -> None:
+    def _hear(self, server: Server, number: int) -> None:
         """Take in what a conversation's process says."""
         if number not in server.channels:
             return
@@ -199,7 +177,7 @@ class ForkedEnvironments:
             server.dying[number] = str(error)
             server.say(Finish(number, _DYING_SECONDS))  # how it ended is told then
 
-    def _hear_server(self, server: _Server) -> None:
+    def _hear_server(self, server: Server) -> None:
         """Take in what a server says."""
         if server not in self._servers:
             return
@@ -214,7 +192,7 @@ class ForkedEnvironments:
             pass
         self._lost_server(server)
 
-    def _told(self, server: _Server, message: Any) -> None:
+    def _told(self, server: Server, message: Any) -> None:
         match message:
             case Ready():
                 server.is_ready = self.was_ready = True
@@ -230,12 +208,17 @@ class ForkedEnvironments:
                     self._close(server, number)
                     del self._server_of[number]
                     self._listener.lost(number, f"{known}, and was ended" if forced else text)
+                server.alive.discard(number)
+                self._retire()
 
-    def _lost_server(self, server: _Server) -> None:
+    def _lost_server(self, server: Server) -> None:
         """Go on without a server that has ended, if it ever was ready."""
         self._servers.remove(server)
         numbers = [number for number, of in self._server_of.items() if of is server]
-        ending = self._end(server)
+        self._forget(server)
+        if server.is_ready:
+            server.process.wait(_TIDY_SECONDS)  # it ends its conversations' processes
+        ending = server.process.kill()
         if not server.is_ready and not self.was_ready:
             raise EpisodeError(
                 f"environment {self._job.loaded.name} must be imported in its process, which {ending} instead; import "
@@ -257,11 +240,3 @@ def _socket_pair(conversations: int) -> tuple[socket.socket, socket.socket]:
             f"each conversation with an environment needs an open file, and {conversations} have theirs, got "
             f"{error.strerror}; raise the limit (ulimit -n, at most {hard} here), or set environment.workers"
         ) from error
-
-
-def in_memory(data: bytes) -> int:
-    """Return the descriptor of a file in memory with these bytes, for what is too long for a message."""
-    descriptor = os.memfd_create("job")
-    with open(descriptor, "wb", closefd=False) as file:
-        file.write(data)
-    return descriptor

@@ -13,6 +13,7 @@ answer that came before anybody looked is no late one.
 """
 
 import collections
+import contextlib
 import heapq
 import itertools
 import time
@@ -147,8 +148,14 @@ class EnvironmentPool:
             self.drop(key)
 
     def close(self) -> None:
-        """End all conversations and all processes."""
+        """End all conversations and all processes; environments have their time to close."""
         self.give_up()
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while any(home.is_closing for home in self._homes.values()) and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(EpisodeError):  # another one could not be imported, which matters no more
+                self._hear(min(left, _POLL_SECONDS))
+            for home in self._homes.values():
+                home.flush()
         for home in self._homes.values():
             home.close()
         self._homes.clear()

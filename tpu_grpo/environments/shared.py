@@ -8,11 +8,13 @@ import socket
 from pathlib import Path
 from selectors import EVENT_READ, BaseSelector
 
-from tpu_grpo.environments.forked import LARGEST_REPLY, SETTINGS, Listener
+from tpu_grpo.environments.actions import Answered, Ended, Failed, Reply
+from tpu_grpo.environments.forked import LARGEST_REPLY, Listener
 from tpu_grpo.environments.loop_server import PROGRAM
 from tpu_grpo.environments.requests import Called, Job, Ready, Request, SetupFailed
+from tpu_grpo.environments.server import SETTINGS
 from tpu_grpo.errors import EpisodeError
-from tpu_grpo.workers.channel import BrokenChannelError, Channel
+from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError, Channel
 from tpu_grpo.workers.process import WorkerProcess
 
 _TIDY_SECONDS = 5.0
@@ -36,6 +38,8 @@ class SharedEnvironments:
 
     grace = 2.0
     """A process has these seconds beyond a deadline to say that an answer is late; its loop is blocked if not."""
+    is_closing = False
+    """Environments are closed when ``close`` waits for their processes."""
 
     def __init__(self, job: Job, directory: Path, count: int, recycle: int, selector: BaseSelector, listener: Listener):
         self._job, self._directory, self._recycle = job, directory, recycle
@@ -151,17 +155,25 @@ class SharedEnvironments:
                 match message:
                     case Ready():
                         loop.is_ready = self.was_ready = True
-                    case SetupFailed(text, trace):
+                    case SetupFailed(text, trace) if not loop.is_ready:
                         self._fail(f"failed in its process: {text}\n{trace}")
-                    case (number, Called()) if number in loop.numbers:
-                        self._listener.went_on(number)
-                    case (number, reply) if number in loop.numbers:
-                        self._listener.answered(number, reply)
+                    case (int(number), Called() | Answered() | Ended() | Failed() as said):
+                        self._told(loop, number, said)
+                    case _:
+                        raise BrokenChannelError(FOREIGN)
         except BrokenChannelError:
             ending = self._end(loop)
             if not self.was_ready:
                 self._fail(f"must be imported in its process, which {ending} instead; import its file by hand")
             self._tell([*loop.numbers], f"lost its process, which {ending}")
+
+    def _told(self, loop: _Loop, number: int, said: Reply | Called) -> None:
+        if number not in loop.numbers:
+            return
+        if isinstance(said, Called):
+            self._listener.went_on(number)
+        else:
+            self._listener.answered(number, said)
 
     def _fail(self, text: str) -> None:
         raise EpisodeError(f"environment {self._job.loaded.name} {text}".rstrip())

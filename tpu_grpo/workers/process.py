@@ -32,7 +32,8 @@ class WorkerProcess:
         """Start Python with the source text ``program``; ``theirs`` goes to it, and is closed here."""
         lifeline, self._lifeline = os.pipe()
         self._mark = secrets.token_hex(8)
-        with theirs:
+        with theirs, open(lifeline, "rb", buffering=0), contextlib.ExitStack() as unless_it_starts:
+            unless_it_starts.callback(os.close, self._lifeline)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program, str(theirs.fileno()), str(lifeline)],
                 stdin=subprocess.DEVNULL,
@@ -41,7 +42,7 @@ class WorkerProcess:
                 pass_fds=(theirs.fileno(), lifeline),
                 start_new_session=True,
             )
-        os.close(lifeline)
+            unless_it_starts.pop_all()
 
     @property
     def ended(self) -> bool:
