@@ -49,6 +49,11 @@ def test_what_the_best_may_be_of(best: str) -> None:
         ),
         (["data.sources=[{path: b.csv, weight: 0}]"], "data.sources.0.weight: input should be greater than 0, got 0"),
         (["data.sources=[{path: b.csv, wieght: 2}]"], "did you mean data.sources[i].weight?"),
+        (
+            ["data.date=26.7.2024"],
+            "data.date must be a day as YYYY-MM-DD, got '26.7.2024' (such as 2024-07-26)",
+        ),
+        (["data.date=2024-02-30"], "data.date must be a day as YYYY-MM-DD, got '2024-02-30' (day is out of range"),
         (["data.columns={question: ''}"], "must map names to columns, got an empty one for 'question'"),
         (
             ["evaluation.k=[2, 4]", "evaluation.samples=3"],

@@ -209,6 +209,17 @@ def test_the_thinking_switch(tokenizer: PreTrainedTokenizerFast, name: str):
     assert texts == ["2+3=", "2+3=", "2+3=<think></think>"]
 
 
+def test_a_template_that_asks_for_the_date_is_told_the_configs(tokenizer: PreTrainedTokenizerFast):
+    """As Llama 3.2's, which has this day for templates that cannot ask; hosts, and days, must not differ."""
+    tokenizer.chat_template = (
+        "{% if strftime_now is defined %}{% set today = strftime_now('%d %b %Y') %}{% endif %}"
+        "{% macro at() %}{{ strftime_now('%H:%M') }}{% endmacro %}"
+        "Today: {{ today }} {{ at() }} {{ messages[0]['content'] }}"
+    )
+    assert render(tokenizer).text == "Today: 26 Jul 2024 00:00 2+3="
+    assert render(tokenizer, date="2031-02-03").text == "Today: 03 Feb 2031 00:00 2+3="
+
+
 def test_a_template_without_a_thinking_switch(tokenizer: PreTrainedTokenizerFast):
     tokenizer.chat_template = "{{ messages[0]['content'] }} thinking {{ '<thinking>' }}"
     with pytest.raises(ConfigError, match="data.thinking=false needs a chat template with a switch for it"):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, PrivateAttr, field_validator
 
 from tpu_grpo.config.choosing import DynamicSection, PoolsSection, RetireSection
-from tpu_grpo.config.section import Options, PlainName, PositiveInt, Section
+from tpu_grpo.config.section import Day, Options, PlainName, PositiveInt, Section
 
 BUILTIN = "builtin:"
 """A path that starts so names a built-in task."""
@@ -98,6 +98,9 @@ class DataSection(ReadingSection):
     """Render the messages through the tokenizer's chat template; otherwise the user's message alone is the prompt."""
     thinking: bool | None = None
     """Set the chat template's thinking switch (enable_thinking, or thinking); the template's own default when unset."""
+    date: Day = "2024-07-26"
+    """Tell this day, YYYY-MM-DD, to a chat template that asks for today's date, so that prompts are the same on every
+    host and day."""
     prompts_per_step: PositiveInt = 8
     """Take P prompts in one step; each is sampled algorithm.group_size times."""
     max_prompt_tokens: PositiveInt = 512

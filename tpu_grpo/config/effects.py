@@ -44,7 +44,8 @@ data.path data.split data.subset data.options data.columns data.sources
 data.sources[i].split data.sources[i].subset data.sources[i].options data.sources[i].columns data.sources[i].path
 data.sources[i].weight data.sources[i].name data.sources[i].prompt_template
 data.prompt_template data.messages data.final_assistant data.system_prompt data.examples data.example_template
-data.chat_template data.thinking data.prompts_per_step data.max_prompt_tokens data.too_long data.shuffle data.curriculum
+data.chat_template data.thinking data.date data.prompts_per_step data.max_prompt_tokens data.too_long data.shuffle
+data.curriculum
 data.dynamic.extra data.dynamic.rounds data.pools.edges data.pools.weights data.retire.at data.retire.times
 data.pass_rate
 rollout.temperature rollout.top_k rollout.top_p rollout.min_p rollout.max_new_tokens rollout.kv_dtype

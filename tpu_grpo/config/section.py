@@ -1,5 +1,6 @@
 """Every section of a config is built on `Section`; several settings share these types of value."""
 
+import datetime
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, get_args
@@ -55,6 +56,20 @@ def _bare_switches(value: Any) -> Iterator[str]:
 
 Options = Annotated[dict[str, Any], AfterValidator(_refuse_bare_switches)]
 """Keyword arguments take no bare switch: any text is true to Python, so that ``strict: no`` would mean yes."""
+
+
+def _check_day(value: str) -> str:
+    try:
+        if re.fullmatch(r"\d{4}-\d\d-\d\d", value, re.ASCII) is None:
+            raise ValueError("such as 2024-07-26")
+        datetime.date.fromisoformat(value)
+    except ValueError as error:
+        raise ValueError(f"must be a day as YYYY-MM-DD, got {value!r} ({error}); correct it") from None
+    return value
+
+
+Day = Annotated[str, AfterValidator(_check_day)]
+"""People write a day like this: 2024-07-26."""
 
 
 def regular_expression(text: str, example: str) -> str:

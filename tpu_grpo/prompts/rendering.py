@@ -6,6 +6,7 @@ With data.chat_template the text is written by the tokenizer's template, which p
 without it the user's message is the text and the tokenizer adds its own (a BOS, where it has one).
 """
 
+import datetime
 import hashlib
 import json
 import re
@@ -27,6 +28,8 @@ Tools = Sequence[Mapping[str, Any]]
 ToolsOf = Callable[[Record, str], Tools]
 """Returns the tools of the environment that a record's prompt begins a conversation with; errors call the record as
 the second argument says."""
+CLOCK = "strftime_now"
+"""By this name transformers gives chat templates a function that writes the present time in a format."""
 THINKING = ("enable_thinking", "thinking")
 """Chat templates name their thinking switch so: most the first way, DeepSeek's and Granite's the second."""
 
@@ -206,10 +209,19 @@ def plain(messages: Sequence[Message]) -> str:
 
 
 def template_switches(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
-    """Return what the chat template is told beside the messages."""
+    """Return what the chat template is told beside the messages: how it thinks, and what day it is.
+
+    Templates such as those of Llama 3.2 write today's date. Transformers would ask the clock, whose answer is another
+    one after midnight, on hosts of other time zones, and in a run that is continued.
+    """
+    template = str(tokenizer.chat_template) if data.chat_template else ""
+    day = datetime.datetime.fromisoformat(data.date)
+    return {**({CLOCK: day.strftime} if CLOCK in template else {}), **_thinking(data, template)}
+
+
+def _thinking(data: DataSection, template: str) -> dict[str, bool]:
     if data.thinking is None:
         return {}
-    template = str(tokenizer.chat_template) if data.chat_template else ""
     code = " ".join(re.findall(r"\{[{%](.*?)[%}]\}", template, re.DOTALL))
     known = [name for name in THINKING if re.search(rf"(?<![\w.'\"<]){name}(?![\w'\">])", code)]
     if not known:

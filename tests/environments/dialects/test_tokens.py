@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.environments.dialects.families import ADD, SAY, dialect, ids, tokenizer
+from tests.environments.dialects.families import ADD, FAMILIES, SAY, build, dialect, ids, tokenizer
+from tpu_grpo.config import DataSection
 from tpu_grpo.environments.actions import ToolCall
-from tpu_grpo.environments.dialects import Dialect
+from tpu_grpo.environments.dialects import Dialect, open_dialect
+from tpu_grpo.prompts.rendering import PromptRenderer, template_switches
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,15 @@ def test_a_reset_observation_goes_behind_the_last_user_message() -> None:
     assert opened.first(messages, None)[1] == own.apply_chat_template(
         messages, tools=[ADD, SAY], add_generation_prompt=True, return_dict=False
     )
+
+
+def test_the_date_in_a_prompt_is_the_configs() -> None:
+    """A prompt that reset adds something to is rendered again, and must not be another one on another day."""
+    own = build(FAMILIES["qwen2_5"], f"{{{{- strftime_now('%d %b %Y') }}}}{tokenizer('qwen2_5').chat_template}")
+    for data, day in ((DataSection(), "26 Jul 2024"), (DataSection(date="2031-02-03"), "03 Feb 2031")):
+        opened = open_dialect(own, (ADD,), "auto", template_switches(data, own))
+        assert opened.first(FIRST, " O")[0].startswith(day)
+        assert PromptRenderer(data, own).render({"question": "47+38="}, "").text.startswith(day)
 
 
 def test_the_record_has_a_reset_observation_where_the_tokens_have_it() -> None:
