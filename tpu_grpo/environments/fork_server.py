@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 
 from tpu_grpo.environments.actions import Ended, Failed, Reply
 from tpu_grpo.environments.finding import find_environment
-from tpu_grpo.environments.playing import Playing
+from tpu_grpo.environments.playing import Played, Playing
 from tpu_grpo.environments.requests import Called, Exited, Finish, Fork, Job, Ready, Request, SetupFailed
 from tpu_grpo.environments.values import WrongError
 from tpu_grpo.episode import Failure
@@ -98,7 +98,7 @@ def _received_job(control: socket.socket) -> Job:
 
 class _ForkServer:
     def __init__(self, control: socket.socket, lifeline: int, job: Job, target: Any):
-        self._control, self._lifeline, self._job, self._target = control, lifeline, job, target
+        self._control, self._lifeline, self._played = control, lifeline, Played(job, target)
         self._children: dict[int, _Child] = {}
         self._helpers = frozenset(children())  # processes that the import has started
         self._files = allow_many_files()
@@ -174,8 +174,8 @@ class _ForkServer:
         """Go on as the process of a conversation."""
         try:
             self._leave_server(leash, server)
-            with _runner(self._job) as run:
-                _play(Connection(descriptor), self._job, self._target, run)
+            with _runner(self._played.job) as run:
+                _play(Connection(descriptor), self._played, run)
             leave(0)
         finally:
             try:
@@ -253,7 +253,7 @@ def _runner(job: Job) -> Iterator[Run]:
         yield runner.run
 
 
-def _play(connection: Connection, job: Job, target: Any, run: Run) -> None:
+def _play(connection: Connection, played: Played, run: Run) -> None:
     process = os.getpid()
 
     def say(message: Reply | Called) -> None:
@@ -261,7 +261,7 @@ def _play(connection: Connection, job: Job, target: Any, run: Run) -> None:
             os._exit(0)  # the environment forked and both returned; the child has nothing to say
         connection.send(message)
 
-    playing = Playing(job, target, lambda: say(Called()))
+    playing = Playing(played, lambda: say(Called()))
     with contextlib.suppress(EOFError, OSError):  # nobody wants an answer any more
         while True:
             reply = _reply(playing, connection.recv(), run)

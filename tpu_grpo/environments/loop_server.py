@@ -21,7 +21,7 @@ from typing import Any
 
 from tpu_grpo.environments.actions import Failed, Reply
 from tpu_grpo.environments.finding import find_environment
-from tpu_grpo.environments.playing import Playing
+from tpu_grpo.environments.playing import Played, Playing
 from tpu_grpo.environments.requests import Called, Job, Ready, Request, SetupFailed, late
 from tpu_grpo.episode import Failure
 from tpu_grpo.errors import EpisodeError
@@ -58,7 +58,7 @@ def _serve() -> None:
 
 class _LoopServer:
     def __init__(self, job: Job, target: Any, end: socket):
-        self._job, self._target = job, target
+        self._played = Played(job, target)
         self._channel = Channel(end, _LARGEST)
         self._playing: dict[int, Playing] = {}
         self._tasks: dict[int, asyncio.Task[Any]] = {}
@@ -106,7 +106,7 @@ class _LoopServer:
 
     async def _answer(self, number: int, request: Request, seconds: float) -> None:
         if (playing := self._playing.get(number)) is None:
-            playing = self._playing[number] = Playing(self._job, self._target, lambda: self._go_on(number))
+            playing = self._playing[number] = Playing(self._played, lambda: self._go_on(number))
         clock = asyncio.get_running_loop().time
         self._began[number] = clock()
         task = asyncio.ensure_future(playing.reply(request))
@@ -116,7 +116,7 @@ class _LoopServer:
         finally:
             is_late = not task.done()
             task.cancel()  # and is not waited for: it may resist
-        failed = Failed(late(request, self._job.loaded.takes, seconds, playing.made))
+        failed = Failed(late(request, self._played.job.loaded.takes, seconds, playing.made))
         self._say(number, failed if is_late else _result(task))
 
     def _go_on(self, number: int) -> None:

@@ -1,6 +1,7 @@
 """One environment that is played, in its process: made, reset, asked for its tools or steps, and for what it is worth.
 
-    playing = Playing(job, target)
+    played = Played(job, target)                            # once for all conversations of a process, or a fork server
+    playing = Playing(played)
     reply = await playing.reply(Start(columns, seed))       # Answered with the first observation
     reply = await playing.reply(Act(action))                # Answered
     reply = await playing.reply(End())                      # Ended
@@ -9,15 +10,17 @@
 Whatever the user's code does becomes a Reply: Failed, if it is neither an answer nor a tool's error.
 """
 
+import inspect
 import random
 import sys
 import traceback
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 from tpu_grpo.environments.actions import Action, Answered, Ended, Failed, Message, Reply
 from tpu_grpo.environments.adapters import adapter_for, own_options
-from tpu_grpo.environments.adapters.adapter import Adapter, fitting
+from tpu_grpo.environments.adapters.adapter import Adapter, fitting, parameters_of
 from tpu_grpo.environments.kept import keep
 from tpu_grpo.environments.requests import Act, End, Job, Request, Start
 from tpu_grpo.environments.tools import MOST_CALLS, called, described, resolved
@@ -27,16 +30,26 @@ from tpu_grpo.episode import Failure, FailureKind
 _LONGEST_TRACE = 20_000
 
 
+class Played:
+    """What is the same in all conversations of an environment; processes that are forked find it worked out."""
+
+    def __init__(self, job: Job, target: Any):
+        self.job, self.target, self.options = job, target, own_options(job.loaded.options)
+        self.adapter = adapter_for(target, job.loaded.options)
+        self.tools = {schema["function"]["name"]: schema for schema in job.loaded.tools}
+        for name in ("reset", *self.tools):
+            if inspect.isfunction(method := getattr(target, name, None)):
+                parameters_of(MethodType(method, self))  # which remembers them
+
+
 class Playing:
     """An environment of one conversation."""
 
-    def __init__(self, job: Job, target: Any, went_on: Callable[[], None] = lambda: None):
+    def __init__(self, played: Played, went_on: Callable[[], None] = lambda: None):
         """Make nothing yet; ``went_on`` is called between the calls of a turn, each of which has its own time."""
-        loaded = job.loaded
-        self._job, self._target, self._options = job, target, own_options(loaded.options)
-        adapter = adapter_for(target, loaded.options)
-        self._adapter: Adapter | None = adapter(target, self._options) if adapter else None
-        self._tools = {schema["function"]["name"]: schema for schema in loaded.tools}
+        self._job, self._target, self._options = played.job, played.target, played.options
+        self._adapter: Adapter | None = played.adapter(played.target, played.options) if played.adapter else None
+        self._tools = played.tools
         self._instance: Any = None
         self._went_on = went_on
         self.made = 0

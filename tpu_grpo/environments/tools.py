@@ -3,11 +3,11 @@
 A tool that raises, and a call that cannot be made, become a message to the policy, which begins with ``Error:``.
 """
 
-import inspect
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from tpu_grpo.environments.actions import BadCall, Message, ToolCall
+from tpu_grpo.environments.adapters.adapter import parameters_of
 from tpu_grpo.environments.values import text_of
 
 AT_THE_END = ("get_reward", "get_turn_rewards", "close")
@@ -73,7 +73,7 @@ def _found(instance: Any, tools: Mapping[str, Any], call: ToolCall | BadCall) ->
     if call.name not in tools:
         raise CallError(f"there is no tool {call.name!r}; the tools are: {', '.join(tools)}")
     method = getattr(instance, call.name)
-    parameters = inspect.signature(method).parameters
+    parameters = parameters_of(method)
     named = {name: p for name, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     takes = f"it takes: {', '.join(named)}" if named else "it takes none"
     unknown = [name for name in call.arguments if name not in named]

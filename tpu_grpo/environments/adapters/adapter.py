@@ -3,8 +3,10 @@
 A class is built and reset in its own way by each library; what ``step`` returns is read by ``values.step_of``.
 """
 
+import functools
 import inspect
 from collections.abc import Mapping
+from types import FunctionType, MethodType
 from typing import Any, ClassVar
 
 
@@ -51,10 +53,23 @@ class Adapter:
 
 def fitting(function: Any, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Return those columns that a function takes, and ``seed`` if it names that and no column does."""
-    parameters = inspect.signature(function).parameters
+    parameters = parameters_of(function)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     arguments = {name: value for name, value in columns.items() if takes_all or name in parameters}
     return {"seed": seed, **arguments} if "seed" in parameters else arguments
+
+
+def parameters_of(function: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function, which are worked out once for a method of all instances of a class."""
+    if inspect.ismethod(function) and inspect.isfunction(function.__func__):
+        return _parameters_of_method(function.__func__)
+    return inspect.signature(function).parameters
+
+
+@functools.lru_cache(maxsize=256)
+def _parameters_of_method(function: FunctionType) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function that is bound to an instance."""
+    return inspect.signature(MethodType(function, object())).parameters
 
 
 def ancestors(target: Any) -> list[str]:
