@@ -210,3 +210,20 @@ class Knows:
 
     def get_reward(self) -> float:
         return 0.0
+
+
+class Prepared(Knows):
+    """Wants a package imported before conversations begin."""
+
+    _imported_before = ("wave",)
+
+    def reset(self) -> Any:
+        import wave
+
+        return {"imported": sorted({wave.__name__} & _forked_with)}
+
+
+class Unprepared(Knows):
+    """Wants a package that is not there."""
+
+    _imported_before = ("no_such_package",)

@@ -13,6 +13,7 @@ from tpu_grpo.environments.actions import Answered, BadCall, Ended, ToolCall
 from tpu_grpo.environments.forked import ForkedEnvironments
 from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.environments.shared import SharedEnvironments
+from tpu_grpo.errors import EpisodeError
 
 COUNTER, ASYNC = "tests.environments.games:Counter", "tests.environments.games:Async"
 MIXED = "tests.environments.games:Mixed"
@@ -214,6 +215,13 @@ def test_processes_know_nothing_of_the_accelerator_and_order_sets_alike(monkeypa
             "tpu": ["TPU_GRPO_WORKER"],
             "hash": "0",
         }
+
+
+def test_what_a_shipped_class_wants_imported_is_there_before_conversations_are_forked():
+    with open_pool("tests.environments.games:Prepared") as pool:
+        assert eval(told(begun(pool))) == {"imported": ["wave"]}
+    with open_pool("tests.environments.games:Unprepared") as pool, pytest.raises(EpisodeError, match="no_such_package"):
+        begun(pool)
 
 
 # --- async -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """An environment's name leads to its class."""
 
 import difflib
+import importlib
 from typing import Any
 
 from tpu_grpo.environments.shipped import SHIPPED
@@ -33,3 +34,19 @@ def find_environment(source: str) -> Any:
         EpisodeError: for a file or module that is missing or fails to import, or one without it.
     """
     return find_function(source, "environment", EpisodeError)
+
+
+def import_beforehand(target: Any) -> None:
+    """Import the packages that a shipped class names in ``_imported_before``, before its conversations are forked.
+
+    The main process imports the class, and does without them. Otherwise each conversation's process would import them
+    by itself, which takes seconds of CPU each time.
+
+    Raises:
+        EpisodeError: for a package that cannot be imported.
+    """
+    for name in getattr(target, "_imported_before", ()):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise EpisodeError(f"the environment needs the package {name}, got {error}; install it") from error

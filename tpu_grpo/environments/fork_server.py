@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from tpu_grpo.environments.actions import Ended, Failed, Reply
-from tpu_grpo.environments.finding import find_environment
+from tpu_grpo.environments.finding import find_environment, import_beforehand
 from tpu_grpo.environments.playing import Played, Playing
 from tpu_grpo.environments.requests import Called, Exited, Finish, Fork, Job, Ready, Request, SetupFailed
 from tpu_grpo.environments.values import WrongError
@@ -78,6 +78,7 @@ def _serve() -> None:
     limit_memory(job.memory_bytes)
     try:
         target = find_environment(job.loaded.source)
+        import_beforehand(target)
     except EpisodeError as error:
         trace = "".join(traceback.format_exception(error))
         control.send(pickle.dumps(SetupFailed(str(error)[: MOST_BYTES // 4], trace[-MOST_BYTES // 4 :])))

@@ -11,6 +11,7 @@ Partial scores tell how near an answer is where the task's verifier gives them: 
 
 import json
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 Verifier = Callable[[Any, dict[str, Any]], float]
@@ -23,6 +24,8 @@ class Puzzle:
         tries: how many answers it may give.
         tag: the answer is what the last ``<tag>`` holds; null for all of the text.
     """
+
+    _imported_before = ("reasoning_gym",)
 
     def __init__(self, tries: int = 3, tag: str | None = "answer") -> None:
         if tries < 1:
@@ -65,8 +68,9 @@ class Puzzle:
         return text[start + len(self.tag) + 2 : close].strip() if close >= 0 and start >= 0 else None
 
 
+@cache  # it makes the task's dataset, which may read a file
 def _verifier(name: str) -> Verifier:
-    from reasoning_gym import get_score_answer_fn  # seconds to import
+    from reasoning_gym import get_score_answer_fn  # seconds to import, which is done before conversations are forked
 
     found: Any = get_score_answer_fn(name)
     return found
