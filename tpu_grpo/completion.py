@@ -89,6 +89,23 @@ class Completion:
         """How many of the tokens the policy sampled."""
         return len(self.token_ids) if self.sampled is None else int(self.sampled.sum())
 
+    @property
+    def said_ids(self) -> np.ndarray:
+        """int32: all tokens behind the prompt, with the answers that stand at the end of a later branch's prompt.
+
+        For the tokens [1 2 3], where the second branch begins with 3 behind the prompt [9 1 7 8], of which [7 8] are
+        the answer to the first turn, they are [1 2 7 8 3].
+        """
+        if self.episode is None or len(self.episode.branches) < 2:
+            return self.token_ids
+        observed = {turn.end: turn.observed for turn in self.episode.turns}
+        said: list[int] = []
+        for branch in self.episode.branches:
+            answered = observed.get(branch.start, 0)  # no turn ends where the first branch begins
+            said += branch.prompt[len(branch.prompt) - answered :]
+            said += self.token_ids[branch.start : branch.end].tolist()
+        return np.asarray(said, np.int32)
+
 
 def routing_dtype(experts: int) -> np.dtype:
     """Return the smallest type that numbers ``experts`` experts and has a number left for none of them, its largest."""
