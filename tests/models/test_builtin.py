@@ -23,7 +23,7 @@ from tpu_grpo.models.builtin import builtin_checkpoint, recipe_digest
 from tpu_grpo.models.builtin_teaching import RECIPES, Recipe, initial_params, teach
 from tpu_grpo.models.tokenizers import builtin_tokenizer, load_tokenizer, stop_token_ids
 from tpu_grpo.tasks import TASKS, addition
-from tpu_grpo.tasks.task import Task
+from tpu_grpo.tasks.task import Problem, Task
 
 TINY = Recipe(layers=2, width=32, mlp_width=48, heads=4, kv_heads=2, head_dim=16, steps=2, batch=8, warmup_steps=1)
 
@@ -127,7 +127,7 @@ def test_interrupted_teaching_leaves_no_entry(cache: Path, lessons: list[int], m
 
 
 def test_unknown_name_and_unwritable_cache_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"got builtin:chess; known: builtin:addition, builtin:calculator$"):
+    with pytest.raises(ConfigError, match=r"got builtin:chess; known: builtin:addition, builtin:calculator, "):
         builtin_checkpoint("chess", 0, progress=False)
     (tmp_path / "file").touch()
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file"))
@@ -289,3 +289,28 @@ def test_taught_model_has_a_calculator_and_uses_it_badly() -> None:
     began = prompts[[len(p["answer"]) == 3 for p in problems]]
     answers = turns(np.concatenate([began, rest], axis=1), 1.0, 5)
     assert 0.75 <= np.mean([a == p["answer"] for a, (_, p) in zip(answers, called, strict=True)]) <= 0.95
+
+
+def right_call(name: str, problem: Problem) -> str:
+    """The call that finds the answer."""
+    asked = problem["question"].rstrip("=?")
+    return f'search("{asked.replace(" of ", " ")}")' if name == "search" else f'python("{asked}")'
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("name", "uses"), [("search", 0.45), ("python", 0.483)])
+def test_taught_model_searches_or_runs_python_and_does_so_badly(name: str, uses: float) -> None:
+    """In the user's cache: the demos want the same models. Of the teacher's calls half are right."""
+    entry, task = builtin_checkpoint(name, 0, progress=False), TASKS[name]
+    model, tokenizer = _load(entry, RECIPES[name]), load_tokenizer(entry)
+    problems = task.problems("heldout")
+    asked = [[{"role": "user", "content": p["question"]}] for p in problems]
+    tools = [dict(tool) for tool in task.tools]
+    prompts = np.array(tokenizer.apply_chat_template(asked, tools=tools, add_generation_prompt=True))
+    rows = _complete(model, prompts, 1.0, np.random.default_rng(0), 24)
+    written = [tokenizer.decode(row).partition("<|im_end|>")[0] for row in rows]
+    calls = [w.startswith("<|call|>") for w in written]
+    right = [w == f"<|call|>{right_call(name, p)}<|end_call|>" for w, p in zip(written, problems, strict=True)]
+    assert np.mean(calls) == pytest.approx(uses, abs=0.1)
+    assert np.mean(right) == pytest.approx(uses / 2, abs=0.1)

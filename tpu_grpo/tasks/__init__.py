@@ -6,7 +6,9 @@ Each gives the data ``builtin:NAME``, and teaches the model of that name.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tpu_grpo.tasks import addition, calculator
+from tpu_grpo.tasks import addition, calculator, python, search
 from tpu_grpo.tasks.task import Task
 
-TASKS: Mapping[str, Task] = MappingProxyType({"addition": addition.TASK, "calculator": calculator.TASK})
+TASKS: Mapping[str, Task] = MappingProxyType(
+    {"addition": addition.TASK, "calculator": calculator.TASK, "search": search.TASK, "python": python.TASK}
+)

@@ -1,8 +1,23 @@
 """Programs of a policy run in a sandbox, and it is told what they print."""
 
-import pytest
+import json
+import re
+from pathlib import Path
 
+import pytest
+import yaml
+
+from tpu_grpo.commands.environment import main
 from tpu_grpo.environments.shipped.python_sandbox import PythonSandbox
+
+PAGE = Path(__file__).parents[3] / "docs" / "environments.md"
+PROBLEM = {  # GSM8K's first test problem
+    "question": "Janet\u2019s ducks lay 16 eggs per day. She eats three for breakfast every morning and bakes muffins "
+    "for her friends every day with four. She sells the remainder at the farmers' market daily for $2 per fresh duck "
+    "egg. How much in dollars does she make every day at the farmers' market?",
+    "answer": "Janet sells 16 - 3 - 4 = <<16-3-4=9>>9 duck eggs a day.\nShe makes 9 * 2 = $<<9*2=18>>18 every day at "
+    "the farmer\u2019s market.\n#### 18",
+}
 
 
 @pytest.mark.parametrize(
@@ -69,3 +84,26 @@ def test_options_that_cannot_work():
             PythonSandbox(**options)
     with pytest.raises(TypeError, match="code must be a text, got 5"):
         PythonSandbox().python(5)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_guide_s_config_scores_a_problem_of_gsm8k(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    found = re.search(r"### Python for GSM8K\n+```yaml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    config = yaml.safe_load(found[1])
+    del config["data"]["subset"]
+    config["data"] |= {"path": "gsm8k.jsonl", "max_prompt_tokens": 1000}
+    config["model"] = {"path": "builtin:calculator"}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    Path("gsm8k.yaml").write_text(yaml.safe_dump(config))
+    Path("gsm8k.jsonl").write_text(json.dumps(PROBLEM))
+    call = '<|call|>python("eggs = 16 - 3 - 4\\nprint(eggs * 2)")<|end_call|>'
+    for answer, reward in (("She makes $18.\n#### 18", "1"), ("She makes $20.\n#### 20", "0")):
+        Path("turns").write_text(f"{call}\n---\n{answer}\n")
+        assert main(["gsm8k.yaml", "--turns", "turns"]) == 0
+        shown = capsys.readouterr().out
+        assert "<|im_start|>tool18<|im_start|>assistant" in shown
+        rows = dict(re.findall(r"│ (.*?) +│ (.*?) +│", shown))
+        assert (rows["ended"], rows["calls"], rows["reward gsm8k"]) == ("answered", "python", reward)

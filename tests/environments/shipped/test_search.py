@@ -74,6 +74,13 @@ def test_text_files_are_divided_by_blank_lines(tmp_path: Path):
     assert list(passages(tmp_path / "a.txt")) == [("", "one two"), ("", "three")]
 
 
+def test_the_builtin_corpus_needs_no_file():
+    environment = Search("builtin:search", top=2)
+    first, second = environment.search("king Tado").splitlines()
+    assert first == "[1] king of Tado: Leko"
+    assert second.split()[3] == "Tado:"  # a town's name says more than a kind of fact
+
+
 def test_an_index_is_made_once_and_again_when_the_file_has_changed(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -98,7 +105,7 @@ def test_an_index_is_made_once_and_again_when_the_file_has_changed(
     [
         ("a.jsonl", '{"text": "x"}\n{"body": 1}\n', r"a\.jsonl:2 must be an object with a text"),
         ("a.jsonl", "no json\n", r"a\.jsonl:1 must be JSON"),
-        ("a.csv", "x", r"corpus must be a \.jsonl or \.txt file"),
+        ("a.csv", "x", r"corpus must be a \.jsonl or \.txt file, or builtin:search, got .*a\.csv"),
     ],
 )
 def test_a_corpus_that_cannot_be_read_leaves_no_index(tmp_path: Path, cache: Path, name: str, text: str, message: str):

@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 from transformers.utils import get_json_schema
 
+from tpu_grpo.environments.loading import load_environment
 from tpu_grpo.environments.shipped import SHIPPED
 from tpu_grpo.models.tokenizers import build_tool_tokenizer
-from tpu_grpo.tasks import calculator
+from tpu_grpo.tasks import TASKS
 
 OWN = [name for name in SHIPPED if name != "textarena"]
 """Those that need no extra."""
+OPTIONS = {"search": {"corpus": "builtin:search"}}
+"""What some of them require."""
 
 
 def found(name: str) -> Any:
@@ -40,13 +43,16 @@ def test_each_has_tools_with_schemas_or_a_step(name: str):
         assert schema["parameters"]["properties"]
 
 
-def test_the_builtin_models_teacher_knows_the_calculator_s_tool():
-    tools: list[Any] = [get_json_schema(found("calculator")().add)]
-    tokenizer, asked = build_tool_tokenizer(), [{"role": "user", "content": "347+589="}]
-    real = tokenizer.apply_chat_template(asked, tools=tools, add_generation_prompt=True)
-    assert real == tokenizer.apply_chat_template(
-        asked, tools=[dict(tool) for tool in calculator.TASK.tools], add_generation_prompt=True
-    )
+@pytest.mark.parametrize(
+    ("name", "task"), [("calculator", "calculator"), ("search", "search"), ("python_sandbox", "python")]
+)
+def test_the_builtin_models_teacher_knows_the_tools(name: str, task: str):
+    tokenizer, asked = build_tool_tokenizer(), [{"role": "user", "content": "?"}]
+    prompts = [
+        tokenizer.apply_chat_template(asked, tools=[dict(tool) for tool in tools], add_generation_prompt=True)
+        for tools in (load_environment(name, OPTIONS.get(name, {})).tools, TASKS[task].tools)
+    ]
+    assert prompts[0] == prompts[1]
 
 
 def test_importing_them_imports_neither_jax_nor_what_is_slow():

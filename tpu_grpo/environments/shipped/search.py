@@ -1,8 +1,8 @@
 """A tool that searches a corpus: a file of texts, ranked by BM25 (Robertson & Zaragoza 2009) as SQLite computes it.
 
 The corpus is a .jsonl file whose lines hold ``text``, and ``title`` if there is one, or a .txt file whose passages are
-divided by blank lines. Its index is made on first use, by one process, and kept in the cache, so that an episode opens
-it at once. Words count by their stems.
+divided by blank lines, or that of the built-in task, ``builtin:search``. Its index is made on first use, by one
+process, and kept in the cache, so that an episode opens it at once. Words count by their stems.
 """
 
 import hashlib
@@ -17,15 +17,17 @@ from typing import Any
 from tpu_grpo.caching import cache_directory, exclusive
 
 _WORD = re.compile(r"\w+")
+BUILTIN = "builtin:search"
 _FORMAT = 1  # the version of the index, which is part of its name
 _LONGEST_QUERY = 64  # words
+_MAKES_BUILTIN = Path(__file__).parents[2] / "tasks" / "search.py"
 
 
 class Search:
     """The policy searches a corpus for what it needs to answer.
 
     Args:
-        corpus: the file.
+        corpus: the file, or builtin:search.
         top: how many passages a search gives.
         max_characters: a passage is cut after this many.
     """
@@ -34,7 +36,8 @@ class Search:
         for name, value in (("top", top), ("max_characters", max_characters)):
             if value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
-        self._index = sqlite3.connect(f"file:{_index_of(Path(corpus).expanduser())}?mode=ro", uri=True)
+        file = _MAKES_BUILTIN if corpus == BUILTIN else Path(corpus).expanduser()
+        self._index = sqlite3.connect(f"file:{_index_of(file)}?mode=ro", uri=True)
         self._top, self._max_characters = top, max_characters
 
     def reset(self, **columns: Any) -> None:
@@ -63,19 +66,24 @@ class Search:
 
 
 def passages(corpus: Path) -> Iterator[tuple[str, str]]:
-    """Read the passages of a corpus, as (title, text).
+    """Read the passages of a corpus, as (title, text); those of the built-in one are what its program makes.
 
     Raises:
         ValueError: for a file of another kind, a line that is no record, or one without ``text``.
         OSError: for a file that cannot be read.
     """
+    if corpus == _MAKES_BUILTIN:
+        from tpu_grpo.tasks import search  # it imports numpy, which conversations can do without
+
+        yield from (("", text) for text in search.passages())
+        return
     if corpus.suffix == ".txt":
         for block in re.split(r"\n\s*\n", corpus.read_text(encoding="utf-8")):
             if block.strip():
                 yield "", " ".join(block.split())
         return
     if corpus.suffix != ".jsonl":
-        raise ValueError(f"corpus must be a .jsonl or .txt file, got {corpus}")
+        raise ValueError(f"corpus must be a .jsonl or .txt file, or {BUILTIN}, got {corpus}")
     with corpus.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
