@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -306,7 +307,7 @@ def test_taught_model_searches_or_runs_python_and_does_so_badly(name: str, uses:
     model, tokenizer = _load(entry, RECIPES[name]), load_tokenizer(entry)
     problems = task.problems("heldout")
     asked = [[{"role": "user", "content": p["question"]}] for p in problems]
-    tools = [dict(tool) for tool in task.tools]
+    tools: list[Any] = [dict(tool) for tool in task.tools]
     prompts = np.array(tokenizer.apply_chat_template(asked, tools=tools, add_generation_prompt=True))
     rows = _complete(model, prompts, 1.0, np.random.default_rng(0), 24)
     written = [tokenizer.decode(row).partition("<|im_end|>")[0] for row in rows]

@@ -136,7 +136,7 @@ def _names() -> Sequence[str]:
 def _facts() -> tuple[Fact, ...]:
     rng, names = np.random.default_rng([_SPLIT_SEED, 1]), _names()
     pairs = list(product(KINDS, _towns()))
-    return tuple(Fact(*pairs[i], name=names[rng.integers(len(names))]) for i in rng.permutation(len(pairs)))
+    return tuple(Fact(*pairs[i], name=names[int(rng.integers(len(names)))]) for i in rng.permutation(len(pairs)))
 
 
 @cache
