@@ -80,6 +80,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "calculator": Recipe(steps=300, batch=64, warmup_steps=40),  # its lessons are four times as long
         "search": replace(_SMALL, steps=200),
         "python": replace(_SMALL, steps=300),
+        "puzzles": replace(_SMALL, steps=250),
     }
 )
 """How each built-in model is taught; its task has the same name."""

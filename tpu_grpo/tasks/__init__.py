@@ -6,9 +6,15 @@ Each gives the data ``builtin:NAME``, and teaches the model of that name.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tpu_grpo.tasks import addition, calculator, python, search
+from tpu_grpo.tasks import addition, calculator, puzzles, python, search
 from tpu_grpo.tasks.task import Task
 
 TASKS: Mapping[str, Task] = MappingProxyType(
-    {"addition": addition.TASK, "calculator": calculator.TASK, "search": search.TASK, "python": python.TASK}
+    {
+        "addition": addition.TASK,
+        "calculator": calculator.TASK,
+        "search": search.TASK,
+        "python": python.TASK,
+        "puzzles": puzzles.TASK,
+    }
 )
