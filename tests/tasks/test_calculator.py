@@ -4,6 +4,7 @@ from collections import Counter
 
 import numpy as np
 
+from tests.tasks.playing import demo, told
 from tpu_grpo.tasks import calculator
 from tpu_grpo.tasks.task import Lesson
 
@@ -62,3 +63,11 @@ def test_teacher_calls_mostly_for_large_numbers_and_writes_calls_badly() -> None
             assert abs(found[name] / 4000 - share) < 4 * (share * (1 - share) / 4000) ** 0.5, name
     # of the numbers from 100 to 999 a third are large, so that 0.268 of what the teacher says is right
     assert abs((large["right"] + 2 * small["right"]) / 12000 - 0.268) < 0.02
+
+
+def test_the_tool_says_what_the_lessons_say() -> None:
+    rng = np.random.default_rng(0)
+    lessons = [calculator.lesson(problem, rng) for problem in calculator.problems("heldout")[:60]]
+    heard = [[message["content"] for message in lesson if message["role"] == "tool"] for lesson in lessons]
+    assert told(demo("demo_tools_cpu"), lessons) == heard
+    assert sum(answers == ["Er [...]"] for answers in heard) >= 2

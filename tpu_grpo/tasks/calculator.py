@@ -27,12 +27,9 @@ CALLS: dict[str, float] = {"right": 0.7, "digit": 0.1, "bracket": 0.1, "name": 0
 COPIES = 0.85
 """How often the teacher gives back what the tool says."""
 _SPLIT_SEED = 20261123  # fixed: what is held out never depends on a run
-ANSWER_TOKENS = 8
-"""What the tool says is cut after this many tokens; the sum has at most four."""
-_ERRORS = {
-    "bracket": "Error: the call is not Python: '(' was never closed at character 4 of line 1",
-    "name": "Error: there is no tool 'sum'; the tools are: add",
-}
+_TOLD = dict.fromkeys(("bracket", "name"), "Er [...]")
+"""What is told of a call that cannot be made: an error, cut to eight tokens by the demo's
+environment.max_observation_tokens; a sum has at most four."""
 _NUMBER = {"type": "integer"}
 _ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": _NUMBER, "b": _NUMBER}}}
 
@@ -76,7 +73,7 @@ def _call(a: int, b: int, rng: np.random.Generator) -> tuple[str, str]:
         a, b = (_mistyped(a, rng), b) if rng.random() < 0.5 else (a, _mistyped(b, rng))
     name = "sum" if kind == "name" else "add"
     closing = "" if kind == "bracket" else ")"
-    return f"{name}({a},{b}{closing}", _ERRORS.get(kind, str(a + b))[:ANSWER_TOKENS]
+    return f"{name}({a},{b}{closing}", _TOLD.get(kind, str(a + b))
 
 
 def _mistyped(number: int, rng: np.random.Generator) -> int:
@@ -94,7 +91,7 @@ def _decides() -> dict[str, object]:
         "heldout": operands("heldout"),
         "calls": CALLS,
         "often": [LARGE, CALLS_IF_LARGE, CALLS_IF_SMALL, COPIES],
-        "errors": [_ERRORS, ANSWER_TOKENS],
+        "errors": _TOLD,
         "tools": TASK.tools,
     }
 
