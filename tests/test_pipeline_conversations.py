@@ -100,7 +100,7 @@ def test_agreement_over_eight_turns_and_what_is_written_down(tmp_path: Path) -> 
     ids=["no prefix cache", "single steps", "little cache"],
 )
 def test_how_the_engine_works_changes_no_token(tmp_path: Path, rollout: dict[str, Any]) -> None:
-    """With little cache, conversations are taken back in the middle of a turn, and go on."""
+    """With little cache few conversations are begun at once; test_waves.py has some that are put back in a turn."""
     for name, settings in (("plain", {}), ("other", rollout)):
         train(
             config(
@@ -109,7 +109,6 @@ def test_how_the_engine_works_changes_no_token(tmp_path: Path, rollout: dict[str
         )
     assert digests(tmp_path / "other") == digests(tmp_path / "plain")
     [line] = lines(tmp_path / "other")
-    assert ("rollout/retracted" in line) == ("kv_tokens" in rollout)
     assert line["agreement/logprob_abs_diff_max"] <= 1e-4
     assert line["agreement/logprob_abs_diff_mean"] <= 1e-5
 

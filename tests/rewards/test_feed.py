@@ -91,16 +91,19 @@ def test_deadlines(rounds: int) -> None:
         assert second.until <= made.deadline
 
 
-def test_the_time_with_something_to_answer_adds_up() -> None:
+def test_the_time_with_something_to_answer_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("tpu_grpo.rewards.feed.time.monotonic", lambda: now[0])
     with feed() as (made, _):
         for _ in range(2):
             made.add("a", batch("a"))
-            time.sleep(0.05)
+            now[0] += 0.5
             task = made.take()
             assert task is not None
+            now[0] += 0.25
             made.answer(task, Answer([1.0]))
-            time.sleep(0.1)  # nothing to do
-        assert 0.1 <= made.seconds < 0.2
+            now[0] += 100.0  # nothing to do
+        assert made.seconds == 1.5
 
 
 def test_whoever_waits_is_woken() -> None:

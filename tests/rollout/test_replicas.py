@@ -213,8 +213,8 @@ class RecordingEngine:
     def check(self, asked: Sequence[Request]) -> None:
         del asked
 
-    def limits(self, asked: Sequence[Request], expected: Sequence[int]) -> None:
-        del asked, expected
+    def limits(self, asked: Sequence[Request], expected: Sequence[int], places: int | None = None) -> None:
+        del asked, expected, places
 
     def begin(self, asked: Sequence[Request], expected: Sequence[int], finished: Any, waves: Any) -> Any:
         del asked, expected, finished

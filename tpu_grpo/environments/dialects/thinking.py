@@ -67,9 +67,12 @@ def newline_ids(tokenizer: "PreTrainedTokenizerFast") -> frozenset[int]:
 
 
 def split(text: str) -> tuple[str, str]:
-    """Return what a turn thinks, and what it says: thinking ends at the last ``</think>``, or with the turn."""
+    """Return what a turn thinks, and what it says: thinking ends at the last ``</think>``.
+
+    A turn that begins with ``<think>`` and does not close it thinks to its end.
+    """
     if CLOSE in text:
         thought, _, said = text.rpartition(CLOSE)
         return thought.partition(OPEN)[2] if OPEN in thought else thought, said
-    said, _, thought = text.partition(OPEN)
-    return thought, said
+    begun = text.lstrip()
+    return (begun.removeprefix(OPEN), "") if begun.startswith(OPEN) else ("", text)
