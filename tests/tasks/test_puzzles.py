@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def test_no_word_comes_twice_forward_or_backward() -> None:
 
 
 def test_records_are_puzzles_of_reasoning_gym() -> None:
-    score = reasoning_gym.get_score_answer_fn("spell_backward")
+    score: Any = reasoning_gym.get_score_answer_fn("spell_backward")
     for record in puzzles.problems("heldout")[:20]:
         entry = {**record, "metadata": json.loads(record["metadata"])}
         assert entry["metadata"]["word"] == record["question"]

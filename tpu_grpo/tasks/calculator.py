@@ -27,7 +27,7 @@ CALLS: dict[str, float] = {"right": 0.7, "digit": 0.1, "bracket": 0.1, "name": 0
 COPIES = 0.85
 """How often the teacher gives back what the tool says."""
 _SPLIT_SEED = 20261123  # fixed: what is held out never depends on a run
-_TOLD = dict.fromkeys(("bracket", "name"), "Er [...]")
+_TOLD: dict[str, str] = dict.fromkeys(("bracket", "name"), "Er [...]")
 """What is told of a call that cannot be made: an error, cut to eight tokens by the demo's
 environment.max_observation_tokens; a sum has at most four."""
 _NUMBER = {"type": "integer"}
