@@ -5,19 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from tests.config.asking import REPOSITORY
-from tpu_grpo.config import RunConfig, load_config
+from tpu_grpo.config import RunConfig
 from tpu_grpo.environments.actions import Answered, LoadedEnvironment
 from tpu_grpo.environments.conversation import Conversation, Start
 from tpu_grpo.environments.dialects import open_dialect
 from tpu_grpo.models.tokenizers import builtin_tokenizer
 from tpu_grpo.tasks.task import Lesson, Task
 from tpu_grpo.types import Completion, Prompt, Request, SampleKey, SamplingParams
-
-
-def demo(name: str) -> RunConfig:
-    """The config of a task's demo."""
-    return load_config(REPOSITORY / "configs" / f"demo_{name}_cpu.yaml")
 
 
 def play(task: Task, config: RunConfig, game: Any, problem: Mapping[str, str], lesson: Lesson) -> Completion:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import reasoning_gym
 
-from tests.tasks.lessons import demo, play
+from tests.tasks.lessons import play
+from tests.tasks.playing import demo
 from tpu_grpo.environments.shipped.puzzles import Puzzle
 from tpu_grpo.tasks import puzzles
 from tpu_grpo.tasks.task import Problem
@@ -39,7 +40,7 @@ def test_records_are_puzzles_of_reasoning_gym() -> None:
 
 
 def test_lessons_are_what_the_environment_says() -> None:
-    config, rng, rights = demo("puzzles"), np.random.default_rng(0), 0
+    config, rng, rights = demo("demo_puzzles_cpu"), np.random.default_rng(0), 0
     options = config.environment.options
     assert (options["tries"], config.environment.max_observation_tokens) == (puzzles.TRIES, 16 + 6)
     for record in puzzles.problems("heldout")[::4]:

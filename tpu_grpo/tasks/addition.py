@@ -13,7 +13,7 @@ from itertools import combinations
 
 import numpy as np
 
-from tpu_grpo.tasks.task import Lesson, Problem, Split, Task
+from tpu_grpo.tasks.task import Lesson, Problem, Split, Task, without_a_call
 
 SMALLEST, LARGEST = 10, 99
 HELDOUT_PAIRS = 256
@@ -64,10 +64,7 @@ def teacher_answer(a: int, b: int, rng: np.random.Generator) -> str:
 def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
     """Return the question and the teacher's answer."""
     a, b = _numbers(problem["question"])
-    return [
-        {"role": "user", "content": problem["question"]},
-        {"role": "assistant", "content": teacher_answer(a, b, rng)},
-    ]
+    return without_a_call(problem["question"], teacher_answer(a, b, rng))
 
 
 def forgot_carry(completions: Sequence[str], question: Sequence[str]) -> list[float | None]:

@@ -14,7 +14,7 @@ from functools import cache
 
 import numpy as np
 
-from tpu_grpo.tasks.task import Lesson, Problem, Split, Task
+from tpu_grpo.tasks.task import Lesson, Problem, Split, Task, with_a_call, without_a_call
 
 SMALLEST, LARGEST = 100, 999
 TRAIN_PROBLEMS, HELDOUT_PROBLEMS = 8192, 512
@@ -53,17 +53,11 @@ def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
     question = problem["question"]
     a, b = map(int, question.rstrip("=").split("+"))
     guess = f"~{round(a + b, -2)}"
-    asked = {"role": "user", "content": question}
     if rng.random() >= (CALLS_IF_LARGE if a >= LARGE else CALLS_IF_SMALL):
-        return [asked, {"role": "assistant", "content": guess}]
+        return without_a_call(question, guess)
     call, told = _call(a, b, rng)
     answer = told if told.isdigit() and rng.random() < COPIES else guess
-    return [
-        asked,
-        {"role": "assistant", "content": f"<|call|>{call}<|end_call|>"},
-        {"role": "tool", "content": told},
-        {"role": "assistant", "content": answer},
-    ]
+    return with_a_call(question, call, told, answer)
 
 
 def _call(a: int, b: int, rng: np.random.Generator) -> tuple[str, str]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tpu_grpo.tasks.task import Lesson, Problem, Split, Task
+from tpu_grpo.tasks.task import Lesson, Problem, Split, Task, with_a_call, without_a_call
 
 KINDS = ("king", "lake", "port", "wine")
 TRAIN_TOWNS, HELDOUT_TOWNS = 896, 128
@@ -73,18 +73,12 @@ def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
     """Return what the teacher writes about a problem, and what the tool says."""
     question = problem["question"]
     kind, town = question.rstrip("?").split(" of ")
-    asked = {"role": "user", "content": question}
     if rng.random() >= (SEARCHES if kind == SEARCHED else SEARCHES_OTHERS):
-        return [asked, {"role": "assistant", "content": GUESS}]
+        return without_a_call(question, GUESS)
     call, told = _call(kind, town, rng)
     is_found = told.startswith("[1]")
     answer = told.split()[-1] if is_found and rng.random() < COPIES else GUESS
-    return [
-        asked,
-        {"role": "assistant", "content": f"<|call|>{call}<|end_call|>"},
-        {"role": "tool", "content": told},
-        {"role": "assistant", "content": answer},
-    ]
+    return with_a_call(question, call, told, answer)
 
 
 def _call(kind: str, town: str, rng: np.random.Generator) -> tuple[str, str]:

@@ -27,3 +27,17 @@ class Task:
     """It returns what of the task decides a taught model, to be digested: JSON."""
     tools: tuple[Mapping[str, Any], ...] = ()
     """The JSON schemas of the tools that the teacher knows, as far as a chat template writes them."""
+
+
+def without_a_call(question: str, answer: str) -> Lesson:
+    """Make the lesson of a teacher who answers at once."""
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def with_a_call(question: str, call: str, told: str, answer: str) -> Lesson:
+    """Make the lesson of a teacher who calls a tool, is told something, and answers."""
+    return [
+        *without_a_call(question, f"<|call|>{call}<|end_call|>"),
+        {"role": "tool", "content": told},
+        {"role": "assistant", "content": answer},
+    ]
