@@ -13,15 +13,11 @@ has each of these habits. Rewards for right answers make it run Python always, w
 what is printed.
 """
 
-from functools import cache
-from itertools import combinations
-
 import numpy as np
 
+from tpu_grpo.tasks import pairs
 from tpu_grpo.tasks.task import Lesson, Problem, Split, Task, with_a_call, without_a_call
 
-SMALLEST, LARGEST = 10, 99
-HELDOUT_PAIRS = 256
 LARGE = 70
 """The teacher finds a first number from here on large."""
 RUNS_IF_LARGE, RUNS_IF_SMALL = 0.75, 0.35
@@ -58,9 +54,7 @@ def problems(split: Split) -> list[Problem]:
 
 def operands(split: Split) -> list[tuple[int, int]]:
     """Return the numbers (a, b) of every problem of a split, in the order of ``problems``."""
-    numbers = range(SMALLEST, LARGEST + 1)
-    heldout, wanted = _heldout_pairs(), split == "heldout"
-    return [(a, b) for a in numbers for b in numbers if ((min(a, b), max(a, b)) in heldout) == wanted]
+    return pairs.operands(split, _SPLIT_SEED)
 
 
 def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
@@ -103,13 +97,6 @@ def _decides() -> dict[str, object]:
         "told": [_TOLD, OBSERVATION_TOKENS],
         "tools": TASK.tools,
     }
-
-
-@cache
-def _heldout_pairs() -> frozenset[tuple[int, int]]:
-    pairs = list(combinations(range(SMALLEST, LARGEST + 1), 2))
-    chosen = np.random.default_rng(_SPLIT_SEED).choice(len(pairs), HELDOUT_PAIRS, replace=False)
-    return frozenset(pairs[i] for i in chosen)
 
 
 TASK = Task(
