@@ -237,10 +237,13 @@ def test_what_was_to_go_to_a_server_that_died_leaves_no_files_open():
         home = pool._homes[""]
         assert isinstance(home, ForkedEnvironments)
         server = home._servers[0]
-        psutil.Process(server.process._process.pid).send_signal(signal.SIGSTOP)
+        forks = psutil.Process(server.process._process.pid)
+        (conversation,) = forks.children()
+        for process in (forks, conversation):
+            process.suspend()  # the conversation's ends with the server's, and may not answer before
         while not server.is_full:
             server.say(Fork(1000), os.open(os.devnull, os.O_RDONLY))
-        psutil.Process(server.process._process.pid).send_signal(signal.SIGKILL)
+        forks.kill()
         assert failure(acted(pool, call("work", text="a")))[0] == "died"
         assert told(begun(pool)) == "begin"
     assert _open_files() == before
