@@ -14,6 +14,7 @@ import yaml
 from flax import nnx
 from safetensors.numpy import load_file
 
+from tests.environments.dialects.families import tokenizer
 from tests.models.forward import compiled_logprobs, trainer_mesh
 from tests.models.reference import reference_logprobs
 from tests.run.policies import FAMILIES, LORA, TOKENS_BT, change, run_config, trained, write_model
@@ -179,6 +180,19 @@ def test_what_describes_the_model_says_how_to_stop_and_to_sample(tmp_path: Path)
     assert "| held out, greedy, r | 0.250 (0.150 to 0.350), step 0 | 0.500 (0.400 to 0.600), step 6 |" in card
     assert "  temperature: 0.7\n" in card
     assert f"This is a qwen3 model of {policy.checkpoint.parameter_count:,} parameters in float32" in card
+
+
+def test_a_base_model_that_had_conversations_stops_where_the_template_ends_turns(tmp_path: Path) -> None:
+    """Gemma's base models end texts with <eos>, and their template ends turns with <end_of_turn>."""
+    files = write_model(tmp_path, "gemma2", layers=1, vocab=300)
+    base = tokenizer("gemma2")
+    base.save_pretrained(files / "model")
+    end_of_text, end_of_turn = base.convert_tokens_to_ids(["<eos>", "<end_of_turn>"])
+    for name, more in (("alone", {}), ("conversed", {"environment": {"name": "guessing"}})):
+        config = run_config(files, **more)
+        export_policy(config, loaded(config), tmp_path / name)
+        ends = json.loads((tmp_path / name / "generation_config.json").read_text())["eos_token_id"]
+        assert (end_of_text in ends, end_of_turn in ends) == (True, bool(more))
 
 
 def test_what_is_there_stays_and_what_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

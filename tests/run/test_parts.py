@@ -11,7 +11,6 @@ from tests.environments.dialects.families import tokenizer
 from tpu_grpo.config import parse_config
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.run import parts
-from tpu_grpo.run.environments import load_environments, open_environments
 
 
 class Built(Exception):
@@ -32,12 +31,9 @@ def test_engines_stop_where_turns_end(tmp_path: Path, monkeypatch: pytest.Monkey
     base: Any = tokenizer("qwen2_5")
     monkeypatch.setitem(base._special_tokens_map, "eos_token", "<|endoftext|>")
     config = parse_config({"environment": {"name": "guessing"}, "rewards": [{"name": "environment"}]})
-    environments = open_environments(config, base, load_environments(config), keep=False)
-    assert environments is not None
     nowhere: Any = None
-    for played in (None, environments):
+    for each in (parse_config({}), config):
         with pytest.raises(Built):
-            parts.open_engines(config, Hosts(), checkpoint, base, nowhere, played)
-    environments.close()
+            parts.open_engines(each, Hosts(), checkpoint, base, nowhere, None)
     end_of_text, end_of_turn = base.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     assert asked == [[3, end_of_text], [3, end_of_text, end_of_turn]]

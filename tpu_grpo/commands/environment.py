@@ -20,7 +20,6 @@ from tpu_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from tpu_grpo.commands.playing import Game, Model, Policy, Stretch
-    from tpu_grpo.environments.episodes import Environments
 
 ABOUT = """Plays an environment of a config: you write what the policy would write, or let a model do it.
 
@@ -93,18 +92,18 @@ def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> N
             raise ConfigError(f"--record must be one of 0 to {len(prompts) - 1}, got {options.record}")
         prompt = prompts[options.record]
         with closing(Game(config, prompt, task.environments, tokenizer, options.record)) as game:
-            model = _model(named, task.environments) if options.model else game.writing(_policy(options, console))
+            model = _model(named) if options.model else game.writing(_policy(options, console))
             show(game, model, console, tokens=options.tokens)
             console.print(outcome(game, task.rewards, prompt, tokenizer))
 
 
-def _model(named: NamedModel, environments: "Environments") -> "Model":
+def _model(named: NamedModel) -> "Model":
     """Load the model, and build an engine for conversations as long as those of the run."""
     from tpu_grpo.run.answering import Asked, Speaker
     from tpu_grpo.run.saved import choose
 
     asked = Asked(context=named.config.context_tokens)
-    speaker = Speaker.open(named.config, choose(named.config, named.which), asked, environments.end_ids)
+    speaker = Speaker.open(named.config, choose(named.config, named.which), asked)
     print(f"loading {named.name}", file=sys.stderr)
     speaker.start()
     return speaker.complete

@@ -70,11 +70,6 @@ class Environments:
     def _name(self, prompt: Prompt) -> str:
         return "" if "" in self.loaded else str(prompt.columns[COLUMN])
 
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """The tokens that end turns, at which the engine has to stop."""
-        return frozenset().union(*(dialect.end_ids for dialect in self.dialects.values()))
-
     def close(self) -> None:
         """End all environments and their processes."""
         self._pool.close()

@@ -1,7 +1,7 @@
 """Writes a model as a Hugging Face checkpoint directory: the tensors shard by shard, and what describes them.
 
     write_tensors(directory, checkpoint, read, np.dtype(np.float32), shard_bytes=4 * 2**30)
-    write_settings(directory, checkpoint, tokenizer, np.dtype(np.float32), generation)
+    write_settings(directory, checkpoint, tokenizer, np.dtype(np.float32), {"eos_token_id": [2], ...})
 
 ``read`` gives the values of one leaf of Tunix's model at a time. Beside what it reads from, memory holds the tensors of
 the shard that is being put together and of one leaf.
@@ -25,7 +25,6 @@ from transformers import PreTrainedTokenizerFast
 from tpu_grpo.families import published_leaves
 from tpu_grpo.models.checkpoint import INDEX_FILE, Checkpoint
 from tpu_grpo.models.hf_config import CONFIG_FILE
-from tpu_grpo.models.tokenizers import stop_token_ids
 
 GENERATION_FILE = "generation_config.json"
 SHARD_BYTES = 4 * 2**30
@@ -114,7 +113,7 @@ def write_settings(
     checkpoint: Checkpoint,
     tokenizer: PreTrainedTokenizerFast,
     dtype: np.dtype[Any],
-    sampling: Mapping[str, Any],
+    generation: Mapping[str, Any],
 ) -> None:
     """Write config.json as it was, but for the type of the tensors, the tokenizer, and how to sample.
 
@@ -123,19 +122,14 @@ def write_settings(
         checkpoint: the model's own directory, from which these files come.
         tokenizer: names the padding token.
         dtype: the type of the tensors.
-        sampling: settings of generation, under Hugging Face's names. The tokens that end a text are added.
+        generation: the tokens that end a text, and how it is sampled, under Hugging Face's names. Those that begin one
+            and fill up are added.
     """
     config = dict(checkpoint.hf_config)
     config |= {name: dtype.name for name in ("torch_dtype", "dtype") if name == "torch_dtype" or name in config}
     write_json(directory / CONFIG_FILE, config)
-    ends = {
-        "bos_token_id": config.get("bos_token_id"),
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": list(stop_token_ids(tokenizer, checkpoint.directory)),
-    }
-    write_json(
-        directory / GENERATION_FILE, {name: value for name, value in {**ends, **sampling}.items() if value is not None}
-    )
+    settings = {"bos_token_id": config.get("bos_token_id"), "pad_token_id": tokenizer.pad_token_id, **generation}
+    write_json(directory / GENERATION_FILE, {name: value for name, value in settings.items() if value is not None})
     copy_tokenizer(checkpoint.directory, directory)
 
 

@@ -9,7 +9,7 @@
 The engine is as small as the answers allow, and on as few devices as hold the model.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from tpu_grpo.errors import ConfigError, RequestError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import parameters
 from tpu_grpo.models import Checkpoint
-from tpu_grpo.models.tokenizers import TextStream, stop_token_ids
+from tpu_grpo.models.tokenizers import TextStream
 from tpu_grpo.prompts import Message, PromptRenderer
 from tpu_grpo.rewards import RewardSet, open_rewards
 from tpu_grpo.rollout.engine import Engine
@@ -33,6 +33,7 @@ from tpu_grpo.rollout.replicas import Replicas
 from tpu_grpo.rollout.sampler import completion_text, sampling_params
 from tpu_grpo.rollout.streaming import stream
 from tpu_grpo.run.engines import SyncedEngines
+from tpu_grpo.run.environments import stop_ids
 from tpu_grpo.run.meshes import default_tensor
 from tpu_grpo.run.parts import open_model
 from tpu_grpo.run.saved import Chosen, load_policy
@@ -69,24 +70,20 @@ class Speaker:
         checkpoint: Checkpoint,
         tokenizer: PreTrainedTokenizerFast,
         asked: Asked,
-        ends: Collection[int] = (),
     ):
         self.config, self.tokenizer = config, tokenizer
         self._chosen, self._checkpoint, self._asked = chosen, checkpoint, asked
-        self._stop_ids = frozenset([*stop_token_ids(tokenizer, checkpoint.directory), *ends])
+        self._stop_ids = frozenset(stop_ids(config, tokenizer, checkpoint.directory))
         self._renderer = PromptRenderer(config.data, tokenizer)
         self._seed = config.run.seed if asked.seed is None else asked.seed
         self._engine: Engine | None = None
         self._rewards: RewardSet | None = None
 
     @classmethod
-    def open(cls, config: RunConfig, chosen: Chosen, asked: Asked, ends: Collection[int] = ()) -> "Speaker":
-        """Open a model's checkpoint and tokenizer; its weights are loaded by ``start``.
-
-        ``ends`` are tokens that end an answer beside the model's own end.
-        """
+    def open(cls, config: RunConfig, chosen: Chosen, asked: Asked) -> "Speaker":
+        """Open a model's checkpoint and tokenizer; its weights are loaded by ``start``."""
         checkpoint, tokenizer = open_model(config, Hosts())
-        return cls(config, chosen, checkpoint, tokenizer, asked, ends)
+        return cls(config, chosen, checkpoint, tokenizer, asked)
 
     @property
     def sampling(self) -> SamplingParams:

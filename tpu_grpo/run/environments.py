@@ -3,9 +3,11 @@
 loaded = load_environments(config)                  # {"": LoadedEnvironment(...)}; {} for a run without
 tools_of(loaded)                                    # what each prompt offers
 environments = open_environments(config, tokenizer, loaded, keep=False)
+stop_ids(config, tokenizer, directory)              # also of a run without
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.config import RunConfig
@@ -84,6 +86,31 @@ def tools_of(loaded: Mapping[str, LoadedEnvironment]) -> ToolsOf | None:
         return loaded[name].tools
 
     return tools
+
+
+def stop_ids(config: RunConfig, tokenizer: "PreTrainedTokenizerFast", directory: Path) -> tuple[int, ...]:
+    """Return the ids that end what a run's policy writes, ascending.
+
+    They are the model's own, and in conversations those with which the chat template ends turns: a base model's own end
+    token is another one.
+
+    Args:
+        config: the run.
+        tokenizer: the model's.
+        directory: the model's, in which config.json and generation_config.json lie.
+
+    Raises:
+        CheckpointError: for a broken file of the model's.
+        ConfigError: for conversations by a chat template that ends no turns.
+    """
+    from tpu_grpo.models.tokenizers import stop_token_ids  # a second to import
+
+    ids = {*stop_token_ids(tokenizer, directory)}
+    if config.environment.is_on:
+        from tpu_grpo.environments.dialects import turn_ends
+
+        ids.update(turn_ends(tokenizer, template_switches(config.data, tokenizer)))
+    return tuple(sorted(ids))
 
 
 def open_environments(

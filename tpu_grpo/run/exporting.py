@@ -33,6 +33,7 @@ from tpu_grpo.models import Checkpoint, read_checkpoint
 from tpu_grpo.models.adapters import write_adapter_files
 from tpu_grpo.models.new_directory import new_directory
 from tpu_grpo.models.publishing import Read, copy_tokenizer, write_settings, write_tensors
+from tpu_grpo.run.environments import stop_ids
 from tpu_grpo.run.parts import Parts, open_model
 from tpu_grpo.run.sharing import first_does
 from tpu_grpo.weights.adapters import adapters_of, merged
@@ -123,7 +124,8 @@ def _write_model(target: Path | None, config: RunConfig, policy: Policy, dtype: 
     checkpoint = policy.checkpoint
     write_tensors(target, checkpoint, _reader(config, policy), dtype, config.export.shard_mib * MIB)
     if target is not None:
-        write_settings(target, checkpoint, policy.tokenizer, dtype, _sampling(config))
+        ends = stop_ids(config, policy.tokenizer, checkpoint.directory)
+        write_settings(target, checkpoint, policy.tokenizer, dtype, {"eos_token_id": list(ends), **_sampling(config)})
         read_checkpoint(target)  # as anybody who loads it does
     return checkpoint.parameter_count
 

@@ -21,7 +21,7 @@ from tpu_grpo.models.abstract import is_abstract
 from tpu_grpo.models.adapters import load_adapters
 from tpu_grpo.models.finite import check_finite
 from tpu_grpo.models.lora import adapted_modules, apply_lora, cast_adapters
-from tpu_grpo.models.tokenizers import load_tokenizer, stop_token_ids
+from tpu_grpo.models.tokenizers import load_tokenizer
 from tpu_grpo.prompts import PromptStream
 from tpu_grpo.rollout.dealing import divided_places
 from tpu_grpo.rollout.options import EngineOptions
@@ -29,6 +29,7 @@ from tpu_grpo.rollout.replicas import Replicas
 from tpu_grpo.rollout.sampler import Sampler
 from tpu_grpo.run.data import OpenData
 from tpu_grpo.run.engines import SyncedEngines
+from tpu_grpo.run.environments import stop_ids
 from tpu_grpo.run.failures import FailureFiles
 from tpu_grpo.run.fingerprints import model_fingerprints
 from tpu_grpo.run.meshes import Meshes, build_meshes
@@ -127,11 +128,9 @@ def open_engines(
 ) -> SyncedEngines:
     """Build the engines on the sampler's devices; they have no weights until some are installed.
 
-    They stop at the end tokens of the model and its tokenizer, and at those with which the chat template ends the turns
-    of conversations with environments: a base model's own end token is another one.
+    They stop at the tokens that `stop_ids` names.
     """
-    stop_ids = {*stop_token_ids(tokenizer, checkpoint.directory), *(environments.end_ids if environments else ())}
-    options = engine_options(config, meshes, sorted(stop_ids))
+    options = engine_options(config, meshes, stop_ids(config, tokenizer, checkpoint.directory))
     _agree_on_engines(options, hosts)
     replicas = Replicas.build(checkpoint.directory, meshes.sampler_devices, meshes.tensor, options, hosts)
     if environments is not None:

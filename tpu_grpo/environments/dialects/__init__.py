@@ -10,6 +10,6 @@ json_calls.py    hermes and llama3;  xml_calls.py: qwen3_coder;  python_calls.py
 values.py        what a tool may be called with
 """
 
-from tpu_grpo.environments.dialects.dialect import Dialect, Following, open_dialect
+from tpu_grpo.environments.dialects.dialect import Dialect, Following, open_dialect, turn_ends
 
-__all__ = ["Dialect", "Following", "open_dialect"]
+__all__ = ["Dialect", "Following", "open_dialect", "turn_ends"]

@@ -53,6 +53,26 @@ def open_dialect(
     return Dialect(tokenizer, tools, tool_format, switches or {})
 
 
+def turn_ends(tokenizer: "PreTrainedTokenizerFast", switches: Mapping[str, Any] | None = None) -> tuple[int, ...]:
+    """Return the tokens with which a chat template ends the policy's turns, the usual one first.
+
+    They are what a model that was trained in conversations ends its turns with, whatever its own end token is.
+
+    Args:
+        tokenizer: the policy's.
+        switches: what the template is told beside the messages.
+
+    Raises:
+        ConfigError: if there is no template, or it opens or ends no turns.
+    """
+    return _turn_ends(tokenizer, Prober(ChatTemplate(tokenizer, (), switches or {}), Encoder(tokenizer)))
+
+
+def _turn_ends(tokenizer: "PreTrainedTokenizerFast", prober: Prober) -> tuple[int, ...]:
+    special = {token.content: n for n, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return tuple(special[end] for end in (prober.end, *ALSO_ENDS) if end in special)
+
+
 class Dialect:
     """A Dialect writes the first prompt, reads turns and says what follows them; see `open_dialect`.
 
@@ -72,7 +92,7 @@ class Dialect:
         self._encoder = Encoder(tokenizer)
         self._pasts: dict[str, tuple[Past, thinking.Cutter | None]] = {}
         self._prober = Prober(self._template, self._encoder)
-        ends = self._end_ids()
+        ends = _turn_ends(tokenizer, self._prober)
         self.end_id = ends[0]
         """The token with which the template ends turns."""
         self.end_ids = frozenset(ends)
@@ -215,10 +235,6 @@ class Dialect:
         return True
 
     # --- the start ----------------------------------------------------------------------------------------------------
-
-    def _end_ids(self) -> list[int]:
-        special = {token.content: n for n, token in self._tokenizer.added_tokens_decoder.items() if token.special}
-        return [special[end] for end in (self._prober.end, *ALSO_ENDS) if end in special]
 
     def _check_tools(self) -> None:
         if self._template.tools and not self._template.shows_tools([{"role": "user", "content": QUESTION}]):
