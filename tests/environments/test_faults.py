@@ -53,6 +53,7 @@ FAULTS = {
     ("hangs", "reset"): ("late", f"{LATE} its constructor and reset"),
     ("leaves", "reset"): ("died", "exited with code 3"),
     ("gives_an_object", "reset"): ("wrong", "must give a text, .*, got object <object .* from reset"),
+    ("gives_much", "reset"): ("wrong", "must give at most 1,048,576 bytes of text at once, got 100,000,000 from reset"),
     ("hangs", "work"): ("late", f"{LATE} the tool work"),
     ("resists", "work"): ("late", f"{LATE} the tool work"),
     ("leaves", "work"): ("died", "exited with code 3"),
@@ -63,10 +64,6 @@ FAULTS = {
     ("gives_bytes", "work"): (
         "wrong",
         "must give a text, or what JSON can hold, got bytes b'bytes' from the tool work",
-    ),
-    ("gives_much", "work"): (
-        "wrong",
-        "must give at most 1,048,576 bytes of text at once, got 100,000,000 from the tool",
     ),
     ("closes_everything", "work"): ("died", "exited with code 0|closed its connection"),
     ("writes_into_connections", "work"): ("died", "wrote something of its own into its connection, and was ended"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from tpu_grpo.environments.actions import BadCall, Message, ToolCall
 from tpu_grpo.environments.adapters.adapter import parameters_of
-from tpu_grpo.environments.values import text_of
+from tpu_grpo.environments.values import WrongError, cut_text, text_of
 
 AT_THE_END = ("get_reward", "get_turn_rewards", "close")
 """Methods that are called when the conversation is over."""
@@ -42,14 +42,14 @@ async def called(
         if before >= MOST_CALLS:
             raise CallError(f"a turn may make at most {MOST_CALLS} calls, and this one was not made")
         method, arguments = _found(instance, tools, call)
-        result = await resolved(method(**arguments))
-    except MemoryError:
+        text = text_of(await resolved(method(**arguments)), f"the tool {name}")
+    except (MemoryError, WrongError):
         raise
     except CallError as error:
         return _message(name, f"Error: {error}"), True
     except Exception as error:  # user code: anything can come
         return _message(name, f"Error: {described(error)}"), True
-    return _message(name, text_of(result, f"the tool {name}")), False
+    return _message(name, cut_text(text)), False
 
 
 def described(error: BaseException) -> str:

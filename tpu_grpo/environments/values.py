@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_BYTES = 2**20
-"""A longer text is refused."""
+"""A longer text of an observation is refused, and one of a tool's is cut."""
+_CUT = " [...]"
 
 
 class WrongError(Exception):
@@ -32,7 +33,8 @@ def text_of(value: Any, giver: str) -> str:
     """Return the text of what ``giver`` gave.
 
     Raises:
-        WrongError: for a value that JSON could not hold, or a text of more than MOST_BYTES.
+        WrongError: for a value that JSON could not hold.
+        ValueError: for a number of more digits than Python writes.
     """
     text = value if isinstance(value, str) else _blocks(value)
     if text is None:
@@ -40,14 +42,21 @@ def text_of(value: Any, giver: str) -> str:
         try:
             json.dumps(plain)
         except (TypeError, ValueError, RecursionError) as error:
+            if isinstance(error, ValueError):
+                str(value)  # raises for a number with too many digits, and not for what is wrong otherwise
             raise WrongError(
                 f"must give a text, or what JSON can hold, got {_shown(value)} from {giver} ({error}); return a str"
             ) from None
         text = str(value)
-    text = text.encode("utf-8", "replace").decode()  # half a surrogate pair has no UTF-8, and so no tokens
-    if (size := len(text.encode())) > MOST_BYTES:
-        raise WrongError(f"must give at most {MOST_BYTES:,} bytes of text at once, got {size:,} from {giver}; cut it")
-    return text
+    return text.encode("utf-8", "replace").decode()  # half a surrogate pair has no UTF-8, and so no tokens
+
+
+def cut_text(text: str) -> str:
+    """Return the text, or as much from its start as MOST_BYTES hold."""
+    data = text.encode()
+    if len(data) <= MOST_BYTES:
+        return text
+    return data[: MOST_BYTES - len(_CUT)].decode(errors="ignore") + _CUT
 
 
 def _plain(value: Any) -> Any:
@@ -122,7 +131,19 @@ def step_of(value: Any) -> Step:
 
 
 def observed_text(observation: Any, giver: str) -> str:
-    """Return the text of an observation; messages are put together, and nothing is the empty text."""
+    """Return the text of an observation; messages are put together, and nothing is the empty text.
+
+    Raises:
+        WrongError: for what JSON could not hold, or a text of more than MOST_BYTES.
+        ValueError: for a number of more digits than Python writes.
+    """
+    text = _observed_text(observation, giver)
+    if (size := len(text.encode())) > MOST_BYTES:
+        raise WrongError(f"must give at most {MOST_BYTES:,} bytes of text at once, got {size:,} from {giver}; cut it")
+    return text
+
+
+def _observed_text(observation: Any, giver: str) -> str:
     if observation is None or (isinstance(observation, list | tuple | dict) and not observation):
         return ""
     if isinstance(observation, list) and all(isinstance(m, Mapping) and "content" in m for m in observation):

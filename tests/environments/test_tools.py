@@ -1,0 +1,51 @@
+"""What tools give becomes a message to the policy."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tpu_grpo.environments.actions import ToolCall
+from tpu_grpo.environments.tools import called
+from tpu_grpo.environments.values import MOST_BYTES, WrongError
+
+
+class Tools:
+    def give(self, what: str) -> Any:
+        return {
+            "number": 10**5000,
+            "numbers": [1, {"n": -(10**5000)}],
+            "most": "x" * MOST_BYTES,
+            "more": "x" * (MOST_BYTES + 1),
+            "wide": "\N{EURO SIGN}" * MOST_BYTES,
+            "circle": CIRCLE,
+        }[what]
+
+
+CIRCLE: list[Any] = []
+CIRCLE.append(CIRCLE)
+
+
+def given(what: str) -> tuple[str, bool]:
+    message, is_error = asyncio.run(called(Tools(), {"give": None}, ToolCall("give", {"what": what})))
+    return message["content"], is_error
+
+
+@pytest.mark.parametrize("what", ["number", "numbers"])
+def test_a_number_that_python_does_not_write_is_an_error_that_the_policy_sees(what: str) -> None:
+    """A policy can have a tool compute one, and must not end its run with it."""
+    text, is_error = given(what)
+    assert text.startswith("Error: ValueError: Exceeds the limit (4300 digits)")
+    assert is_error
+
+
+def test_a_long_text_is_cut() -> None:
+    assert given("most") == ("x" * MOST_BYTES, False)
+    assert given("more") == ("x" * (MOST_BYTES - 6) + " [...]", False)
+    text, _ = given("wide")  # three bytes each
+    assert text == "\N{EURO SIGN}" * ((MOST_BYTES - 6) // 3) + " [...]"
+
+
+def test_what_is_no_text_is_the_environments_fault() -> None:
+    with pytest.raises(WrongError, match="got list .* from the tool give"):
+        given("circle")
