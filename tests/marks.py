@@ -4,7 +4,7 @@ import os
 
 import psutil
 
-from tpu_grpo.workers.process import WORKER_MARK
+from tpu_grpo.workers.process import WORKER_MARK, environment_of
 
 os.environ["TESTED_BY"] = TESTER = os.environ.get("TESTED_BY", str(os.getpid()))
 """What these tests start inherits this, and nothing that others start at the same time."""
@@ -15,7 +15,7 @@ def marked() -> set[int]:
     found = set()
     for process in psutil.process_iter():
         try:
-            variables = process.environ() if process.status() != psutil.STATUS_ZOMBIE else {}
+            variables = environment_of(process)
             if WORKER_MARK in variables and variables.get("TESTED_BY") == TESTER:
                 found.add(process.pid)
         except (psutil.Error, OSError):

@@ -1,6 +1,8 @@
 """Whole runs whose completions are conversations: what is learnt from, what is written down, and how failures end."""
 
+import contextlib
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,21 +22,21 @@ import time
 
 
 class Bad:
-    '''Fails at the first turn of a conversation whose question is in ``at``.'''
+    '''Fails at the first turn of a conversation as ``how`` says for its question.'''
 
-    def __init__(self, at=(), how="raise"):
-        self.at, self.how = at, how
+    def __init__(self, how):
+        self.how = how
 
     def reset(self, question, **columns):
-        self.bad, self.turns = question in self.at, 0
+        self.fault, self.turns = self.how.get(question), 0
 
     def step(self, action):
         self.turns += 1
-        if self.bad and self.turns == 1:
-            if self.how == "exit":
-                os._exit(3)
-            if self.how == "hang":
-                time.sleep(1000)
+        if self.fault == "exit":
+            os._exit(3)
+        if self.fault == "hang":
+            time.sleep(1000)
+        if self.fault == "raise":
             raise KeyError("x")
         return "go on", 0.25, self.turns == 4, {}
 """
@@ -44,6 +46,15 @@ class Bad:
 def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = write_talking_files(tmp_path_factory.mktemp("talking"))
     (directory / "bad.py").write_text(BAD)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def whole(talking: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that others are compared with."""
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    with contextlib.chdir(talking):
+        train(config(directory, evaluation={"path": "data.jsonl", "prompts": 4}))
     return directory
 
 
@@ -74,15 +85,13 @@ def samples(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
 
 
-def test_agreement_over_eight_turns_and_what_is_written_down(tmp_path: Path) -> None:
-    evaluated = {"path": "data.jsonl", "prompts": 4}
-    train(config(tmp_path / "run", evaluation=evaluated))
-    for line in lines(tmp_path / "run"):
+def test_agreement_over_eight_turns_and_what_is_written_down(whole: Path) -> None:
+    for line in lines(whole):
         assert line["agreement/logprob_abs_diff_max"] <= 1e-4
         assert line["agreement/logprob_abs_diff_mean"] <= 1e-5
         assert line["episodes/turns_max"] == 8
         assert line["rewards/mean"] == pytest.approx(line["rewards/environment/mean"])
-    rows = samples(tmp_path / "run")
+    rows = samples(whole)
     assert len(rows) == 2 * 16
     for row in rows:
         assert sum(turn["reward"] for turn in row["turns"] if turn["reward"] is not None) == pytest.approx(
@@ -99,46 +108,40 @@ def test_agreement_over_eight_turns_and_what_is_written_down(tmp_path: Path) -> 
     [{"prefix_cache": False}, {"steps_per_launch": 1}, {"kv_tokens": 260}],
     ids=["no prefix cache", "single steps", "little cache"],
 )
-def test_how_the_engine_works_changes_no_token(tmp_path: Path, rollout: dict[str, Any]) -> None:
+def test_how_the_engine_works_changes_no_token(whole: Path, tmp_path: Path, rollout: dict[str, Any]) -> None:
     """With little cache few conversations are begun at once; test_waves.py has some that are put back in a turn."""
-    for name, settings in (("plain", {}), ("other", rollout)):
-        train(
-            config(
-                tmp_path / name, run={"dir": str(tmp_path / name), "max_steps": 1}, rollout=SIZES["rollout"] | settings
-            )
-        )
-    assert digests(tmp_path / "other") == digests(tmp_path / "plain")
+    train(config(tmp_path / "other", run={"max_steps": 1}, rollout=rollout))
     [line] = lines(tmp_path / "other")
+    assert line["rollout/tokens_digest"] == digests(whole)[1]
     assert line["agreement/logprob_abs_diff_max"] <= 1e-4
     assert line["agreement/logprob_abs_diff_mean"] <= 1e-5
 
 
-@pytest.mark.parametrize("how", ["raise", "exit", "hang"])
-def test_a_bad_environment_ends_its_own_conversations(tmp_path: Path, how: str) -> None:
+def test_bad_environments_end_their_own_conversations(tmp_path: Path) -> None:
+    """A conversation whose first turn does not end never gets to its environment."""
+    how = {"1": "raise", "4": "raise", "2": "exit", "5": "exit", "3": "hang", "6": "hang"}
     bad = {
         "name": "bad.py:Bad",
-        "options": {"at": ["1+1=", "2+1="], "how": how},
+        "options": {"how": {f"{n}+1=": fault for n, fault in how.items()}},
         "on_error": "value",
         "error_value": -1.0,
+        "timeout": 2.0,
     }
-    bad |= {"timeout": 1.0} if how == "hang" else {}
-    train(
-        config(
-            tmp_path / "run", run={"dir": str(tmp_path / "run"), "max_steps": 2}, environment=SIZES["environment"] | bad
-        )
-    )
-    kind = {"raise": "raised", "exit": "died", "hang": "late"}[how]
+    train(config(tmp_path / "run", environment=bad))
     rows = samples(tmp_path / "run")
+    assert len(rows) == 32  # each of the eight prompts once, four conversations each
     failed = [row for row in rows if row["ending"] == "failed"]
-    assert 0 < len(failed) <= 2 * 4  # two of the eight prompts, four conversations each
     assert {row["reward"] for row in failed} == {-1.0}
     assert all(row["reward"] >= 0 for row in rows if row["ending"] != "failed")
-    shares = [line.get(f"episodes/failed_{kind}", 0.0) for line in lines(tmp_path / "run")]
-    assert sum(shares) * 16 == pytest.approx(len(failed))
+    faults = Counter(how[row["prompt"].split("+1=")[0][-1]] for row in failed)
+    assert faults.keys() == {"raise", "exit", "hang"}
+    for fault, kind in (("raise", "raised"), ("exit", "died"), ("hang", "late")):
+        shares = [line.get(f"episodes/failed_{kind}", 0.0) for line in lines(tmp_path / "run")]
+        assert faults[fault] == pytest.approx(sum(shares) * 16)
 
 
 def test_a_bad_environment_ends_the_run_if_it_shall(tmp_path: Path) -> None:
-    bad = SIZES["environment"] | {"name": "bad.py:Bad", "options": {"at": [f"{n}+1=" for n in range(8)]}}
+    bad = {"name": "bad.py:Bad", "options": {"how": {f"{n}+1=": "raise" for n in range(8)}}}
     with pytest.raises(
         EpisodeError, match=r"environment Bad raised KeyError: 'x' .*bad.py:\d+ in step.*on_error to skip"
     ):

@@ -5,9 +5,10 @@ import socket
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tpu_grpo.workers.process import WorkerProcess
+from tpu_grpo.workers.process import WorkerProcess, environment_of
 
 
 def test_a_process_that_cannot_be_started_leaves_no_files_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -20,3 +21,20 @@ def test_a_process_that_cannot_be_started_leaves_no_files_open(monkeypatch: pyte
     with ours, pytest.raises(OSError, match="no such program"):
         WorkerProcess("pass", theirs, tmp_path)
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_process_that_has_just_been_started_is_told_by_its_environment() -> None:
+    """Popen returns before the kernel has put the environment in its place; most of these would be missed."""
+    for number in range(100):
+        with subprocess.Popen(["sleep", "60"], env={"NUMBER": str(number)}) as started:
+            found = environment_of(psutil.Process(started.pid))
+            started.kill()
+        assert found == {"NUMBER": str(number)}
+
+
+def test_a_process_may_have_no_environment() -> None:
+    with subprocess.Popen(["sleep", "60"], env={}) as started:
+        assert environment_of(psutil.Process(started.pid)) == {}
+        started.kill()
+        os.waitid(os.P_PID, started.pid, os.WEXITED | os.WNOWAIT)
+        assert environment_of(psutil.Process(started.pid)) == {}  # a zombie's

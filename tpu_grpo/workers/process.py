@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -22,6 +23,9 @@ import psutil
 WORKER_MARK = "TPU_GRPO_WORKER"
 """This environment variable holds a process's mark; everything that the process starts inherits it."""
 _NONE: Mapping[str, str] = MappingProxyType({})
+_STARTING_SECONDS = 5.0
+_KERNEL_THREADS = 2
+"""The process whose children are the kernel's own and have no environment."""
 _ACCELERATOR = ("JAX_", "XLA_", "LIBTPU", "TPU_", "PJRT_")
 
 
@@ -80,6 +84,25 @@ def _environment(mark: str) -> dict[str, str]:
     return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": search, WORKER_MARK: mark}
 
 
+def environment_of(process: psutil.Process) -> Mapping[str, str]:
+    """Return the environment of a process; empty if it has ended.
+
+    Whoever starts a program can go on before the kernel has put the program's arguments and environment in their place,
+    so these are waited for.
+
+    Raises:
+        psutil.Error: the process is gone, or somebody else's.
+        OSError: likewise.
+    """
+    while process.status() != psutil.STATUS_ZOMBIE:
+        is_old = time.time() - process.create_time() > _STARTING_SECONDS
+        is_in_place = process.cmdline() or is_old or process.ppid() == _KERNEL_THREADS
+        if (variables := process.environ()) or is_in_place:
+            return variables
+        time.sleep(0.001)
+    return _NONE
+
+
 def _kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
@@ -96,6 +119,6 @@ def _kill_marked(mark: str) -> None:
 
 def _has_mark(process: psutil.Process, mark: str) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(WORKER_MARK) == mark
+        return environment_of(process).get(WORKER_MARK) == mark
     except (psutil.Error, OSError):  # gone meanwhile, or somebody else's
         return False
