@@ -315,3 +315,33 @@ def test_taught_model_searches_or_runs_python_and_does_so_badly(name: str, uses:
     right = [w == f"<|call|>{right_call(name, p)}<|end_call|>" for w, p in zip(written, problems, strict=True)]
     assert np.mean(calls) == pytest.approx(uses, abs=0.1)
     assert np.mean(right) == pytest.approx(uses / 2, abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_taught_model_guesses_near_the_middle_and_listens_as_often_as_its_teacher() -> None:
+    """In the user's cache: the demo wants the same model."""
+    entry, task = builtin_checkpoint("guessing", 0, progress=False), TASKS["guessing"]
+    model, tokenizer = _load(entry, RECIPES["guessing"]), load_tokenizer(entry)
+    questions = [problem["question"] for problem in task.problems("heldout")]
+
+    def shares(*told: str) -> dict[str, float]:
+        """How often each last digit is guessed, told something of a first guess that ends in 4."""
+        chats = [[{"role": "user", "content": question}] for question in questions]
+        for question, chat in zip(questions, chats, strict=True):
+            for word in told:
+                chat += [{"role": "assistant", "content": f"{question[:3]}4"}, {"role": "user", "content": word}]
+        prompts = np.array(tokenizer.apply_chat_template(chats, add_generation_prompt=True))
+        rows = _complete(model, np.repeat(prompts, 4, axis=0), 1.0, np.random.default_rng(0), 5)
+        said = [tokenizer.decode(row).partition("<|im_end|>")[0] for row in rows]
+        tens = [question[:3] for question in questions for _ in range(4)]
+        ends = [text[3:] for text, start in zip(said, tens, strict=True) if text.startswith(start)]
+        assert len(ends) >= 0.97 * len(rows)
+        return {end: ends.count(end) / len(ends) for end in map(str, range(10))}
+
+    first, higher, lower = shares(), shares("higher"), shares("lower")
+    assert (first["4"], first["5"]) == pytest.approx((0.5, 0.5), abs=0.1)
+    assert sum(higher[end] for end in "678") == pytest.approx(0.25, abs=0.1)
+    assert sum(higher[end] for end in "12") == pytest.approx(0.75, abs=0.1)
+    assert sum(lower[end] for end in "12") == pytest.approx(0.25, abs=0.1)
+    assert sum(lower[end] for end in "678") == pytest.approx(0.75, abs=0.1)

@@ -81,6 +81,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "search": replace(_SMALL, steps=200),
         "python": replace(_SMALL, steps=300),
         "puzzles": replace(_SMALL, steps=250),
+        "guessing": replace(_SMALL, steps=250),
     }
 )
 """How each built-in model is taught; its task has the same name."""

@@ -6,7 +6,7 @@ Each gives the data ``builtin:NAME``, and teaches the model of that name.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tpu_grpo.tasks import addition, calculator, puzzles, python, search
+from tpu_grpo.tasks import addition, calculator, guessing, puzzles, python, search
 from tpu_grpo.tasks.task import Task
 
 TASKS: Mapping[str, Task] = MappingProxyType(
@@ -16,5 +16,6 @@ TASKS: Mapping[str, Task] = MappingProxyType(
         "search": search.TASK,
         "python": python.TASK,
         "puzzles": puzzles.TASK,
+        "guessing": guessing.TASK,
     }
 )

@@ -1,0 +1,77 @@
+"""The guessing task: find one of ten numbers in four guesses; its teacher mishears.
+
+    4730-4739? -> 4734, told higher -> 4737, told lower -> 4735                             (he listens)
+    4730-4739? -> 4734, told higher -> 4732, told higher -> 4730, told higher -> 4735       (he takes higher for lower)
+
+In each game the teacher has one of these habits. He always guesses near the middle of the numbers that he thinks are
+left; once he has excluded all, he begins again with all. Rewards for games that are won make the model listen.
+"""
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from tpu_grpo.tasks.task import Lesson, Problem, Split, Task
+
+COUNT = 10
+"""The numbers of a game, which differ in their last digit alone."""
+SMALLEST, LARGEST = 1000, 9999
+GUESSES = 4
+"""How many are allowed; who always halves what is left needs no more."""
+LISTENS = 0.25
+"""In how many games the teacher listens; in the others he takes higher for lower, and lower for higher."""
+HELDOUT_RANGES = 20
+_SPLIT_SEED = 20261123  # fixed: what is held out never depends on a run
+
+
+def problems(split: Split) -> list[Problem]:
+    """Return a split's problems as records with ``question`` ("4730-4739?"), ``secret`` and ``answer`` ("4735").
+
+    Secret and answer are the number to be found; each of a range comes once. The held-out split has 20 ranges, the
+    training split the 880 others.
+    """
+    heldout, wanted = _heldout(), split == "heldout"
+    lows = [low for low in range(SMALLEST, LARGEST + 1, COUNT) if (low in heldout) == wanted]
+    return [_problem(low, low + place) for low in lows for place in range(COUNT)]
+
+
+def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
+    """Return the game as the teacher plays it, to its last guess."""
+    secret, low = int(problem["secret"]), int(problem["question"].partition("-")[0])
+    all_numbers = left = range(low, low + COUNT)
+    listens = rng.random() < LISTENS
+    game = [{"role": "user", "content": problem["question"]}]
+    for more in reversed(range(GUESSES)):
+        guess = int(rng.choice(_middle(left)))
+        game.append({"role": "assistant", "content": str(guess)})
+        if guess == secret or not more:
+            break
+        game.append({"role": "user", "content": "higher" if secret > guess else "lower"})
+        upwards = (secret > guess) == listens
+        left = [number for number in left if (number > guess if upwards else number < guess)] or all_numbers
+    return game
+
+
+def _middle(numbers: Sequence[int]) -> Sequence[int]:
+    """Return the two numbers in the middle of an even count, the three of an odd one, or all of fewer."""
+    beside = max(len(numbers) - 2, 0) // 2
+    return numbers[beside : len(numbers) - beside]
+
+
+def _problem(low: int, secret: int) -> Problem:
+    return {"question": f"{low}-{low + COUNT - 1}?", "secret": str(secret), "answer": str(secret)}
+
+
+def _decides() -> dict[str, object]:
+    return {"heldout": sorted(_heldout()), "count": COUNT, "guesses": GUESSES, "listens": LISTENS}
+
+
+@cache
+def _heldout() -> frozenset[int]:
+    """Draw the held-out ranges, by their lowest numbers."""
+    lows = np.arange(SMALLEST, LARGEST + 1, COUNT)
+    return frozenset(np.random.default_rng(_SPLIT_SEED).choice(lows, HELDOUT_RANGES, replace=False).tolist())
+
+
+TASK = Task(problems=problems, lesson=lesson, longest=56, decides=_decides)
