@@ -33,7 +33,7 @@ class Dialect:
         self.followed: list[tuple[list[int], int, list[bool]]] = []
 
     def first(self, messages: Any, observation: str) -> tuple[str, list[int], list[Any]]:
-        told = [{**messages[0], "content": messages[0]["content"] + observation}, *messages[1:]]
+        told = [*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + observation}]
         return f"ask{observation}", [1, 2, 3, *[4] * len(observation)], told
 
     def read(self, ids: Sequence[int]) -> Action:

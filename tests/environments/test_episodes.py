@@ -1,5 +1,6 @@
 """All conversations of a batch: what each environment is asked, when the engine may go on, and how failures end."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -134,7 +135,8 @@ def test_a_failure_ends_its_conversation_alone(
     assert episodes.next(1) is not None
     [told] = caplog.messages
     left = "it is left out" if worth is None else "it is worth -0.5"
-    assert told.startswith("environment Game did not answer in 1 s, in a conversation that began with 'ask'; " + left)
+    where = "in step 4 with its prompt 0 (from 0), which asks 'ask'"
+    assert told.startswith(f"environment Game did not answer in 1 s, {where}; {left}")
     pool.replies[1] = [Failed(Failure("died", "exited with code 3"))]
     episodes.ended(1, sampled(100))
     assert episodes.next(1) is None
@@ -157,11 +159,30 @@ def test_a_failure_may_end_the_run() -> None:
     with pytest.raises(EpisodeError) as caught:
         episodes.next(0)
     assert str(caught.value) == (
-        "environment Game raised KeyError: 'x' (game.py:3 in reset), in a conversation that began with 'ask'; repair "
-        "it, or set environment.on_error to skip or value\nTraceback ..."
+        "environment Game raised KeyError: 'x' (game.py:3 in reset), in step 4 with its prompt 0 (from 0), which asks "
+        "'ask'; repair it, or set environment.on_error to skip or value\nTraceback ..."
     )
     episodes.close()
     assert pool.asked[-1][0] == "start"  # there is nothing to give up: the pool knows that it failed
+
+
+def test_a_failure_says_which_conversation_it_is() -> None:
+    """It shows what the user says last, with what reset gave: the system's message is that of all conversations."""
+    pool = Pool()
+    messages = [{"role": "system", "content": "s" * 300}, {"role": "user", "content": f"{'a' * 99}bc"}]
+    prompt = Prompt("s" * 300, (1, 2, 3), messages=messages)
+    request = Request((1, 2, 3), SamplingParams(2000), SampleKey(7, 0, 5, 0))
+    episodes = environments(pool, most=1000)([prompt], [request])
+    episodes.begin(0)
+    pool.replies[0] = [Answered(({"role": "user", "content": f"{'d' * 100}{'e' * 100}"},))]
+    episodes.next(0)
+    episodes.ended(0, sampled(100))
+    pool.replies[0] = [Failed(Failure("died", "exited with code 3"))]
+    asked = f"{'a' * 99}b [...] {'e' * 100}"
+    with pytest.raises(
+        EpisodeError, match=re.escape(f"in an evaluation with its prompt 5 (from 0), which asks '{asked}'")
+    ):
+        episodes.next(0)
 
 
 def test_a_reward_too_many_is_a_failure() -> None:

@@ -76,6 +76,13 @@ class Conversation:
         """The conversation so far, the prompt's messages first."""
         return list(self._messages)
 
+    @property
+    def asked(self) -> str:
+        """What the user says last in the first prompt, with what ``reset`` gave once that is known."""
+        told = self._messages[: self._first_messages] or self._start.prompt.conversation
+        said = [str(message["content"]) for message in told if message["role"] == "user"]
+        return said[-1] if said else str(told[-1]["content"])
+
     # --- what happens to it -------------------------------------------------------------------------------------------
 
     def first(self, reply: Answered) -> Request:

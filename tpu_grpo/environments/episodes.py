@@ -25,6 +25,8 @@ from tpu_grpo.errors import EpisodeError
 from tpu_grpo.types import Completion, Prompt, Request, SampleKey
 
 LOG = logging.getLogger("tpu_grpo.environments")
+_SHOWN = 100
+"""Errors show so many characters from the start of what a prompt asks, and so many from its end."""
 if TYPE_CHECKING:
     from tpu_grpo.environments.dialects import Dialect
     from tpu_grpo.environments.pool import EnvironmentPool
@@ -180,20 +182,20 @@ class Episodes:
 
     def _fail(self, row: int, failure: Failure) -> None:
         start, conversation = self._starts[row], self._open[row]
+        where = _where(start.request.key, conversation.asked)
         if start.section.on_error == "stop":
             del self._open[row]
             raise EpisodeError(
-                f"environment {start.environment.name} {failure.text}, in a conversation that began with "
-                f"{start.prompt.text[:200]!r}; repair it, or set environment.on_error to skip or value"
-                + (f"\n{failure.trace}".rstrip() if failure.trace else "")
+                f"environment {start.environment.name} {failure.text}, {where}; repair it, or set environment.on_error "
+                "to skip or value" + (f"\n{failure.trace}".rstrip() if failure.trace else "")
             )
         worth = start.section.error_value if start.section.on_error == "value" else None
         if not self._has_failed:
             LOG.warning(
-                "environment %s %s, in a conversation that began with %r; %s, and further ones are not told here\n%s",
+                "environment %s %s, %s; %s, and further ones are not told here\n%s",
                 start.environment.name,
                 failure.text,
-                start.prompt.text[:200],
+                where,
                 "it is left out" if worth is None else f"it is worth {worth:g}",
                 failure.trace,
             )
@@ -211,3 +213,10 @@ class Episodes:
 def seed_of(key: SampleKey) -> int:
     """Return what an environment's random numbers begin with: the same for all conversations of a prompt at a step."""
     return int(np.random.SeedSequence([key.seed, key.step, key.prompt]).generate_state(1)[0])
+
+
+def _where(key: SampleKey, asked: str) -> str:
+    """Say which conversation it is: the system's message and the tools of all conversations are alike."""
+    step = f"in step {key.step}" if key.step else "in an evaluation"
+    shown = asked if len(asked) <= 2 * _SHOWN else f"{asked[:_SHOWN]} [...] {asked[-_SHOWN:]}"
+    return f"{step} with its prompt {key.prompt} (from 0), which asks {shown!r}"
