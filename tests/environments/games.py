@@ -204,7 +204,7 @@ class Knows:
             "imported": sorted({*sys.modules} - _forked_with),
             "jax": "jax" in sys.modules,
             "platforms": os.environ["JAX_PLATFORMS"],
-            "tpu": [name for name in os.environ if name.startswith(("TPU_", "XLA_", "LIBTPU"))],
+            "tpu": sorted(name for name in os.environ if name.startswith(("TPU_", "XLA_", "LIBTPU"))),
             "hash": os.environ["PYTHONHASHSEED"],
         }
 

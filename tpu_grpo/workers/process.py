@@ -26,7 +26,7 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 _STARTING_SECONDS = 5.0
 _KERNEL_THREADS = 2
 """The process whose children are the kernel's own and have no environment."""
-_ACCELERATOR = ("JAX_", "XLA_", "LIBTPU", "TPU_", "PJRT_")
+_ACCELERATOR, _OURS = ("JAX_", "XLA_", "LIBTPU", "TPU_", "PJRT_"), "TPU_GRPO_"
 
 
 class WorkerProcess:
@@ -79,7 +79,9 @@ def how_it_ended(code: int) -> str:
 
 
 def _environment(mark: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_ACCELERATOR)}
+    kept = {
+        name: value for name, value in os.environ.items() if name.startswith(_OURS) or not name.startswith(_ACCELERATOR)
+    }
     search = os.pathsep.join(path or os.getcwd() for path in sys.path)
     return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": search, WORKER_MARK: mark}
 
