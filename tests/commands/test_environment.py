@@ -116,6 +116,18 @@ def test_a_person_plays_and_an_empty_line_ends_a_turn(
     assert value(lines, "total reward") == "0"
 
 
+def test_the_records_of_a_mixture_are_counted_source_after_source(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("more.jsonl").write_text('{"prompt": "", "target": 7}\n')
+    sources = "sources: [{path: targets.jsonl, name: some}, {path: more.jsonl, name: more}]"
+    Path("counting.yaml").write_text(CONFIG.replace("path: targets.jsonl", sources))
+    code, lines, _ = played(capsys, "--policy", "mine.py:policy", "--record", "2")
+    assert code == 0
+    assert "<|im_start|>toolincrement(step)<|im_start|>userBring it to 7.<|im_start|>assistant" in lines
+    code, _, err = played(capsys, "--record", "3")
+    assert code == 2
+    assert "must be one of 0 to 2 (0 to 1 of some, 2 to 2 of more), got 3; name one of these" in err
+
+
 def test_a_model_plays_as_in_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A random model, whose environment ends the conversation after its turns; the same seed gives the same tokens."""
     write_talking_files(tmp_path)

@@ -20,6 +20,8 @@ from tpu_grpo.errors import ConfigError
 
 if TYPE_CHECKING:
     from tpu_grpo.commands.playing import Game, Model, Policy, Stretch
+    from tpu_grpo.prompts import PromptStream
+    from tpu_grpo.types import Prompt
 
 ABOUT = """Plays an environment of a config: you write what the policy would write, or let a model do it.
 
@@ -33,6 +35,7 @@ wrote, in bold), and at the end the rewards. A turn ends with an empty line, or 
 A run is named as for scripts/sample.py: runs/mine, runs/mine@best, runs/mine@40."""
 USAGE = """python scripts/environment.py CONFIG.yaml [--record 0] [--turns FILE] [--tokens] [section.key=value ...]
        python scripts/environment.py RUN --model [--record 0] [--tokens] [section.key=value ...]"""
+RECORD_HELP = "play this prompt of the data; they are counted from 0, those of several sources source after source"
 SAMPLED, OBSERVED = "bold green", "dim"
 
 
@@ -47,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         usage=USAGE, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("words", nargs="*", metavar="CONFIG.yaml section.key=value", help="config or run, and settings")
-    parser.add_argument("--record", type=int, default=0, metavar="N", help="play this prompt of the data, from 0")
+    parser.add_argument("--record", type=int, default=0, metavar="N", help=RECORD_HELP)
     parser.add_argument("--turns", type=Path, metavar="FILE", help="take the turns from a file")
     parser.add_argument("--policy", metavar="path.py:function", help="take the turns from a function")
     parser.add_argument("--model", action="store_true", help="let the model play, sampling as in the run")
@@ -87,14 +90,24 @@ def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> N
     tokenizer = open_tokenizer(config)
     with closing(open_task(config, tokenizer, Hosts())) as task:
         assert task.environments is not None
-        prompts = task.prompts.parts[0].rendered.prompts
-        if not 0 <= options.record < len(prompts):
-            raise ConfigError(f"--record must be one of 0 to {len(prompts) - 1}, got {options.record}")
-        prompt = prompts[options.record]
+        prompt = _recorded(task.prompts, options.record)
         with closing(Game(config, prompt, task.environments, tokenizer, options.record)) as game:
             model = _model(named) if options.model else game.writing(_policy(options, console))
             show(game, model, console, tokens=options.tokens)
             console.print(outcome(game, task.rewards, prompt, tokenizer))
+
+
+def _recorded(prompts: "PromptStream", record: int) -> "Prompt":
+    if 0 <= record < prompts.size:
+        return prompts.prompt(record)
+    ranges: list[str] = []
+    begin = 0
+    for part in prompts.parts:
+        end = begin + len(part.rendered.prompts)
+        ranges.append(f"{begin} to {end - 1} of {part.name}")
+        begin = end
+    sources = f" ({', '.join(ranges)})" if len(ranges) > 1 else ""
+    raise ConfigError(f"--record must be one of 0 to {prompts.size - 1}{sources}, got {record}; name one of these")
 
 
 def _model(named: NamedModel) -> "Model":

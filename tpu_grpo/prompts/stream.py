@@ -135,7 +135,7 @@ class PromptStream:
     def at(self, step: int, positions: Sequence[int], number: int = 0) -> PromptBatch:
         """Return the prompts at some positions, for a step and the ``number`` of its round."""
         records = tuple(self.record(position) for position in positions)
-        return PromptBatch(step, tuple(map(self._prompt, records)), records, tuple(positions), number)
+        return PromptBatch(step, tuple(map(self.prompt, records)), records, tuple(positions), number)
 
     def record(self, position: int) -> int:
         """Return the number of the prompt at a position, from 0."""
@@ -147,7 +147,8 @@ class PromptStream:
     def _first(self) -> Prompt:
         return self.parts[0].rendered.prompts[0]
 
-    def _prompt(self, record: int) -> Prompt:
+    def prompt(self, record: int) -> Prompt:
+        """Return a prompt by its number among those of all sources, which are counted from 0, source after source."""
         part = bisect_right(self._ends, record)
         return self.parts[part].rendered.prompts[record - (self._ends[part - 1] if part else 0)]
 
