@@ -74,6 +74,7 @@ def config(run_dir: Path, **sections: Any) -> RunConfig:
         "algorithm": {"group_size": 4},
         "optimizer": {"learning_rate": 1e-3},
         "logging": {"samples_every": 1},
+        "meshes": {"layout": "split", "sampler": {"tensor": 2}},  # one engine to compile
         **SIZES,
     }
     for name, values in sections.items():
@@ -105,8 +106,11 @@ def test_agreement_over_eight_turns_and_what_is_written_down(whole: Path) -> Non
 
 @pytest.mark.parametrize(
     "rollout",
-    [{"prefix_cache": False}, {"steps_per_launch": 1}, {"kv_tokens": 260}],
-    ids=["no prefix cache", "single steps", "little cache"],
+    [
+        pytest.param({"prefix_cache": False}, id="no prefix cache"),
+        pytest.param({"kv_tokens": 260}, id="little cache"),
+        pytest.param({"steps_per_launch": 1}, id="single steps", marks=pytest.mark.slow),
+    ],
 )
 def test_how_the_engine_works_changes_no_token(whole: Path, tmp_path: Path, rollout: dict[str, Any]) -> None:
     """With little cache few conversations are begun at once; test_waves.py has some that are put back in a turn."""
