@@ -198,11 +198,12 @@ def test_a_turn_may_have_fewer_tokens() -> None:
     first = talk.first(Answered(()))
     assert first is not None
     assert first.sampling.max_new_tokens == 4
-    assert talk.turn(sampled(10, 11, 12, 13, reason="length")) is None  # cut: nothing can follow
+    assert talk.turn(sampled(10, 100, 12, 13, reason="length")) is None  # cut: nothing can follow
     talk.ended(Ended())
     found = talk.completion()
     assert found.episode is not None
     assert (found.episode.ending, found.episode.reward) == ("tokens", None)
+    assert found.episode.turns[0].calls == ()  # the call in it was not made
 
 
 def test_behind_another_end_token_nothing_can_be_written() -> None:

@@ -60,10 +60,10 @@ FAULTS = {
     ("exits", "work"): ("died", r"called sys.exit\('enough'\) in the tool work"),
     ("crashes", "work"): ("died", "was ended by SIGSEGV"),
     ("eats", "work"): ("memory", "took more memory than environment.memory_gb in the tool work"),
-    ("gives_an_object", "work"): ("wrong", "must give a text, or what JSON can hold, got object .* from the tool work"),
+    ("gives_an_object", "work"): ("wrong", "must give a text, or what has one, got object .* from the tool work"),
     ("gives_bytes", "work"): (
         "wrong",
-        "must give a text, or what JSON can hold, got bytes b'bytes' from the tool work",
+        "must give a text, or what has one, got bytes b'bytes' from the tool work",
     ),
     ("closes_everything", "work"): ("died", "exited with code 0|closed its connection"),
     ("writes_into_connections", "work"): ("died", "wrote something of its own into its connection, and was ended"),

@@ -1,6 +1,8 @@
 """What tools give becomes a message to the policy."""
 
 import asyncio
+from datetime import date
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -18,12 +20,14 @@ class Tools:
             "most": "x" * MOST_BYTES,
             "more": "x" * (MOST_BYTES + 1),
             "wide": "\N{EURO SIGN}" * MOST_BYTES,
-            "circle": CIRCLE,
+            "object": object(),
+            "objects": {"a": [object()]},
+            "generator": (n for n in ()),
+            "bytes": b"abc",
+            "complex": (-8) ** 0.5,
+            "decimal": [Decimal("0.10"), date(2026, 1, 2)],
+            "set": {"a"},
         }[what]
-
-
-CIRCLE: list[Any] = []
-CIRCLE.append(CIRCLE)
 
 
 def given(what: str) -> tuple[str, bool]:
@@ -46,6 +50,21 @@ def test_a_long_text_is_cut() -> None:
     assert text == "\N{EURO SIGN}" * ((MOST_BYTES - 6) // 3) + " [...]"
 
 
-def test_what_is_no_text_is_the_environments_fault() -> None:
-    with pytest.raises(WrongError, match="got list .* from the tool give"):
-        given("circle")
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("complex", "(1.7319121124709868e-16+2.8284271247461903j)"),
+        ("decimal", "[Decimal('0.10'), datetime.date(2026, 1, 2)]"),
+        ("set", "{'a'}"),
+    ],
+)
+def test_whatever_has_a_text_is_told(what: str, text: str) -> None:
+    """As TRL's trainer does it. A policy that asks for the root of -8 gets a complex number, and its run goes on."""
+    assert given(what) == (text, False)
+
+
+@pytest.mark.parametrize("what", ["object", "objects", "generator", "bytes"])
+def test_what_has_no_text_is_the_environments_fault(what: str) -> None:
+    """Where an object lies in memory is another place in every run."""
+    with pytest.raises(WrongError, match="must give a text, or what has one, got .* from the tool give; return a str"):
+        given(what)

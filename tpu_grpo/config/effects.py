@@ -18,7 +18,7 @@ _NONE = """
 run.name run.dir run.max_steps run.compilation_cache
 rollout.release_during_update
 rewards[i].workers rewards[i].early rewards[i].timeout rewards[i].recycle rewards[i].memory_gb rewards[i].deterministic
-environment.workers environment.timeout environment.memory_gb environment.recycle
+environment.timeout environment.memory_gb environment.recycle
 meshes.sync_temporary_mib meshes.probe_every meshes.probe_bound
 hosts.coordinator hosts.index hosts.check hosts.start_timeout_seconds hosts.lost_timeout_seconds
 checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.resume checkpoint.allow_changes
@@ -31,7 +31,7 @@ _ROUNDING = """
 model.attention model.remat
 rollout.attention rollout.experts rollout.max_running_requests rollout.kv_tokens rollout.page_size
 rollout.prefill_tokens rollout.prefix_cache rollout.batch_paddings rollout.steps_per_launch
-environment.tool_steps
+environment.workers environment.tool_steps
 algorithm.row_tokens algorithm.micro_batch_prompts
 meshes.layout meshes.trainer.fsdp meshes.trainer.tp meshes.sampler.tensor meshes.sampler.shard_vocab
 hosts.count

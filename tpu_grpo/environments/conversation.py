@@ -118,13 +118,14 @@ class Conversation:
         self._kept += [0] * count if completion.kept is None else completion.kept.tolist()
         self._completions.append(completion)
         action = self._start.dialect.read(ids)
-        names = tuple(call.name if isinstance(call, ToolCall) else "" for call in action.calls)
-        self._turns.append(Turn(start, start + count, action.text, names))
         self._messages.append(_spoken(action))
         if completion.finish_reason == "length":
             self._ending = "tokens"
         elif not self._start.dialect.ends(ids) or (self._start.environment.takes == "calls" and not action.calls):
             self._ending = "answered"
+        made = () if self._ending else action.calls
+        names = tuple(call.name if isinstance(call, ToolCall) else "" for call in made)
+        self._turns.append(Turn(start, start + count, action.text, names))
         return None if self._ending else action
 
     def answered(self, reply: Answered) -> Request | None:

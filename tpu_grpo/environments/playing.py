@@ -14,7 +14,7 @@ import inspect
 import random
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -23,8 +23,8 @@ from tpu_grpo.environments.adapters import adapter_for, own_options
 from tpu_grpo.environments.adapters.adapter import Adapter, fitting, parameters_of
 from tpu_grpo.environments.kept import keep
 from tpu_grpo.environments.requests import Act, End, Job, Request, Start
-from tpu_grpo.environments.tools import MOST_CALLS, called, described, resolved
-from tpu_grpo.environments.values import WrongError, number_of, numbers_of, observed_text, step_of
+from tpu_grpo.environments.tools import MOST_CALLS, called, described, not_made, resolved
+from tpu_grpo.environments.values import WrongError, growing, number_of, observed_text, step_of, turn_rewards_of
 from tpu_grpo.episode import Failure, FailureKind
 
 _LONGEST_TRACE = 20_000
@@ -54,7 +54,8 @@ class Playing:
         self._went_on = went_on
         self.made = 0
         """How many calls of the present turn have been made."""
-        self._turns = 0
+        self._turns: list[int] = []
+        """Of each turn so far, how long the list of ``get_turn_rewards`` was behind it."""
         self._asked = ""
 
     async def reply(self, request: Request) -> Reply:
@@ -64,8 +65,10 @@ class Playing:
                 case Start():
                     return await self._start(request)
                 case Act(action):
-                    self._turns, self.made = self._turns + 1, 0
-                    return await (self._call(action) if self._adapter is None else self._step(self._adapter, action))
+                    self.made = 0
+                    answer = await (self._call(action) if self._adapter is None else self._step(self._adapter, action))
+                    self._turns.append(len(await self._turn_rewards() or ()))
+                    return answer
                 case End():
                     return await self._end()
         except WrongError as error:
@@ -102,14 +105,17 @@ class Playing:
 
     async def _call(self, action: Action) -> Answered:
         messages, errors = [], 0
-        for before, call in enumerate(action.calls):
-            if 0 < before < MOST_CALLS:
+        for before, call in enumerate(action.calls[:MOST_CALLS]):
+            if before:
                 self.made = before
                 self._went_on()
             self._asked = f"the tool {getattr(call, 'name', '')}"
-            message, is_error = await called(self._instance, self._tools, call, before)
+            message, is_error = await called(self._instance, self._tools, call)
             messages.append(message)
             errors += is_error
+        if left := action.calls[MOST_CALLS:]:
+            messages.append(not_made(left))
+            errors += len(left)
         return Answered(tuple(messages), errors=errors)
 
     async def _step(self, adapter: Adapter, action: Action) -> Answered:
@@ -121,15 +127,25 @@ class Playing:
         return Answered(messages, step.reward, step.done)
 
     async def _end(self) -> Ended:
-        instance = self._instance if self._adapter is None else self._adapter.instance
-        reward = turn_rewards = None
+        reward, instance = None, self._played_instance
         if callable(get_reward := getattr(instance, "get_reward", None)):
             self._asked = "get_reward"
             reward = number_of(await resolved(get_reward()), "get_reward")
-        if callable(get_turn_rewards := getattr(instance, "get_turn_rewards", None)):
-            self._asked = "get_turn_rewards"
-            turn_rewards = numbers_of(await resolved(get_turn_rewards()), "get_turn_rewards", self._turns)
+        given = await self._turn_rewards()
+        turn_rewards = None if given is None else turn_rewards_of(given, self._turns)
         return Ended(reward, turn_rewards, keep(self._job.loaded.source, instance) if self._job.keep else None)
+
+    @property
+    def _played_instance(self) -> Any:
+        return self._instance if self._adapter is None else self._adapter.instance
+
+    async def _turn_rewards(self) -> Sequence[Any] | None:
+        """Ask for the rewards of the turns so far; None of a class without."""
+        get_turn_rewards = getattr(self._played_instance, "get_turn_rewards", None)
+        if not callable(get_turn_rewards):
+            return None
+        self._asked = "get_turn_rewards"
+        return growing(await resolved(get_turn_rewards()), self._turns[-1] if self._turns else 0)
 
 
 def _observed(observation: Any, giver: str) -> tuple[Message, ...]:

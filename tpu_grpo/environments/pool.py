@@ -137,7 +137,9 @@ class EnvironmentPool:
 
     def drop(self, key: int) -> None:
         """End a conversation without asking anything; one whose environment is at work is ended at once."""
-        conversation = self._by_key[key]
+        conversation = self._by_key.get(key)
+        if conversation is None:  # it is over, or a signal came before it was begun
+            return
         if conversation.is_placed:
             conversation.home.release(conversation.number, 0.0 if conversation.request else _CLOSE_SECONDS)
         self._forget(conversation)

@@ -3,7 +3,7 @@
 A tool that raises, and a call that cannot be made, become a message to the policy, which begins with ``Error:``.
 """
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any
 
 from tpu_grpo.environments.actions import BadCall, Message, ToolCall
@@ -15,7 +15,7 @@ AT_THE_END = ("get_reward", "get_turn_rewards", "close")
 RESERVED = ("reset", *AT_THE_END)
 """Public methods with these names are no tools."""
 MOST_CALLS = 16
-"""Of a turn no more calls are made; those behind are answered with an error."""
+"""Of a turn no more calls are made; those behind are answered together, with an error."""
 _LONGEST_ERROR = 2000
 
 
@@ -28,10 +28,8 @@ async def resolved(value: Any) -> Any:
     return await value if isinstance(value, Awaitable) else value
 
 
-async def called(
-    instance: Any, tools: Mapping[str, Any], call: ToolCall | BadCall, before: int = 0
-) -> tuple[Message, bool]:
-    """Make a call, before which its turn has so many; return the message with its result, and whether it went wrong.
+async def called(instance: Any, tools: Mapping[str, Any], call: ToolCall | BadCall) -> tuple[Message, bool]:
+    """Make a call; return the message with its result, and whether it went wrong.
 
     Raises:
         WrongError: if the tool returned what is no text.
@@ -39,8 +37,6 @@ async def called(
     """
     name = call.name if isinstance(call, ToolCall) else ""
     try:
-        if before >= MOST_CALLS:
-            raise CallError(f"a turn may make at most {MOST_CALLS} calls, and this one was not made")
         method, arguments = _found(instance, tools, call)
         text = text_of(await resolved(method(**arguments)), f"the tool {name}")
     except (MemoryError, WrongError):
@@ -50,6 +46,12 @@ async def called(
     except Exception as error:  # user code: anything can come
         return _message(name, f"Error: {described(error)}"), True
     return _message(name, cut_text(text)), False
+
+
+def not_made(calls: Sequence[ToolCall | BadCall]) -> Message:
+    """Return the message to a turn that has more calls than are made, of which these are left."""
+    first = calls[0].name if isinstance(calls[0], ToolCall) else ""
+    return _message(first, f"Error: a turn may make at most {MOST_CALLS} calls; {len(calls)} more were not made")
 
 
 def described(error: BaseException) -> str:

@@ -1,19 +1,22 @@
 """What an environment gives becomes text or a number, or is refused.
 
-text_of([1, "a"], "the tool f")                 # "[1, 'a']", as TRL's trainers write it: str() of what JSON could hold
+text_of([1, "a"], "the tool f")                 # "[1, 'a']", as TRL's trainers write it, with str()
 number_of(0.5, "get_reward")                    # 0.5
 step_of(("you won", 1.0, True, {}))             # Step("you won", 1.0, True)
 """
 
-import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 MOST_BYTES = 2**20
 """A longer text of an observation is refused, and one of a tool's is cut."""
 _CUT = " [...]"
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+>")
+"""Python writes this of objects that have no text of their own."""
 
 
 class WrongError(Exception):
@@ -33,21 +36,14 @@ def text_of(value: Any, giver: str) -> str:
     """Return the text of what ``giver`` gave.
 
     Raises:
-        WrongError: for a value that JSON could not hold.
-        ValueError: for a number of more digits than Python writes.
+        WrongError: for bytes, and for an object whose text is where it lies in memory, which is never the same.
+        Exception: whatever str() raises, such as ValueError for a number of more digits than Python writes.
     """
     text = value if isinstance(value, str) else _blocks(value)
     if text is None:
-        plain = _plain(value)
-        try:
-            json.dumps(plain)
-        except (TypeError, ValueError, RecursionError) as error:
-            if isinstance(error, ValueError):
-                str(value)  # raises for a number with too many digits, and not for what is wrong otherwise
-            raise WrongError(
-                f"must give a text, or what JSON can hold, got {_shown(value)} from {giver} ({error}); return a str"
-            ) from None
         text = str(value)
+        if isinstance(value, bytes | bytearray | memoryview) or _ADDRESS.search(text):
+            raise WrongError(f"must give a text, or what has one, got {_shown(value)} from {giver}; return a str")
     return text.encode("utf-8", "replace").decode()  # half a surrogate pair has no UTF-8, and so no tokens
 
 
@@ -89,19 +85,47 @@ def number_of(value: Any, giver: str) -> float | None:
     return float(number)
 
 
-def numbers_of(value: Any, giver: str, turns: int) -> tuple[float, ...]:
-    """Return a number for each of so many turns, or one more for a last turn that the environment had no part in.
+def turn_rewards_of(value: Any, lengths: Sequence[int]) -> tuple[float, ...]:
+    """Return the reward of each turn, and one more for a last turn that the environment had no part in if it has one.
+
+    A class cannot tell which calls were made in one turn, and hears nothing of a turn whose calls could not be made. So
+    what was added to the list in a turn is added up: ``turn_rewards_of([1, 2, 3], [0, 2])`` is (0, 3, 3).
+
+    Args:
+        value: what ``get_turn_rewards`` gave in the end.
+        lengths: of what it gave behind each turn. Where these were empty, the list has a number for each turn.
+
+    Raises:
+        WrongError: for something else.
+    """
+    values = growing(value, 0)
+    rewards = [number_of(number, "get_turn_rewards") or 0.0 for number in values]
+    if not rewards:
+        return (0.0,) * len(lengths)
+    if any(lengths) and lengths[-1] <= len(rewards):
+        parts = [sum(rewards[begin:end], 0.0) for begin, end in pairwise([0, *lengths])]
+        return (*parts, *([sum(rewards[lengths[-1] :], 0.0)] if len(rewards) > lengths[-1] else []))
+    if len(rewards) not in (len(lengths), len(lengths) + 1):
+        raise WrongError(
+            f"must give a list to which turns add, or of {len(lengths)} numbers in the end, one for each turn that it "
+            f"answered (one more for a last turn that called nothing), got {_shown(value)} from get_turn_rewards"
+        )
+    return tuple(rewards)
+
+
+def growing(value: Any, least: int) -> Sequence[Any]:
+    """Return the list that ``get_turn_rewards`` gave, which had so many numbers at least a turn before.
 
     Raises:
         WrongError: for something else.
     """
     values = _plain(value)
-    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) not in (turns, turns + 1):
+    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) < least:
         raise WrongError(
-            f"must give a list of {turns} numbers, one for each turn that it answered (one more for a last turn that "
-            f"called nothing), got {_shown(value)} from {giver}"
+            f"must give a list of numbers, to which turns add, of {least} at least, got {_shown(value)} from "
+            "get_turn_rewards; correct what it returns"
         )
-    return tuple(number_of(number, giver) or 0.0 for number in values)
+    return values
 
 
 def step_of(value: Any) -> Step:
@@ -134,8 +158,8 @@ def observed_text(observation: Any, giver: str) -> str:
     """Return the text of an observation; messages are put together, and nothing is the empty text.
 
     Raises:
-        WrongError: for what JSON could not hold, or a text of more than MOST_BYTES.
-        ValueError: for a number of more digits than Python writes.
+        WrongError: for what has no text, or one of more than MOST_BYTES.
+        Exception: whatever str() raises.
     """
     text = _observed_text(observation, giver)
     if (size := len(text.encode())) > MOST_BYTES:

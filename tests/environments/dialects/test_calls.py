@@ -1,6 +1,7 @@
 """Tool calls are read in four formats; what cannot be read is told to the policy."""
 
 import json
+import pickle
 from functools import cache
 from typing import Any
 
@@ -366,3 +367,12 @@ def test_texts_of_a_turn() -> None:
     assert action.text == "<think>\nhm\n</think>\n\nhi <tool_call>\nx\n</tool_call>"
     assert (action.content, action.thinking) == ("hi", "hm")
     assert dialect("qwen3", tools=()).read([]) == Action("", "")
+
+
+def test_what_is_nested_too_deep_for_another_process_is_bad() -> None:
+    """JSON is read some 1,000 levels deep, and pickle writes 700."""
+    deep = {level: f"{'[' * level}{']' * level}" for level in (64, 65, 800)}
+    call = {level: f'{{"name": "say", "arguments": {{"text": {text}}}}}' for level, text in deep.items()}
+    assert problem("qwen2_5", tags(call[800])) == "arguments must be nested at most 64 levels deep"
+    assert problem("qwen2_5", tags(call[65])) == "arguments must be nested at most 64 levels deep"
+    assert pickle.loads(pickle.dumps(read("qwen2_5", tags(call[64])))).calls[0].name == "say"

@@ -7,6 +7,8 @@ from tpu_grpo.environments.actions import BadCall, ToolCall
 
 MOST_DIGITS = 4000
 """Whole numbers may have about so many; Python writes out no more than 4,300."""
+MOST_LEVELS = 64
+"""Lists and objects may be nested so deep; processes cannot send each other what is nested far deeper."""
 _MOST_BITS = MOST_DIGITS * 332 // 100
 
 
@@ -16,11 +18,13 @@ def checked(call: ToolCall | BadCall) -> ToolCall | BadCall:
         return call
     try:
         return ToolCall(_value(call.name), _value(dict(call.arguments)))
-    except (ValueError, RecursionError) as error:
-        return BadCall(str(error) if isinstance(error, ValueError) else "the arguments are nested too deep")
+    except ValueError as error:
+        return BadCall(str(error))
 
 
-def _value(value: Any) -> Any:
+def _value(value: Any, level: int = 0) -> Any:
+    if level > MOST_LEVELS:
+        raise ValueError(f"arguments must be nested at most {MOST_LEVELS} levels deep")
     match value:
         case None | bool():
             return value
@@ -37,7 +41,7 @@ def _value(value: Any) -> Any:
                 raise ValueError("a text must be of whole characters, got a half of a surrogate pair")
             return value
         case list() | tuple():
-            return [_value(each) for each in value]
+            return [_value(each, level + 1) for each in value]
         case dict() if all(isinstance(key, str) for key in value):
-            return {_value(key): _value(each) for key, each in value.items()}
+            return {_value(key): _value(each, level + 1) for key, each in value.items()}
     raise ValueError(f"an argument must be text, a number, true, false, null, a list or an object, got {value!r:.80}")

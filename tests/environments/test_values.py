@@ -1,0 +1,39 @@
+"""What environments give becomes numbers."""
+
+from typing import Any
+
+import pytest
+
+from tpu_grpo.environments.values import WrongError, turn_rewards_of
+
+
+@pytest.mark.parametrize(
+    ("given", "lengths", "rewards"),
+    [
+        ([2.0, 1.0], [1, 2], (2.0, 1.0)),
+        ([1, 2, 4, 8], [0, 2, 3], (0.0, 3.0, 4.0, 8.0)),  # nothing, two calls, one, and a last turn without a call
+        ([1, 2], [0, 2], (0.0, 3.0)),  # as many numbers as turns, and not one for each
+        ([1, None], [1, 2], (1.0, 0.0)),
+        ([0.5, 0.5], [0, 0], (0.5, 0.5)),  # known only in the end
+        ([0.5, 0.5, 1.0], [0, 0], (0.5, 0.5, 1.0)),
+        ([], [], ()),
+        ([], [0, 0], (0.0, 0.0)),
+        ([1.0], [], (1.0,)),
+    ],
+)
+def test_what_a_turn_adds_is_its_reward(given: list[Any], lengths: list[int], rewards: tuple[float, ...]) -> None:
+    assert turn_rewards_of(given, lengths) == rewards
+
+
+@pytest.mark.parametrize(
+    ("given", "lengths", "message"),
+    [
+        ([1.0], [0, 0], "must give a list to which turns add, or of 2 numbers in the end, .*got list"),
+        ([1.0], [1, 2], "must give a list to which turns add, or of 2 numbers in the end"),
+        ("12", [1, 2], "must give a list of numbers, to which turns add, of 0 at least, got str '12'"),
+        ([float("nan")], [1], "must give a finite number or None, got float nan from get_turn_rewards"),
+    ],
+)
+def test_rewards_that_do_not_fit_the_turns(given: Any, lengths: list[int], message: str) -> None:
+    with pytest.raises(WrongError, match=message):
+        turn_rewards_of(given, lengths)
