@@ -40,6 +40,10 @@ def policy(messages):
 
 def two(messages, more):
     return ""
+
+
+def three(messages):
+    return 3
 """
 CONFIG = """
 model: {path: "builtin:calculator"}
@@ -116,6 +120,36 @@ def test_a_person_plays_and_an_empty_line_ends_a_turn(
     assert value(lines, "total reward") == "0"
 
 
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("<|call|>increment(3)<|end_call|>\n\n", {"turns": "1", "environment's reward": "1", "total reward": "1"}),
+        ("", {"turns": "0", "environment's reward": "0"}),  # without a turn there is nothing to judge
+    ],
+    ids=["after a turn", "at once"],
+)
+def test_the_end_of_the_input_ends_the_conversation(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, typed: str, shown: dict[str, str]
+) -> None:
+    """Ctrl-D gives the same."""
+    monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+    code, lines, err = played(capsys)
+    assert (code, err) == (0, "")
+    names = [line.partition("│")[0].strip() for line in lines]
+    found = {name: value(lines, name) for name in ("turns", "environment's reward", "total reward") if name in names}
+    assert found == shown
+    assert value(lines, "ended") == "stopped"
+
+
+def test_ctrl_c_ends_the_command_in_a_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(console: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tpu_grpo.commands.environment.typed", interrupted)
+    code, _, err = played(capsys)
+    assert (code, err) == (1, "interrupted\n")
+
+
 def test_the_records_of_a_mixture_are_counted_source_after_source(capsys: pytest.CaptureFixture[str]) -> None:
     Path("more.jsonl").write_text('{"prompt": "", "target": 7}\n')
     sources = "sources: [{path: targets.jsonl, name: some}, {path: more.jsonl, name: more}]"
@@ -151,6 +185,7 @@ def test_a_model_plays_as_in_a_run(capsys: pytest.CaptureFixture[str], tmp_path:
         (["--turns", "nothing.txt"], "turns must be in a readable UTF-8 file"),
         (["--policy", "mine.py:two"], "a policy must be a function of the messages so far"),
         (["--policy", "mine.py:nothing"], "nothing"),
+        (["--policy", "mine.py:three"], "must return the text of the next turn as a str, got int 3 from mine.py:three"),
         (["--turns", "one.txt"], "must be played to its end, which it has not reached after 1 turns; write one more"),
         (["environment.name=counting.py:None"], "counting.py"),
     ],

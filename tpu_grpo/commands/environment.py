@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 ABOUT = """Plays an environment of a config: you write what the policy would write, or let a model do it.
 
 Shows the prompt with its tools, what the environment answers, which tokens would be trained on (those that the policy
-wrote, in bold), and at the end the rewards. A turn ends with an empty line, or comes from a file or function:
+wrote, in bold), and at the end the rewards. A turn ends with an empty line, and the conversation with Ctrl-D; or turns
+come from a file, a function or a model:
 
   --turns FILE                 turns with a line --- between them
   --policy path.py:function    policy(messages) -> the next turn's text
@@ -42,7 +43,11 @@ SAMPLED, OBSERVED = "bold green", "dim"
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_intermixed_args(arguments)
-    return exit_code_of(lambda: _play(_named(options.words), Console(highlight=False), options))
+    try:
+        return exit_code_of(lambda: _play(_named(options.words), Console(highlight=False), options))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -134,12 +139,13 @@ def _policy(options: argparse.Namespace, console: Console) -> "Policy":
 
 def typed(console: Console) -> str | None:
     """Read a turn that a person types, up to an empty line; None at the end of the input."""
-    console.print(Text("your turn; an empty line ends it", style="italic"))
+    console.print(Text("your turn; an empty line ends it, Ctrl-D the conversation", style="italic"))
     lines: list[str] = []
     for line in sys.stdin:
         if not line.strip():
             return "\n".join(lines)
         lines.append(line.rstrip("\n"))
+    console.print()  # the terminal has not begun a new line
     return "\n".join(lines) if lines else None
 
 
@@ -172,13 +178,13 @@ def outcome(game: "Game", rewards: Any, prompt: Any, tokenizer: Any) -> Table:
     assert episode is not None
     table = Table("", "", title="The conversation", show_header=False)
     failure = "" if episode.failure is None else f": {episode.failure.text}"
-    table.add_row("ended", f"{episode.ending}{failure}")
+    table.add_row("ended", "stopped" if game.was_stopped else f"{episode.ending}{failure}")
     table.add_row("turns", str(len(episode.turns)))
     table.add_row("tokens trained on", f"{completion.sampled_tokens} of {len(completion.token_ids)} after the prompt")
     table.add_row("training samples", str(len(episode.branches)))
     table.add_row("calls", ", ".join(name or "(unreadable)" for turn in episode.turns for name in turn.calls) or "none")
     table.add_row("environment's reward", _number(episode.reward))
-    if episode.failure is None:
+    if episode.failure is None and episode.turns:
         rollout = Rollout(
             PromptBatch(1, (prompt,)), 1, (completion,), (completion_text(tokenizer, completion),), seconds=0.0
         )

@@ -25,11 +25,15 @@ from tpu_grpo.rollout.sampler import sampling_params
 from tpu_grpo.types import Completion, Prompt, Request, SampleKey
 
 Policy = Callable[[Sequence[Mapping[str, Any]]], str | None]
-"""Gets the conversation so far as messages, and returns what the policy writes next; None to stop."""
+"""Gets the conversation so far as messages, and returns what the policy writes next; None ends the conversation."""
 Model = Callable[[Request], Completion]
 """Samples a turn."""
 BETWEEN_TURNS = "---"
 """A line like this stands between the turns of a file."""
+
+
+class Stopped(Exception):
+    """Whoever plays ends the conversation before its next turn."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Stretch:
 
 
 def policy_of_file(path: Path) -> Policy:
-    """Make a policy that writes the turns of a file, one after the other.
+    """Make a policy that writes the turns of a file, one after the other; after the last it raises an EpisodeError.
 
     Raises:
         ConfigError: for a file that cannot be read.
@@ -58,11 +62,22 @@ def policy_of_file(path: Path) -> Policy:
         else:
             turns[-1].append(line)
     left = iter(["\n".join(turn) for turn in turns])
-    return lambda messages: next(left, None)
+
+    def policy(messages: Sequence[Mapping[str, Any]]) -> str:
+        if (text := next(left, None)) is None:
+            raise EpisodeError(
+                f"a conversation must be played to its end, which it has not reached after {len(turns)} turns; write "
+                "one more, or lower environment.max_turns"
+            )
+        return text
+
+    return policy
 
 
 def policy_of_function(name: str) -> Policy:
-    """Find a function of the user's own that takes the messages so far and returns the next turn's text, or None.
+    """Find a function of the user's own that takes the messages so far and returns the next turn's text.
+
+    The policy raises an EpisodeError where the function returns something else.
 
     Raises:
         EpisodeError: for one that is not there, or takes something else.
@@ -73,7 +88,16 @@ def policy_of_function(name: str) -> Policy:
             f"a policy must be a function of the messages so far that returns the next turn, got {name}; write def "
             "policy(messages): ..."
         )
-    return found
+
+    def policy(messages: Sequence[Mapping[str, Any]]) -> str:
+        if not isinstance(text := found(messages), str):
+            raise EpisodeError(
+                f"a policy must return the text of the next turn as a str, got {type(text).__name__} {text!r:.100} "
+                f"from {name}; correct it, or lower environment.max_turns if the conversation is to end there"
+            )
+        return text
+
+    return policy
 
 
 def _takes_one(found: Any) -> bool:
@@ -104,6 +128,8 @@ class Game:
         request = Request(prompt.token_ids, sampling_params(config), SampleKey(config.run.seed, 1, number, 0))
         self._episodes: Episodes = environments([prompt], [request])
         self._seen: tuple[int, ...] = ()
+        self.was_stopped = False
+        """Whether the policy ended the conversation before it was over."""
 
     def play(self, model: Model) -> Iterator[list[Stretch]]:
         """Play to the end, and yield what each turn's request and answer add to the tokens."""
@@ -111,7 +137,12 @@ class Game:
         episodes.begin(0)
         while (request := episodes.next(0)) is not None:
             yield self._new(request)
-            completion = model(request)
+            try:
+                completion = model(request)
+            except Stopped:
+                self.was_stopped = True
+                episodes.stop(0)
+                continue
             self._seen = (*request.token_ids, *completion.token_ids.tolist())
             yield [self._stretch(completion.token_ids.tolist(), sampled=True)]
             episodes.ended(0, completion)
@@ -126,17 +157,11 @@ class Game:
         self._episodes.close()
 
     def writing(self, policy: Policy) -> Model:
-        """Make a model of a policy that writes texts; it raises an EpisodeError if the policy stops before the end."""
-        turns = 0
+        """Make a model of a policy that writes texts."""
 
         def model(request: Request) -> Completion:
-            nonlocal turns
             if (text := policy(self._episodes.messages(0))) is None:
-                raise EpisodeError(
-                    f"a conversation must be played to its end, which it has not reached after {turns} turns; write "
-                    "one more, or lower environment.max_turns"
-                )
-            turns += 1
+                raise Stopped
             return self._written(text, request)
 
         return model

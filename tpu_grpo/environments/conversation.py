@@ -155,6 +155,10 @@ class Conversation:
             )
         self._ended = reply
 
+    def stop(self) -> None:
+        """Let the conversation be over before the policy's next turn, as if nothing were left to say."""
+        self._ending = "answered"
+
     def failed(self, failure: Failure) -> None:
         """Take it that the environment is no more."""
         self._failure, self._ending = failure, "failed"

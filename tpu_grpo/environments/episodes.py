@@ -116,6 +116,12 @@ class Episodes:
         else:
             self._pool.act(row, action)
 
+    def stop(self, row: int) -> None:
+        """End a conversation before the policy's next turn, which somebody who plays it may; ``next`` is None then."""
+        self._open[row].stop()
+        self._out_since[row] = time.perf_counter()
+        self._pool.end(row)
+
     def ready(self, row: int) -> bool:
         """Say whether ``next`` has its answer already."""
         while row not in self._next and self._pool.ready(row):
