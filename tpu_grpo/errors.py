@@ -7,6 +7,7 @@ exit with ``exit_code``.
 import errno
 import os
 import sys
+import unicodedata
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -134,8 +135,17 @@ def disk_errors_explained(explain: Callable[[OSError | ValueError], DiskError | 
 
 
 def say(error: TpuGrpoError) -> None:
-    """Tell the user, once: on stderr, without a traceback."""
+    """Tell the user, once: on stderr, without a traceback, and without what would control the terminal."""
     if not error.said:
         error.said = True
         what = str(error) if isinstance(error, Interrupted) else f"{type(error).__name__}: {error}"
-        print(what, file=sys.stderr, flush=True)
+        print(without_controls(what), file=sys.stderr, flush=True)
+
+
+def without_controls(text: str) -> str:
+    """Return a text whose characters that would control a terminal are escapes, but for newlines and tabs.
+
+    >>> without_controls("a\x1b[2J\tb")
+    'a\\x1b[2J\tb'
+    """
+    return "".join(repr(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)

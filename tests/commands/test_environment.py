@@ -42,6 +42,10 @@ def two(messages, more):
     return ""
 
 
+def clearing(messages):
+    return "\\x1b[1mbold"
+
+
 def three(messages):
     return 3
 """
@@ -148,6 +152,32 @@ def test_ctrl_c_ends_the_command_in_a_line(capsys: pytest.CaptureFixture[str], m
     monkeypatch.setattr("tpu_grpo.commands.environment.typed", interrupted)
     code, _, err = played(capsys)
     assert (code, err) == (1, "interrupted\n")
+
+
+CLEARING = """
+class Clearing:
+    def reset(self, **columns):
+        return "\\x1b[2J a\\rb\\tc"
+
+    def step(self, action):
+        raise ValueError("\\x1b[2J [/x]")
+"""
+
+
+def test_an_environment_does_not_control_the_terminal(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    Path("clearing.py").write_text(CLEARING)
+    words = ["environment.name=clearing.py:Clearing", "--policy", "mine.py:clearing"]
+    code, lines, err = played(capsys, *words, "environment.on_error=skip")
+    assert "\x1b" not in "".join(lines) + err + caplog.text
+    assert code == 0
+    assert "<|im_start|>user\\x1b[2J a\\rb    c<|im_start|>assistant" in lines
+    assert "\\x1b[1mbold<|im_end|>" in lines
+    assert value(lines, "ended").startswith("failed: raised ValueError: \\x1b[2J [/x] in step")
+    code, _, err = played(capsys, *words)
+    assert code == 2
+    assert "raised ValueError: \\x1b[2J [/x] in step" in err
 
 
 def test_the_records_of_a_mixture_are_counted_source_after_source(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,12 +16,12 @@ from rich.text import Text
 
 from tpu_grpo.commands.naming import NamedModel, named_models
 from tpu_grpo.commands.starting import config_from_words, exit_code_of, prepare
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.errors import ConfigError, without_controls
 
 if TYPE_CHECKING:
     from tpu_grpo.commands.playing import Game, Model, Policy, Stretch
     from tpu_grpo.prompts import PromptStream
-    from tpu_grpo.types import Prompt
+    from tpu_grpo.types import Completion, Prompt
 
 ABOUT = """Plays an environment of a config: you write what the policy would write, or let a model do it.
 
@@ -157,7 +157,7 @@ def show(game: "Game", model: "Model", console: Console, *, tokens: bool) -> Non
         what = f"turn {turn}, which the policy wrote" if stretches[0].sampled else "what the policy sees"
         console.rule(what, align="left")
         for stretch in stretches:
-            console.print(Text(stretch.text, style=SAMPLED if stretch.sampled else OBSERVED))
+            console.print(Text(without_controls(stretch.text), style=SAMPLED if stretch.sampled else OBSERVED))
             if tokens:
                 console.print(_tokens(stretch))
 
@@ -170,30 +170,36 @@ def _tokens(stretch: "Stretch") -> Text:
 
 def outcome(game: "Game", rewards: Any, prompt: Any, tokenizer: Any) -> Table:
     """Show how the conversation ended, what it counts for, and what the rewards give."""
-    from tpu_grpo.rollout.sampler import completion_text
-    from tpu_grpo.types import PromptBatch, Rollout
-
     completion = game.completion
     episode = completion.episode
     assert episode is not None
-    table = Table("", "", title="The conversation", show_header=False)
     failure = "" if episode.failure is None else f": {episode.failure.text}"
-    table.add_row("ended", "stopped" if game.was_stopped else f"{episode.ending}{failure}")
-    table.add_row("turns", str(len(episode.turns)))
-    table.add_row("tokens trained on", f"{completion.sampled_tokens} of {len(completion.token_ids)} after the prompt")
-    table.add_row("training samples", str(len(episode.branches)))
-    table.add_row("calls", ", ".join(name or "(unreadable)" for turn in episode.turns for name in turn.calls) or "none")
-    table.add_row("environment's reward", _number(episode.reward))
-    if episode.failure is None and episode.turns:
-        rollout = Rollout(
-            PromptBatch(1, (prompt,)), 1, (completion,), (completion_text(tokenizer, completion),), seconds=0.0
-        )
-        scores = rewards.score(rollout)
-        found: Mapping[str, Any] = scores.by_name
-        for name, values in found.items():
-            table.add_row(f"reward {name}", _number(float(values[0])))
-        table.add_row("total reward", _number(float(scores.total[0])))
+    calls = [name or "(unreadable)" for turn in episode.turns for name in turn.calls]
+    found = {
+        "ended": "stopped" if game.was_stopped else f"{episode.ending}{failure}",
+        "turns": str(len(episode.turns)),
+        "tokens trained on": f"{completion.sampled_tokens} of {len(completion.token_ids)} after the prompt",
+        "training samples": str(len(episode.branches)),
+        "calls": ", ".join(calls) or "none",
+        "environment's reward": _number(episode.reward),
+        **(_scores(completion, rewards, prompt, tokenizer) if episode.failure is None and episode.turns else {}),
+    }
+    table = Table("", "", title="The conversation", show_header=False)
+    for name, value in found.items():
+        table.add_row(Text(name), Text(without_controls(value)))
     return table
+
+
+def _scores(completion: "Completion", rewards: Any, prompt: Any, tokenizer: Any) -> dict[str, str]:
+    """Return what the rewards of the run give a conversation, and their total."""
+    from tpu_grpo.rollout.sampler import completion_text
+    from tpu_grpo.types import PromptBatch, Rollout
+
+    text = completion_text(tokenizer, completion)
+    scores = rewards.score(Rollout(PromptBatch(1, (prompt,)), 1, (completion,), (text,), seconds=0.0))
+    named: Mapping[str, Any] = scores.by_name
+    by_name = {f"reward {name}": _number(float(values[0])) for name, values in named.items()}
+    return {**by_name, "total reward": _number(float(scores.total[0]))}
 
 
 def _number(value: float | None) -> str:

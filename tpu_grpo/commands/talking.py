@@ -1,7 +1,6 @@
 """What scripts/sample.py does: models are opened, prompts are written, answers are shown and scored."""
 
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 from tpu_grpo.commands.answers import Cancelled, write_answers, write_scores
 from tpu_grpo.commands.chat import chat, typed_lines
 from tpu_grpo.commands.naming import NamedModel
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.errors import ConfigError, without_controls
 from tpu_grpo.prompts import Message, Source, read_records, record_of
 from tpu_grpo.run.answering import Asked, Speaker
 from tpu_grpo.run.saved import choose
@@ -123,5 +122,5 @@ def _question(prompt: Prompt) -> str:
 def _write(text: str) -> None:
     """Write a text at once; on a terminal characters that would control it are shown as escapes."""
     if sys.stdout.isatty():
-        text = "".join(repr(c)[1:-1] if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+        text = without_controls(text)
     print(text, end="", flush=True)

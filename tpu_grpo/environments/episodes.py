@@ -21,7 +21,7 @@ from tpu_grpo.environments.actions import COLUMN, Answered, Ended, Failed, Loade
 from tpu_grpo.environments.conversation import Conversation, Start
 from tpu_grpo.environments.values import WrongError
 from tpu_grpo.episode import Failure
-from tpu_grpo.errors import EpisodeError
+from tpu_grpo.errors import EpisodeError, without_controls
 from tpu_grpo.types import Completion, Prompt, Request, SampleKey
 
 LOG = logging.getLogger("tpu_grpo.environments")
@@ -200,10 +200,10 @@ class Episodes:
             LOG.warning(
                 "environment %s %s, %s; %s, and further ones are not told here\n%s",
                 start.environment.name,
-                failure.text,
+                without_controls(failure.text),
                 where,
                 "it is left out" if worth is None else f"it is worth {worth:g}",
-                failure.trace,
+                without_controls(failure.trace),
             )
         self._has_failed = True
         conversation.failed(replace(failure, reward=worth))
