@@ -180,6 +180,22 @@ def test_an_environment_does_not_control_the_terminal(
     assert "raised ValueError: \\x1b[2J [/x] in step" in err
 
 
+@pytest.mark.parametrize(
+    ("settings", "shown"),
+    [(["environment.on_error=skip"], "none"), (["environment.on_error=value", "environment.error_value=-0.5"], "-0.5")],
+)
+def test_what_a_failure_is_worth_is_shown(capsys: pytest.CaptureFixture[str], settings: list[str], shown: str) -> None:
+    """A run leaves it out, or counts environment.error_value."""
+    Path("clearing.py").write_text(CLEARING)
+    code, lines, _ = played(capsys, "environment.name=clearing.py:Clearing", "--policy", "mine.py:clearing", *settings)
+    assert code == 0
+    assert [value(lines, name) for name in ("environment's reward", "reward environment", "total reward")] == [
+        "none",
+        shown,
+        shown,
+    ]
+
+
 def test_the_records_of_a_mixture_are_counted_source_after_source(capsys: pytest.CaptureFixture[str]) -> None:
     Path("more.jsonl").write_text('{"prompt": "", "target": 7}\n')
     sources = "sources: [{path: targets.jsonl, name: some}, {path: more.jsonl, name: more}]"

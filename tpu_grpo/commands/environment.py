@@ -182,7 +182,7 @@ def outcome(game: "Game", rewards: Any, prompt: Any, tokenizer: Any) -> Table:
         "training samples": str(len(episode.branches)),
         "calls": ", ".join(calls) or "none",
         "environment's reward": _number(episode.reward),
-        **(_scores(completion, rewards, prompt, tokenizer) if episode.failure is None and episode.turns else {}),
+        **(_scores(completion, rewards, prompt, tokenizer) if episode.turns or episode.failure is not None else {}),
     }
     table = Table("", "", title="The conversation", show_header=False)
     for name, value in found.items():
@@ -199,7 +199,7 @@ def _scores(completion: "Completion", rewards: Any, prompt: Any, tokenizer: Any)
     scores = rewards.score(Rollout(PromptBatch(1, (prompt,)), 1, (completion,), (text,), seconds=0.0))
     named: Mapping[str, Any] = scores.by_name
     by_name = {f"reward {name}": _number(float(values[0])) for name, values in named.items()}
-    return {**by_name, "total reward": _number(float(scores.total[0]))}
+    return {**by_name, "total reward": _number(float(scores.total[0]) if scores.scored[0] else None)}
 
 
 def _number(value: float | None) -> str:
