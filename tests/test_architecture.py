@@ -20,7 +20,7 @@ LEVELS = (
     {"episode"},
     {"completion"},
     {"types", "errors"},
-    {"config", "plugins", "caching"},
+    {"config", "plugins", "caching", "streams"},
     {"tasks", "hosts", "metrics", "families", "algorithms", "launching", "thresholds", "workers"},
     {"models", "prompts", "rollout", "rewards", "environments", "weights", "learner", "report"},
     {"evaluation", "tunix_loop"},

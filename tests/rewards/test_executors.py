@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from tests.marks import marked
+from tests.readers import nobody_reads
 from tests.rewards import faulty
 from tests.rewards.conftest import make_rollout
 from tpu_grpo.config import RewardSpec
@@ -101,6 +102,11 @@ def test_children_that_a_reward_leaves_end_with_it():
         np.testing.assert_array_equal(rewards.score(ROLLOUT).total, [2.0] * 4)
         np.testing.assert_array_equal(rewards.score(ROLLOUT).total, [2.0] * 4)
         assert len(marked()) >= 2 + 2 * 3
+
+
+def test_what_a_reward_prints_when_nobody_reads_changes_nothing():
+    with nobody_reads(), open_rewards([spec(faulty.prints)], []) as rewards:
+        np.testing.assert_array_equal(rewards.score(ROLLOUT).total, GOOD)
 
 
 def test_memory_is_limited():

@@ -41,9 +41,11 @@ from tpu_grpo.workers.inside import (
     children,
     die_with,
     end_with_parent,
+    flush_output,
     leave,
     limit_memory,
     outlive_parent,
+    print_by_line,
 )
 from tpu_grpo.workers.open_files import allow_files, allow_many_files
 from tpu_grpo.workers.process import how_it_ended
@@ -74,6 +76,7 @@ def _serve() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     lifeline = int(sys.argv[2])
     end_with_parent(lifeline)
+    print_by_line()
     job = _received_job(control)
     limit_memory(job.memory_bytes)
     try:
@@ -107,6 +110,7 @@ class _ForkServer:
         self._selector = selectors.DefaultSelector()
 
     def serve(self) -> None:
+        flush_output()  # each process would write the rest of a line once more
         if "numpy" in sys.modules:
             importlib.import_module("numpy.random")  # each process seeds it, and would import it by itself
         gc.collect()

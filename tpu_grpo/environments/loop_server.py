@@ -26,7 +26,7 @@ from tpu_grpo.environments.requests import Called, Job, Ready, Request, SetupFai
 from tpu_grpo.episode import Failure
 from tpu_grpo.errors import EpisodeError
 from tpu_grpo.workers.channel import BrokenChannelError, Channel
-from tpu_grpo.workers.inside import end_with_parent, leave, limit_memory
+from tpu_grpo.workers.inside import end_with_parent, leave, limit_memory, print_by_line
 from tpu_grpo.workers.open_files import allow_many_files
 
 PROGRAM = "from tpu_grpo.environments.loop_server import main; main()"
@@ -42,6 +42,7 @@ def main() -> None:
 
 def _serve() -> None:
     end_with_parent(int(sys.argv[2]))
+    print_by_line()
     end = socket(fileno=int(sys.argv[1]))
     connection = Connection(os.dup(end.fileno()))
     job: Job = connection.recv()

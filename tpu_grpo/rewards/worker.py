@@ -26,7 +26,7 @@ from tpu_grpo.rewards.batches import Call
 from tpu_grpo.rewards.calling import Caller
 from tpu_grpo.rewards.feed import Task
 from tpu_grpo.rewards.loading import find_reward
-from tpu_grpo.workers.inside import end_with_parent, limit_memory
+from tpu_grpo.workers.inside import end_with_parent, limit_memory, print_by_line
 from tpu_grpo.workers.process import WorkerProcess
 
 _CLOSE_SECONDS = 5.0
@@ -112,6 +112,7 @@ def main() -> None:
     """Serve on the connection whose descriptor is the first argument; the second is the lifeline's."""
     connection = Connection(int(sys.argv[1]))
     end_with_parent(int(sys.argv[2]))
+    print_by_line()
     job: WorkerJob = connection.recv()
     limit_memory(job.memory_bytes)
     caller = _set_up(job, connection)

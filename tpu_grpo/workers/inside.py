@@ -13,6 +13,8 @@ from typing import NoReturn
 
 import psutil
 
+from tpu_grpo.streams import lasting
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
 """PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of Linux's prctl.h."""
@@ -34,6 +36,24 @@ def outlive_parent(lifeline: int) -> None:
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) & ~os.O_ASYNC)
 
 
+def print_by_line() -> None:
+    """Have each line that this process prints go out at once, and be dropped when nobody reads any more.
+
+    A buffer would be lost with a process that is killed, and would go along into each that is forked.
+    """
+    sys.stdout, sys.stderr = (lasting(stream) for stream in (sys.stdout, sys.stderr))
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError):  # a StringIO, where there is nothing to write to
+            stream.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def flush_output() -> None:
+    """Write what users' code has printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, ValueError, OSError):  # users' code has replaced or closed it
+            stream.flush()
+
+
 def leave(code: int) -> NoReturn:
     """End this process at once, but for what is registered to be done at its end, such as removing files.
 
@@ -41,9 +61,7 @@ def leave(code: int) -> NoReturn:
     """
     try:
         atexit._run_exitfuncs()
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(ValueError, OSError):  # users' code has closed it
-                stream.flush()
+        flush_output()
     finally:
         os._exit(code)
 

@@ -1,0 +1,68 @@
+"""Streams that lose their readers without an error, for the main process and for those of users' code."""
+
+import io
+import os
+from contextlib import suppress
+from typing import Any, TextIO, cast
+
+
+def lasting(stream: TextIO | None) -> TextIO:
+    """Return a stream that writes to this one as long as it can, and fails neither then nor for lack of a character."""
+    if stream is None:  # it was closed before the start
+        return io.StringIO()
+    with suppress(AttributeError, ValueError):  # a stream of a test or a notebook, which shows everything
+        stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+    return stream if isinstance(stream, LastingStream) else cast("TextIO", LastingStream(stream))
+
+
+class LastingStream(io.TextIOBase):
+    """Writes to a stream; once that fails, to nowhere.
+
+    Its file descriptor then leads nowhere, too, so that others who write there do not fail either.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str, /) -> int:
+        """Write text, or drop it."""
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._lose()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flush, or drop what was not written."""
+        try:
+            self._stream.flush()
+        except OSError:
+            self._lose()
+        except ValueError:  # it was closed by the program
+            pass
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def writable(self) -> bool:
+        """Say that it can be written to, always."""
+        return True
+
+    def isatty(self) -> bool:
+        """Say whether a person reads it."""
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        """Return the descriptor of the stream."""
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return the encoding of the stream, by which rich chooses its characters."""
+        return self._stream.encoding
+
+    def _lose(self) -> None:
+        with suppress(OSError, ValueError):  # without a descriptor there is nothing to lead elsewhere
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
