@@ -2,15 +2,17 @@
 
 import asyncio
 import inspect
+import pickle
+from typing import Any
 
 import pytest
 
 from tests.environments.playing import call
-from tpu_grpo.environments.actions import Answered
+from tpu_grpo.environments.actions import Answered, Ended
 from tpu_grpo.environments.finding import find_environment
 from tpu_grpo.environments.loading import load_environment
 from tpu_grpo.environments.playing import Played, Playing
-from tpu_grpo.environments.requests import Act, Job, Start
+from tpu_grpo.environments.requests import Act, End, Job, Start
 
 
 def test_what_methods_take_is_worked_out_before_a_process_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,3 +32,37 @@ def test_what_methods_take_is_worked_out_before_a_process_is_forked(monkeypatch:
         "2",
         "Error: increment has no argument 'by'; it takes: step, times",
     ]
+
+
+class AnyName:
+    """Answers to any name, as stand-ins and wrappers do; only what the class itself has is asked."""
+
+    def reset(self) -> None:
+        self.asked = list[str]()
+
+    def look(self) -> str:
+        """Look."""
+        return "here"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "asked":
+            raise AttributeError(name)
+        return lambda *_: self.asked.append(name) or "no number"
+
+
+def test_an_instance_that_answers_to_any_name_gives_no_rewards_of_its_own() -> None:
+    loaded = load_environment(f"{__name__}:AnyName", {})
+    assert not loaded.gives_reward
+    playing = Playing(Played(Job(loaded, 2**30, keep=True), AnyName))
+
+    async def play() -> Any:
+        await playing.reply(Start({}, seed=1))
+        await playing.reply(Act(call("look")))
+        return await playing.reply(End())
+
+    reply = asyncio.run(play())
+    asyncio.run(playing.close())
+    assert isinstance(reply, Ended)
+    assert (reply.reward, reply.turn_rewards) == (None, None)
+    assert reply.kept is not None
+    assert pickle.loads(reply.kept.attributes["asked"]) == []

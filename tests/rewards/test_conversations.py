@@ -100,6 +100,29 @@ def test_what_was_not_kept_says_why(tmp_path: Path) -> None:
         rebuilt(broken)
 
 
+WRAPPER = """
+class Wrapper:
+    def __getattr__(self, name):
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+"""
+
+
+def test_a_class_that_passes_attributes_on_still_does(tmp_path: Path) -> None:
+    """But the reason why something was not kept is told, also for what it would pass on to that."""
+    (tmp_path / "wrapper.py").write_text(WRAPPER)
+    wrapper = rebuilt(kept(f"{tmp_path}/wrapper.py:Wrapper", inner=1 + 2j))
+    assert wrapper.imag == 2.0
+    with pytest.raises(AttributeError, match="'complex' object has no attribute 'other'"):
+        _ = wrapper.other
+    with pytest.raises(AttributeError, match="'client' was not kept of the environment: a socket"):
+        _ = wrapper.client
+    left_out = KeptEnvironment(f"{tmp_path}/wrapper.py:Wrapper", {}, {"inner": "a generator"})
+    with pytest.raises(AttributeError, match="'inner' was not kept of the environment: a generator"):
+        _ = rebuilt(left_out).score
+
+
 def test_no_reward_is_asked_about_a_failed_environment(reward_file: MakeFile) -> None:
     path = reward_file(
         "def f(completions):\n    assert 'bad' not in completions\n    return [1.0] * len(completions)\n"

@@ -84,7 +84,7 @@ class Playing:
         """Close the environment; raises what that raises."""
         if self._adapter is not None:
             await resolved(self._adapter.close())
-        elif callable(close := getattr(self._instance, "close", None)):
+        elif self._instance is not None and (close := self._method("close")) is not None:
             await resolved(close())
 
     async def _start(self, request: Start) -> Answered:
@@ -128,7 +128,7 @@ class Playing:
 
     async def _end(self) -> Ended:
         reward, instance = None, self._played_instance
-        if callable(get_reward := getattr(instance, "get_reward", None)):
+        if (get_reward := self._method("get_reward")) is not None:
             self._asked = "get_reward"
             reward = number_of(await resolved(get_reward()), "get_reward")
         given = await self._turn_rewards()
@@ -139,10 +139,13 @@ class Playing:
     def _played_instance(self) -> Any:
         return self._instance if self._adapter is None else self._adapter.instance
 
+    def _method(self, name: str) -> Any:
+        """Return a method that the class has, as it was seen when it was loaded: an instance may answer to any name."""
+        return getattr(self._played_instance, name, None) if callable(getattr(self._target, name, None)) else None
+
     async def _turn_rewards(self) -> Sequence[Any] | None:
         """Ask for the rewards of the turns so far; None of a class without."""
-        get_turn_rewards = getattr(self._played_instance, "get_turn_rewards", None)
-        if not callable(get_turn_rewards):
+        if (get_turn_rewards := self._method("get_turn_rewards")) is None:
             return None
         self._asked = "get_turn_rewards"
         return growing(await resolved(get_turn_rewards()), self._turns[-1] if self._turns else 0)

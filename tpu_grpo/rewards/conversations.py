@@ -2,7 +2,8 @@
 
 An environment is played in a process of its own, which is over when a reward is asked. Its attributes were kept, and
 the reward's process makes an object of its class from them, so that rewards read ``environment.counter`` and call its
-methods. What could not be kept, such as a connection, is not there; reading it says why.
+methods. What could not be kept, such as a connection, is not there; reading it says why. For other names a class that
+has ``__getattr__`` answers itself.
 """
 
 import pickle
@@ -52,8 +53,11 @@ def rebuilt(kept: KeptEnvironment) -> Any:
         RewardError: for a class that cannot be found any more, or attributes that cannot be read.
     """
     found = find_function(kept.source, "environment", RewardError)
+    own = getattr(found, "__getattr__", None)
 
     def missing(self: Any, name: str) -> Any:
+        if own is not None and name not in kept.left_out:
+            return own(self, name)
         why = kept.left_out.get(name)
         text = f"{name!r} was not kept of the environment" if why else f"the environment has no attribute {name!r}"
         raise AttributeError(f"{text}: {why}" if why else text)
