@@ -46,6 +46,7 @@ from tpu_grpo.workers.inside import (
     limit_memory,
     outlive_parent,
     print_by_line,
+    start_afresh,
 )
 from tpu_grpo.workers.open_files import allow_files, allow_many_files
 from tpu_grpo.workers.process import how_it_ended
@@ -193,6 +194,7 @@ class _ForkServer:
         die_with(server)
         adopt_orphans()
         end_with_parent(leash)
+        start_afresh()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()

@@ -4,10 +4,13 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import multiprocessing.process
+import multiprocessing.util
 import os
 import resource
 import signal
 import sys
+import weakref
 from pathlib import Path
 from typing import NoReturn
 
@@ -64,6 +67,20 @@ def leave(code: int) -> NoReturn:
         flush_output()
     finally:
         os._exit(code)
+
+
+def start_afresh() -> None:
+    """Have nothing done at the end of this forked process that was registered before, which the parent does at its own.
+
+    What this process itself registers from now on is done: with ``atexit``, ``weakref.finalize`` (a
+    ``TemporaryDirectory`` does) and ``multiprocessing``, whose own registry knows who registered what.
+    """
+    atexit._clear()
+    for finalizer in weakref.finalize._registry:  # pyright: ignore[reportAttributeAccessIssue]
+        finalizer.atexit = False
+    weakref.finalize._registered_with_atexit = False  # pyright: ignore[reportAttributeAccessIssue]
+    multiprocessing.process._children.clear()  # pyright: ignore[reportAttributeAccessIssue]
+    atexit.register(multiprocessing.util._exit_function)
 
 
 def limit_memory(memory_bytes: int) -> None:
