@@ -205,7 +205,7 @@ class Dialect:
     def _suffix(self, answers: Sequence[Message]) -> list[int]:
         """Return the ids that the template writes for answers, from behind the token that ended the turn."""
         written = [self._as_data(answer) for answer in answers]
-        names = [str(answer.get("name") or "") for answer in answers if answer["role"] == "tool"]
+        names = [str(answer.get("name") or "") for answer in written if answer["role"] == "tool"]
         if len(names) > 1 and not self._many_calls:
             names = names[-1:]
         calls = [self._prober.call(CALLED, name) for name in names]
@@ -220,8 +220,9 @@ class Dialect:
         return suffix[1:]
 
     def _as_data(self, answer: Message) -> Message:
-        content = self._encoder.guarded(str(answer["content"]))
-        return {**({"tool_call_id": CALL_ID} if answer["role"] == "tool" else {}), **answer, "content": content}
+        """Guard what an answer holds: the environment wrote its content, and the policy the name of the tool."""
+        held = {key: self._encoder.guarded(str(answer[key])) for key in ("name", "content") if key in answer}
+        return {**({"tool_call_id": CALL_ID} if answer["role"] == "tool" else {}), **answer, **held}
 
     @cached_property
     def _many_calls(self) -> bool:
