@@ -170,6 +170,17 @@ class Silent(Faulty):
     """Its file ends the process when the main process is not the one that imports it."""
 
 
+class SilentAsync:
+    """The same on an event loop."""
+
+    async def reset(self) -> str:
+        return "begin"
+
+    async def work(self) -> str:
+        """Do some work."""
+        return "did"
+
+
 if os.environ.get("FAULTY_IMPORT") == "leaves" and "tpu_grpo.environments.pool" not in sys.modules:
     os._exit(7)
 if os.environ.get("FAULTY_IMPORT") == "hangs" and "tpu_grpo.environments.pool" not in sys.modules:

@@ -20,7 +20,7 @@ import pytest
 
 from tests.environments.playing import acted, begun, call, ended, failure, open_pool, told
 from tests.marks import marked
-from tpu_grpo.environments import fork_server
+from tpu_grpo.environments import fork_server, starting
 from tpu_grpo.environments import pool as pool_module
 from tpu_grpo.environments.actions import Answered, Reply
 from tpu_grpo.environments.forked import ForkedEnvironments
@@ -178,7 +178,7 @@ def test_an_import_that_fails_in_the_process_ends_the_run(monkeypatch: pytest.Mo
 
 def test_an_import_that_never_ends_in_the_process_ends_the_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FAULTY_IMPORT", "hangs")
-    monkeypatch.setattr(pool_module, "START_SECONDS", 1.0)
+    monkeypatch.setattr(starting, "START_SECONDS", 1.0)
     said = "environment Silent must be imported in its process within 1 s, got no answer; see what"
     with open_pool("tests.environments.faulty:Silent") as pool, pytest.raises(EpisodeError, match=re.escape(said)):
         begun(pool)
@@ -190,9 +190,10 @@ def test_the_time_for_the_import_begins_when_somebody_waits_for_it(monkeypatch: 
     with open_pool(NAME) as pool:
         if was_ready:
             assert pool._selector.select(60.0)  # its word has come, and nobody has taken it in
-            monkeypatch.setattr(pool_module, "START_SECONDS", 0.0)
+            monkeypatch.setattr(starting, "START_SECONDS", 0.0)
         later = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0)
         monkeypatch.setattr(pool_module, "time", later)
+        monkeypatch.setattr(starting, "time", later)
         assert told(begun(pool)) == "begin"
 
 

@@ -12,6 +12,7 @@ pool.py             EnvironmentPool: the environments of this host, as the main 
 pooled.py           one of its conversations
 forked.py           a process for each conversation, forked from a server that has imported the class (server.py)
 shared.py           processes that have many conversations of an async environment on one loop each
+starting.py         how long their import may take, and how often it may fail
 fork_server.py, loop_server.py      the programs of these processes
 requests.py         what these are asked, and what they say of themselves
 playing.py          one environment that is played, in its process

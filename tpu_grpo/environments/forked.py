@@ -16,6 +16,7 @@ from tpu_grpo.environments.actions import Reply
 from tpu_grpo.environments.fork_server import MOST_BYTES
 from tpu_grpo.environments.requests import Called, Exited, Finish, Fork, Job, Ready, Request, SetupFailed
 from tpu_grpo.environments.server import Server
+from tpu_grpo.environments.starting import Starting
 from tpu_grpo.errors import EpisodeError
 from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError, Channel
 from tpu_grpo.workers.process import WorkerProcess
@@ -55,7 +56,7 @@ class ForkedEnvironments:
         self._server_of: dict[int, Server] = {}
         self._ending: list[tuple[WorkerProcess, float]] = []
         """Servers that end by themselves, and when each is ended if it has not."""
-        self.was_ready = False
+        self.starting = Starting(job.loaded.name)
         self._add_server()
 
     @property
@@ -195,11 +196,11 @@ class ForkedEnvironments:
     def _told(self, server: Server, message: Any) -> None:
         match message:
             case Ready():
-                server.is_ready = self.was_ready = True
+                server.is_ready = True
+                self.starting.ready()
                 self._retire()
             case SetupFailed(text, trace):
-                name = self._job.loaded.name
-                raise EpisodeError(f"environment {name} failed in its process: {text}\n{trace}".rstrip())
+                raise self.starting.refused(text, trace)
             case Exited(number, text, forced):
                 self._hear(server, number)  # it may have answered before
                 if (known := server.dying.pop(number, None)) is None:
@@ -212,18 +213,15 @@ class ForkedEnvironments:
                 self._retire()
 
     def _lost_server(self, server: Server) -> None:
-        """Go on without a server that has ended, if it ever was ready."""
+        """Go on without a server that has ended."""
         self._servers.remove(server)
         numbers = [number for number, of in self._server_of.items() if of is server]
         self._forget(server)
         if server.is_ready:
             server.process.wait(_TIDY_SECONDS)  # it ends its conversations' processes
         ending = server.process.kill()
-        if not server.is_ready and not self.was_ready:
-            raise EpisodeError(
-                f"environment {self._job.loaded.name} must be imported in its process, which {ending} instead; import "
-                "its file by hand to see why"
-            )
+        if not server.is_ready:
+            self.starting.failed(ending)
         for number in numbers:
             del self._server_of[number]
             self._listener.lost(number, f"lost the process that had forked it, which {ending}")

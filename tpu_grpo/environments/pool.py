@@ -32,8 +32,6 @@ from tpu_grpo.episode import Failure
 from tpu_grpo.errors import EpisodeError
 from tpu_grpo.workers.open_files import allow_many_files
 
-START_SECONDS = 120.0
-"""A process has this time to import its environment, from when a conversation waits for it; outside of any deadline."""
 _CLOSE_SECONDS = 5.0
 """A process has this time to close its environment after the episode."""
 _POLL_SECONDS = 0.5
@@ -263,20 +261,13 @@ class EnvironmentPool:
             if not has_place and not (conversation is wanted and is_stuck):
                 continue
             if not conversation.home.is_ready:
-                self._check_start(conversation)
+                conversation.home.starting.waited_for()
                 continue
             self._waiting.remove(conversation)
             conversation.is_placed = True
             conversation.home.begin(conversation.number)
             self._send(conversation)
             forked += isinstance(conversation.home, ForkedEnvironments)
-
-    def _check_start(self, conversation: Pooled) -> None:
-        if time.monotonic() > conversation.asked_at + START_SECONDS and not conversation.home.was_ready:
-            raise EpisodeError(
-                f"environment {conversation.loaded.name} must be imported in its process within {START_SECONDS:.0f} s, "
-                "got no answer; see what its file does when it is imported"
-            )
 
     def _end_late(self) -> None:
         """End the conversations that have had their time."""

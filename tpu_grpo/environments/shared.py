@@ -13,7 +13,7 @@ from tpu_grpo.environments.forked import LARGEST_REPLY, Listener
 from tpu_grpo.environments.loop_server import PROGRAM
 from tpu_grpo.environments.requests import Called, Job, Ready, Request, SetupFailed
 from tpu_grpo.environments.server import SETTINGS
-from tpu_grpo.errors import EpisodeError
+from tpu_grpo.environments.starting import Starting
 from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError, Channel
 from tpu_grpo.workers.process import WorkerProcess
 
@@ -48,7 +48,7 @@ class SharedEnvironments:
         self._leaving: list[WorkerProcess] = []
         """Processes that are about to end."""
         self._loop_of: dict[int, _Loop] = {}
-        self.was_ready = False
+        self.starting = Starting(job.loaded.name)
         for _ in range(count):
             self._add_loop()
 
@@ -137,7 +137,9 @@ class SharedEnvironments:
         self._selector.unregister(loop.channel)
         ending = loop.process.kill()
         loop.channel.close()
-        if self.was_ready and loop.conversations < self._recycle:  # or its successor is there already
+        if not loop.is_ready:
+            self.starting.failed(ending)
+        if loop.conversations < self._recycle:  # or its successor is there already
             self._add_loop()
         return ending
 
@@ -154,18 +156,16 @@ class SharedEnvironments:
             for message in loop.channel.receive():
                 match message:
                     case Ready():
-                        loop.is_ready = self.was_ready = True
+                        loop.is_ready = True
+                        self.starting.ready()
                     case SetupFailed(text, trace) if not loop.is_ready:
-                        self._fail(f"failed in its process: {text}\n{trace}")
+                        raise self.starting.refused(text, trace)
                     case (int(number), Called() | Answered() | Ended() | Failed() as said):
                         self._told(loop, number, said)
                     case _:
                         raise BrokenChannelError(FOREIGN)
         except BrokenChannelError:
-            ending = self._end(loop)
-            if not self.was_ready:
-                self._fail(f"must be imported in its process, which {ending} instead; import its file by hand")
-            self._tell([*loop.numbers], f"lost its process, which {ending}")
+            self._tell([*loop.numbers], f"lost its process, which {self._end(loop)}")
 
     def _told(self, loop: _Loop, number: int, said: Reply | Called) -> None:
         if number not in loop.numbers:
@@ -174,6 +174,3 @@ class SharedEnvironments:
             self._listener.went_on(number)
         else:
             self._listener.answered(number, said)
-
-    def _fail(self, text: str) -> None:
-        raise EpisodeError(f"environment {self._job.loaded.name} {text}".rstrip())

@@ -80,7 +80,7 @@ def start_afresh() -> None:
         finalizer.atexit = False
     weakref.finalize._registered_with_atexit = False  # pyright: ignore[reportAttributeAccessIssue]
     multiprocessing.process._children.clear()  # pyright: ignore[reportAttributeAccessIssue]
-    atexit.register(multiprocessing.util._exit_function)
+    atexit.register(multiprocessing.util._exit_function)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def limit_memory(memory_bytes: int) -> None:
