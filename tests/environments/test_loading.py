@@ -153,6 +153,74 @@ def test_what_does_not_fit_is_named(load, source: str, said: str):
         load(source)
 
 
+TYPES = """
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Dict, List, Literal, Optional, TypedDict, Union
+class Color(enum.Enum):
+    RED = "red"
+@dataclass
+class Point:
+    x: int
+class Written(TypedDict):
+    x: int
+"""
+
+
+NUMBER = {"type": "number"}
+
+
+def taking(parameter: str) -> str:
+    """An environment whose tool has a parameter a."""
+    tool = f'    def look(self, {parameter}) -> "Point":\n        """Look.\n\n        Args:\n            a: Where."""'
+    return f"{TYPES}class E:\n{RESET}{tool}\n"
+
+
+@pytest.mark.parametrize(
+    ("parameter", "said"),
+    [
+        ("*a: int", "its tool look must take its arguments by name, as calls give them, got *a: int; drop"),
+        ("a: int, /", "must take its arguments by name, as calls give them, got a: int; drop the '/'"),
+        ("a: Color = Color.RED", "of the type Color, which the policy would see as an object without fields"),
+        ("a: Point", "of the type Point, which"),
+        ("a: list[Point]", "of the type Point, which"),
+        ("a: dict[str, Optional[Color]]", "of the type Color, which"),
+        ("a: Union[int, Point, None]", "of the type Point, which"),
+        ("a: list", "of the type list, which"),
+        ("a: bytes", "of the type bytes, which"),
+    ],
+)
+def test_what_no_call_could_give_is_refused(load, parameter: str, said: str):
+    with pytest.raises(EpisodeError, match=re.escape(said)):
+        load(taking(parameter))
+
+
+@pytest.mark.parametrize(
+    ("hint", "schema"),
+    [
+        ("int | None", {"type": "integer", "nullable": True}),
+        ("Union[int, str]", {"type": ["integer", "string"]}),
+        ("Literal['red', 2]", {"type": ["string", "integer"], "enum": ["red", 2]}),
+        (
+            "list[dict[str, float]]",
+            {"type": "array", "items": {"type": "object", "additionalProperties": {"type": "number"}}},
+        ),
+        ("List", {"type": "array"}),
+        ("tuple[int, str]", {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}]}),
+        ("dict", {"type": "object"}),
+        ("Dict[str, Any]", {"type": "object", "additionalProperties": {}}),
+        ("Mapping", {"type": "object"}),
+        ("Written", {"type": "object"}),
+        ("Any", {}),
+    ],
+)
+def test_what_a_call_can_give(load, hint: str, schema: dict[str, Any]):
+    """What the tool returns has a type that JSON does not know, which does not matter."""
+    [tool] = load(taking(f"a: {hint}")).tools
+    assert tool["function"]["parameters"]["properties"] == {"a": {**schema, "description": "Where."}}
+
+
 def test_options_that_a_constructor_does_not_take(load):
     with pytest.raises(EpisodeError, match=r"does not take the options \['size'\]; its constructor takes: none"):
         load(f"class E:\n{RESET}{TOOL}", size=3)
