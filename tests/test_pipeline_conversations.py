@@ -129,7 +129,7 @@ def test_bad_environments_end_their_own_conversations(tmp_path: Path) -> None:
         "options": {"how": {f"{n}+1=": fault for n, fault in how.items()}},
         "on_error": "value",
         "error_value": -1.0,
-        "timeout": 2.0,
+        "timeout": 4.0,
     }
     train(config(tmp_path / "run", environment=bad))
     rows = samples(tmp_path / "run")
