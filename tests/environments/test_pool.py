@@ -3,12 +3,15 @@
 import pickle
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import pytest
 
 from tests.environments.playing import acted, answer, begun, call, calls, ended, failure, open_pool, says, told
 from tests.marks import marked
+from tpu_grpo.environments import pool as pool_module
 from tpu_grpo.environments.actions import Answered, BadCall, Ended, ToolCall
 from tpu_grpo.environments.forked import ForkedEnvironments
 from tpu_grpo.environments.pool import EnvironmentPool
@@ -162,6 +165,29 @@ def test_conversations_wait_for_places_in_their_order_and_never_for_ever():
         assert not pool.ready(3)
         while not pool.ready(3):  # who only asks whether it is ready is not left waiting, either
             time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("seconds", "reply"), [(100.0, None), (121.0, ("late", "had no process after 120 s; "))])
+def test_the_time_until_a_process_is_forked_is_not_the_environment_s(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, reply: tuple[str, str] | None
+):
+    """A server forks one at a time: of many conversations that begin at once the last would have had none left."""
+    with open_pool(COUNTER, timeout=30.0) as pool:
+        begun(pool, 0, {"target": 0})
+        home = pool._homes[""]
+        assert isinstance(home, ForkedEnvironments)
+        server = psutil.Process(home._servers[0].process._process.pid)
+        server.suspend()
+        pool.start(1, "", {"target": 1}, seed=0)
+        monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
+        is_over = pool.ready(1)
+        server.resume()
+        if reply is None:
+            assert not is_over
+            assert told(pool.take(1)) == "Count to 1."
+        else:
+            kind, text = failure(pool.take(1))
+            assert (kind, text[: len(reply[1])]) == reply
 
 
 def test_what_is_given_up_is_over_and_others_can_begin(pool: EnvironmentPool):

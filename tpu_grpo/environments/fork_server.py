@@ -3,7 +3,7 @@
     main process                        fork server                     a conversation's process
     Job                         ->      imports the class
                                 <-      Ready or SetupFailed
-    Fork(7), with a socket      ->      forks                     ->    limits, session, then Start, Act, End
+    Fork(7), with a socket      ->      forks                     ->    limits, session, Began, then Start, Act, End
     Finish(7, 5.0)              ->      kills it if it is late
                                 <-      Exited(7, ...)
 
@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 from tpu_grpo.environments.actions import Ended, Failed, Reply
 from tpu_grpo.environments.finding import find_environment, import_beforehand
 from tpu_grpo.environments.playing import Played, Playing
-from tpu_grpo.environments.requests import Called, Exited, Finish, Fork, Job, Ready, Request, SetupFailed
+from tpu_grpo.environments.requests import Began, Called, Exited, Finish, Fork, Job, Ready, Request, SetupFailed
 from tpu_grpo.environments.values import WrongError
 from tpu_grpo.episode import Failure
 from tpu_grpo.errors import EpisodeError
@@ -263,13 +263,14 @@ def _runner(job: Job) -> Iterator[Run]:
 def _play(connection: Connection, played: Played, run: Run) -> None:
     process = os.getpid()
 
-    def say(message: Reply | Called) -> None:
+    def say(message: Reply | Began | Called) -> None:
         if os.getpid() != process:
             os._exit(0)  # the environment forked and both returned; the child has nothing to say
         connection.send(message)
 
     playing = Playing(played, lambda: say(Called()))
     with contextlib.suppress(EOFError, OSError):  # nobody wants an answer any more
+        say(Began())
         while True:
             reply = _reply(playing, connection.recv(), run)
             say(reply)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from tpu_grpo.environments.actions import Reply
 from tpu_grpo.environments.fork_server import MOST_BYTES
-from tpu_grpo.environments.requests import Called, Exited, Finish, Fork, Job, Ready, Request, SetupFailed
+from tpu_grpo.environments.requests import Began, Called, Exited, Finish, Fork, Job, Ready, Request, SetupFailed
 from tpu_grpo.environments.server import Server
 from tpu_grpo.environments.starting import Starting
 from tpu_grpo.errors import EpisodeError
@@ -29,6 +29,10 @@ _TIDY_SECONDS = 2.0
 
 class Listener(Protocol):
     """Who is told what becomes of conversations."""
+
+    def began(self, number: int) -> None:
+        """Take note that a conversation has its process, and that its time runs."""
+        ...
 
     def went_on(self, number: int) -> None:
         """Take note that a conversation's environment begins with the next call of its turn."""
@@ -167,7 +171,9 @@ class ForkedEnvironments:
             return
         try:
             for message in server.channels[number].receive():
-                if isinstance(message, Called):
+                if isinstance(message, Began):
+                    self._listener.began(number)
+                elif isinstance(message, Called):
                     self._listener.went_on(number)
                 elif isinstance(message, Reply):
                     self._listener.answered(number, message)

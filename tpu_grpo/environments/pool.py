@@ -25,8 +25,8 @@ from typing import Any, Self
 from tpu_grpo.config.environment import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Ended, Failed, LoadedEnvironment, Reply
 from tpu_grpo.environments.forked import ForkedEnvironments
-from tpu_grpo.environments.pooled import Pooled
-from tpu_grpo.environments.requests import Act, End, Job, Request, Start, late
+from tpu_grpo.environments.pooled import FORK_SECONDS, Pooled
+from tpu_grpo.environments.requests import Act, End, Job, Request, Start
 from tpu_grpo.environments.shared import SharedEnvironments
 from tpu_grpo.episode import Failure
 from tpu_grpo.errors import EpisodeError
@@ -163,6 +163,13 @@ class EnvironmentPool:
 
     # --- what the processes say --------------------------------------------------------------------------------------
 
+    def began(self, number: int) -> None:
+        """Take note that a conversation's process is there, and what it is asked first has its time."""
+        conversation = self._by_number.get(number)
+        if conversation is not None and conversation.request is not None and not conversation.has_begun:
+            conversation.has_begun = True
+            self._expect(conversation)
+
     def went_on(self, number: int) -> None:
         """Take note that the next call of a conversation's turn has begun, which has its own time."""
         conversation = self._by_number.get(number)
@@ -202,9 +209,10 @@ class EnvironmentPool:
         conversation.home.ask(conversation.number, conversation.request, self._timeout)
 
     def _expect(self, conversation: Pooled) -> None:
-        """Give a conversation's environment its time from now on."""
+        """Give a conversation's environment its time from now on, or its process the time to be there."""
         conversation.asked_at = self._active_at = time.monotonic()
-        conversation.deadline = conversation.asked_at + self._timeout + conversation.home.grace
+        seconds = self._timeout + conversation.home.grace if conversation.has_begun else FORK_SECONDS
+        conversation.deadline = conversation.asked_at + seconds
         heapq.heappush(self._deadlines, (conversation.deadline, conversation.number))
 
     def _answer(self, conversation: Pooled, reply: Reply) -> None:
@@ -265,6 +273,7 @@ class EnvironmentPool:
                 continue
             self._waiting.remove(conversation)
             conversation.is_placed = True
+            conversation.has_begun = isinstance(conversation.home, SharedEnvironments)
             conversation.home.begin(conversation.number)
             self._send(conversation)
             forked += isinstance(conversation.home, ForkedEnvironments)
@@ -281,6 +290,5 @@ class EnvironmentPool:
                 conversation.deadline = now + _POLL_SECONDS  # it has answered, and the answer is on its way
                 heapq.heappush(self._deadlines, (conversation.deadline, number))
                 continue
-            failure = late(conversation.request, conversation.loaded.takes, self._timeout, conversation.made)
-            self._answer(conversation, Failed(failure))
+            self._answer(conversation, Failed(conversation.lateness(self._timeout)))
             conversation.home.late(number)

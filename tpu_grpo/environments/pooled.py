@@ -4,8 +4,12 @@ from dataclasses import dataclass
 
 from tpu_grpo.environments.actions import Failed, LoadedEnvironment, Reply
 from tpu_grpo.environments.forked import ForkedEnvironments
-from tpu_grpo.environments.requests import Act, Request
+from tpu_grpo.environments.requests import Act, Request, late
 from tpu_grpo.environments.shared import SharedEnvironments
+from tpu_grpo.episode import Failure
+
+FORK_SECONDS = 120.0
+"""A process has this time to be forked, behind those of others; the environment's time begins when it is there."""
 
 
 @dataclass
@@ -27,6 +31,8 @@ class Pooled:
     """What was answered and not taken."""
     is_placed: bool = False
     """Whether it has an environment."""
+    has_begun: bool = False
+    """Whether its process is there, which is forked behind those of others."""
     failed: Failed | None = None
     """Why it has none any more."""
 
@@ -34,3 +40,11 @@ class Pooled:
     def has_more_calls(self) -> bool:
         """Whether its turn has a call behind the present one."""
         return isinstance(self.request, Act) and self.made + 1 < len(self.request.action.calls)
+
+    def lateness(self, timeout: float) -> Failure:
+        """Say what did not come in time: an answer, within ``timeout`` seconds, or its process."""
+        if self.has_begun:
+            assert self.request is not None
+            return late(self.request, self.loaded.takes, timeout, self.made)
+        text = f"had no process after {FORK_SECONDS:g} s; see which threads its import starts, and what else runs"
+        return Failure("late", text)

@@ -57,6 +57,11 @@ class SetupFailed:
 
 
 @dataclass(frozen=True)
+class Began:
+    """The first message of a process that has been forked for a conversation, whose time runs from here."""
+
+
+@dataclass(frozen=True)
 class Called:
     """A call of a turn is made, and the next one begins; a Reply follows the last."""
 
