@@ -185,7 +185,7 @@ def test_what_describes_the_model_says_how_to_stop_and_to_sample(tmp_path: Path)
 def test_a_base_model_that_had_conversations_stops_where_the_template_ends_turns(tmp_path: Path) -> None:
     """Gemma's base models end texts with <eos>, and their template ends turns with <end_of_turn>."""
     files = write_model(tmp_path, "gemma2", layers=1, vocab=300)
-    base = tokenizer("gemma2")
+    base: Any = tokenizer("gemma2")
     base.save_pretrained(files / "model")
     end_of_text, end_of_turn = base.convert_tokens_to_ids(["<eos>", "<end_of_turn>"])
     for name, more in (("alone", {}), ("conversed", {"environment": {"name": "guessing"}})):
