@@ -30,7 +30,7 @@ from tpu_grpo.environments.requests import Exited, Fork, Job
 from tpu_grpo.errors import EpisodeError
 
 NAME = "tests.environments.faulty:Faulty"
-SECONDS = 4.0
+SECONDS = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,12 @@ def _await(is_so) -> None:
     assert is_so()
 
 
-LATE = "did not answer within its timeout of 4 s in"
+def _put_forward(patched: pytest.MonkeyPatch, seconds: float) -> None:
+    """Let the pool's clock be so far ahead of the machine's."""
+    patched.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
+
+
+LATE = "did not answer within its timeout of 60 s in"
 FAULTS = {
     ("raises", "reset"): ("raised", r"raised KeyError: 'nothing there' in reset \(.*faulty.py:\d+ in raises\)"),
     ("hangs", "reset"): ("late", f"{LATE} its constructor and reset"),
@@ -78,19 +83,32 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def played() -> Iterator[tuple[EnvironmentPool, dict, list[list[Reply]]]]:
-    """All faults and good conversations among them, side by side."""
-    with open_pool(NAME, timeout=SECONDS, memory_gb=1.0) as pool:
+    """All faults and good conversations among them, side by side.
+
+    Those that hang do so until all others have answered; then the pool's clock is put forward.
+    """
+    ahead = 0.0
+    with pytest.MonkeyPatch.context() as patched, open_pool(NAME, timeout=SECONDS, memory_gb=1.0) as pool:
         faults = list(FAULTS)
+        hanging = {2 * n: where for n, ((_, where), (kind, _)) in enumerate(FAULTS.items()) if kind == "late"}
         columns = [column for fault, where in faults for column in ({"fault": fault, "where": where}, {})]
         for key, row in enumerate(columns):
             pool.start(key, "", row, seed=key)
-        replies: dict[int, list[Reply]] = {key: [pool.take(key)] for key in range(len(columns))}
-        for ask in (lambda key: pool.act(key, call("work", text="a")), pool.end):
-            going = [key for key, given in replies.items() if type(given[-1]).__name__ == "Answered"]
+        replies: dict[int, list[Reply]] = {key: [] for key in range(len(columns))}
+        going = [*replies]
+        for where, ask in (
+            ("reset", lambda key: None),
+            ("work", lambda key: pool.act(key, call("work", text="a"))),
+            ("get_reward", pool.end),
+        ):
             for key in going:
                 ask(key)
-            for key in going:
+            for key in sorted(going, key=lambda key: hanging.get(key) == where):
+                if hanging.get(key) == where and not pool.ready(key):
+                    _put_forward(patched, ahead := ahead + SECONDS)
                 replies[key].append(pool.take(key))
+            going = [key for key in going if isinstance(replies[key][-1], Answered)]
+        patched.undo()  # other tests have the clock of the machine
         yield pool, dict(zip(faults, list(replies.values())[::2], strict=True)), list(replies.values())[1::2]
 
 
@@ -130,12 +148,14 @@ def test_what_is_not_forbidden_ends_with_the_conversation(fault: str):
         assert told(acted(pool, call("work", text="b"), 1)) == "did b"
 
 
-def test_what_a_late_one_has_started_ends_with_it():
-    with open_pool(NAME, timeout=2.0) as pool:
+def test_what_a_late_one_has_started_ends_with_it(monkeypatch: pytest.MonkeyPatch):
+    with open_pool(NAME, timeout=SECONDS) as pool:
         begun(pool, 1)
         before = marked()
         pool.start(0, "", {"fault": "forks_and_hangs", "where": "reset"}, seed=0)
         _await(lambda: len(marked() - before) == 4)
+        assert not pool.ready(0)
+        _put_forward(monkeypatch, SECONDS)
         assert failure(pool.take(0))[0] == "late"
         _await(lambda: marked() == before)
 
@@ -191,9 +211,8 @@ def test_the_time_for_the_import_begins_when_somebody_waits_for_it(monkeypatch: 
         if was_ready:
             assert pool._selector.select(60.0)  # its word has come, and nobody has taken it in
             monkeypatch.setattr(starting, "START_SECONDS", 0.0)
-        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 1000.0)
-        monkeypatch.setattr(pool_module, "time", later)
-        monkeypatch.setattr(starting, "time", later)
+        _put_forward(monkeypatch, 1000.0)
+        monkeypatch.setattr(starting, "time", pool_module.time)
         assert told(begun(pool)) == "begin"
 
 

@@ -150,7 +150,8 @@ def test_256_conversations_at_once(pool: EnvironmentPool):
         assert end.reward == 1.0  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_conversations_wait_for_places_in_their_order_and_never_for_ever():
+def test_conversations_wait_for_places_in_their_order_and_never_for_ever(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pool_module, "_PATIENCE_SECONDS", 1000.0)
     with open_pool(COUNTER, workers=2) as pool:
         for key in range(5):
             pool.start(key, "", {"target": key}, seed=0)
@@ -163,6 +164,7 @@ def test_conversations_wait_for_places_in_their_order_and_never_for_ever():
         assert told(pool.take(2)) == "Count to 2."
         assert told(pool.take(4)) == "Count to 4."  # those that have places go on only once this one has
         assert not pool.ready(3)
+        monkeypatch.setattr(pool_module, "_PATIENCE_SECONDS", 0.1)
         while not pool.ready(3):  # who only asks whether it is ready is not left waiting, either
             time.sleep(0.05)
 
@@ -265,7 +267,7 @@ def test_what_a_shipped_class_wants_imported_is_there_before_conversations_are_f
 
 @pytest.fixture(scope="module")
 def shared():
-    with open_pool(ASYNC, timeout=2.0) as pool:
+    with open_pool(ASYNC) as pool:
         yield pool
 
 
@@ -294,13 +296,13 @@ def test_what_blocks_a_loop_has_a_process_of_its_own():
 
 @pytest.mark.parametrize("name", [MIXED, ASYNC])
 def test_each_call_of_a_turn_has_its_own_time(name: str):
-    with open_pool(name, timeout=1.0) as pool:
+    with open_pool(name, timeout=1.6) as pool:
         begun(pool, 0)
         begun(pool, 1)
         pool.act(1, calls(ToolCall("write", {"size": 1}), ToolCall("wait", {"seconds": 1000.0}), BadCall("no JSON")))
-        reply = answer(acted(pool, calls(*[ToolCall("wait", {"seconds": 0.4})] * 4)))  # 1.6 seconds together
-        assert [message["content"] for message in reply.messages] == ["waited 0.4"] * 4
-        assert failure(pool.take(1)) == ("late", "did not answer within its timeout of 1 s in the tool wait")
+        reply = answer(acted(pool, calls(*[ToolCall("wait", {"seconds": 0.11})] * 16)))  # 1.76 seconds together
+        assert [message["content"] for message in reply.messages] == ["waited 0.11"] * 16
+        assert failure(pool.take(1)) == ("late", "did not answer within its timeout of 1.6 s in the tool wait")
         assert ended(pool).reward == 0.5
 
 
@@ -328,12 +330,16 @@ def test_an_async_tool_that_raises_is_an_answer(shared: EnvironmentPool):
 
 
 @pytest.mark.parametrize("tool", ["wait", "resist"])
-def test_a_late_coroutine_is_cancelled_and_others_go_on(shared: EnvironmentPool, tool: str):
+def test_a_late_coroutine_is_cancelled_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, shared: EnvironmentPool, tool: str
+):
     begun(shared, 0)
     begun(shared, 1)
-    shared.act(0, call(tool, **({"seconds": 1000.0} if tool == "wait" else {})))
+    with monkeypatch.context() as patched:
+        patched.setattr(shared, "_timeout", 1.0)
+        shared.act(0, call(tool, **({"seconds": 1000.0} if tool == "wait" else {})))
     assert told(acted(shared, call("wait", seconds=0.1), 1)) == "waited 0.1"
-    assert failure(shared.take(0)) == ("late", f"did not answer within its timeout of 2 s in the tool {tool}")
+    assert failure(shared.take(0)) == ("late", f"did not answer within its timeout of 1 s in the tool {tool}")
     assert ended(shared, 1).reward == 0.5
 
 
@@ -345,11 +351,13 @@ def test_an_async_environment_that_exits_ends_alone(shared: EnvironmentPool):
     assert ended(shared, 1).reward == 0.5
 
 
-def test_a_blocked_loop_is_ended_with_all_that_share_it():
-    with open_pool(ASYNC, timeout=1.5) as pool:
+def test_a_blocked_loop_is_ended_with_all_that_share_it(monkeypatch: pytest.MonkeyPatch):
+    with open_pool(ASYNC) as pool:
         begun(pool, 0)
         begun(pool, 1)
-        assert failure(acted(pool, call("block"), 0))[0] == "late"
+        with monkeypatch.context() as patched:
+            patched.setattr(pool, "_timeout", 0.5)
+            assert failure(acted(pool, call("block"), 0))[0] == "late"
         assert failure(acted(pool, call("wait", seconds=0.0), 1)) == (
             "died",
             "was ended with its process, where another environment had blocked the event loop",
