@@ -3,7 +3,7 @@
     main process                        fork server                     a conversation's process
     Job                         ->      imports the class
                                 <-      Ready or SetupFailed
-    Fork(7), with a socket      ->      forks                     ->    limits, session, Began, then Start, Act, End
+    Fork(7), with a socket      ->      forks                     ->    limits, session; then forked_process.py
     Finish(7, 5.0)              ->      kills it if it is late
                                 <-      Exited(7, ...)
 
@@ -11,7 +11,6 @@ It is one thread and runs no users' code after the import, so that forking is sa
 what a conversation's process leaves behind, and ends it.
 """
 
-import asyncio
 import contextlib
 import gc
 import importlib
@@ -24,17 +23,13 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from tpu_grpo.environments.actions import Ended, Failed, Reply
 from tpu_grpo.environments.finding import find_environment, import_beforehand
-from tpu_grpo.environments.playing import Played, Playing
-from tpu_grpo.environments.requests import Began, Called, Exited, Finish, Fork, Job, Ready, Request, SetupFailed
-from tpu_grpo.environments.values import WrongError
-from tpu_grpo.episode import Failure
+from tpu_grpo.environments.playing import Played
+from tpu_grpo.environments.requests import Exited, Finish, Fork, Job, Ready, SetupFailed
 from tpu_grpo.errors import EpisodeError
 from tpu_grpo.workers.inside import (
     adopt_orphans,
@@ -55,7 +50,6 @@ PROGRAM = "from tpu_grpo.environments.fork_server import main; main()"
 MOST_BYTES = 2**16
 """The longest message between the main process and the server."""
 _POLL_SECONDS = 1.0
-Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 @dataclass
@@ -180,8 +174,7 @@ class _ForkServer:
         """Go on as the process of a conversation."""
         try:
             self._leave_server(leash, server)
-            with _runner(self._played.job) as run:
-                _play(Connection(descriptor), self._played, run)
+            converse(Connection(descriptor), self._played)
             leave(0)
         finally:
             try:
@@ -245,56 +238,3 @@ def _kill_group(pid: int) -> None:
     for kill in (os.killpg, os.kill):  # a process that is not the leader of a group yet is ended alone
         with contextlib.suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
-
-
-# --- in the process of a conversation --------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _runner(job: Job) -> Iterator[Run]:
-    """Give what waits for coroutines: an event loop, if the environment needs one."""
-    if not job.loaded.awaits:
-        yield _now
-        return
-    with asyncio.Runner() as runner:
-        yield runner.run
-
-
-def _play(connection: Connection, played: Played, run: Run) -> None:
-    process = os.getpid()
-
-    def say(message: Reply | Began | Called) -> None:
-        if os.getpid() != process:
-            os._exit(0)  # the environment forked and both returned; the child has nothing to say
-        connection.send(message)
-
-    playing = Playing(played, lambda: say(Called()))
-    with contextlib.suppress(EOFError, OSError):  # nobody wants an answer any more
-        say(Began())
-        while True:
-            reply = _reply(playing, connection.recv(), run)
-            say(reply)
-            if isinstance(reply, Ended | Failed):
-                break
-    run(playing.close())
-
-
-def _reply(playing: Playing, request: Request, run: Run) -> Reply:
-    try:
-        return run(playing.reply(request))
-    except WrongError as error:
-        return Failed(Failure("wrong", str(error)))
-
-
-def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Return what a coroutine returns that waits for nothing, as those of a class without async methods.
-
-    Raises:
-        WrongError: for one that waits.
-    """
-    try:
-        coroutine.send(None)
-    except StopIteration as done:
-        return done.value
-    coroutine.close()
-    raise WrongError("must declare methods whose results have to be awaited with async def, got one without; add it")
