@@ -91,9 +91,9 @@ class Completion:
 
     @property
     def said_ids(self) -> np.ndarray:
-        """int32: all tokens behind the prompt, with the answers that stand at the end of a later branch's prompt.
+        """int32: all tokens after the prompt, with the answers that stand at the end of a later branch's prompt.
 
-        For the tokens [1 2 3], where the second branch begins with 3 behind the prompt [9 1 7 8], of which [7 8] are
+        For the tokens [1 2 3], where the second branch begins with 3 after the prompt [9 1 7 8], of which [7 8] are
         the answer to the first turn, they are [1 2 7 8 3].
         """
         if self.episode is None or len(self.episode.branches) < 2:

@@ -34,7 +34,7 @@ class Turn:
     start: int
     """The place of its first token in ``Completion.token_ids``."""
     end: int
-    """The place behind its last token. The answer's tokens follow, up to the next turn or the end; where the template
+    """The place after its last token. The answer's tokens follow, up to the next turn or the end; where the template
     changes the past, they are in the prompt of the next branch instead, at its end."""
     text: str
     """What the policy wrote, special tokens left out."""
@@ -52,7 +52,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Branch:
-    """A sequence that the policy saw as it is: some tokens of a completion behind a prompt of their own."""
+    """A sequence that the policy saw as it is: some tokens of a completion after a prompt of their own."""
 
     prompt: tuple[int, ...]
     start: int

@@ -8,7 +8,7 @@
     completion = conversation.completion()
 
 Nothing that was sampled is ever written or tokenised again. What the policy sees next is what it saw before, what it
-wrote, and the tokens that the chat template puts behind that for the answer.
+wrote, and the tokens that the chat template puts after that for the answer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -111,7 +111,7 @@ class Conversation:
         """Take what the policy sampled, and return it as the environment gets it; None if the conversation ends there.
 
         It does if the turn was cut, if it calls no tool of an environment that has nothing else, or if the token that
-        ended it is not the one behind which the chat template writes answers.
+        ended it is not the one after which the chat template writes answers.
         """
         start, count, ids = len(self._tokens), len(completion.token_ids), completion.token_ids.tolist()
         self._append(ids, completion.logprobs.tolist(), sampled=True)
@@ -186,7 +186,7 @@ class Conversation:
     def _next_request(self) -> Request:
         """Make the request of the next turn.
 
-        There is room for it behind what the policy sees now, and behind all tokens of the conversation, which are more
+        There is room for it after what the policy sees now, and after all tokens of the conversation, which are more
         where the template left some out of a later branch.
         """
         request = self._start.request

@@ -55,7 +55,7 @@ class Playing:
         self.made = 0
         """How many calls of the present turn have been made."""
         self._turns: list[int] = []
-        """Of each turn so far, how long the list of ``get_turn_rewards`` was behind it."""
+        """Of each turn so far, how long the list of ``get_turn_rewards`` was after it."""
         self._asked = ""
 
     async def reply(self, request: Request) -> Reply:

@@ -9,7 +9,7 @@ from tpu_grpo.environments.shared import SharedEnvironments
 from tpu_grpo.episode import Failure
 
 FORK_SECONDS = 120.0
-"""A process has this time to be forked, behind those of others; the environment's time begins when it is there."""
+"""A process has this time to be forked, after those of others; the environment's time begins when it is there."""
 
 
 @dataclass
@@ -32,13 +32,13 @@ class Pooled:
     is_placed: bool = False
     """Whether it has an environment."""
     has_begun: bool = False
-    """Whether its process is there, which is forked behind those of others."""
+    """Whether its process is there, which is forked after those of others."""
     failed: Failed | None = None
     """Why it has none any more."""
 
     @property
     def has_more_calls(self) -> bool:
-        """Whether its turn has a call behind the present one."""
+        """Whether its turn has a call after the present one."""
         return isinstance(self.request, Act) and self.made + 1 < len(self.request.action.calls)
 
     def lateness(self, timeout: float) -> Failure:

@@ -15,7 +15,7 @@ AT_THE_END = ("get_reward", "get_turn_rewards", "close")
 RESERVED = ("reset", *AT_THE_END)
 """Public methods with these names are no tools."""
 MOST_CALLS = 16
-"""Of a turn no more calls are made; those behind are answered together, with an error."""
+"""Of a turn no more calls are made; any more are answered together, with an error."""
 _LONGEST_ERROR = 2000
 
 

@@ -20,7 +20,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-f]+>")
 
 
 class WrongError(Exception):
-    """An environment gave something else than it must; the text says what, behind the environment's name."""
+    """An environment gave something else than it must; the text says what, after the environment's name."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def turn_rewards_of(value: Any, lengths: Sequence[int]) -> tuple[float, ...]:
 
     Args:
         value: what ``get_turn_rewards`` gave in the end.
-        lengths: of what it gave behind each turn. Where these were empty, the list has a number for each turn.
+        lengths: of what it gave after each turn. Where these were empty, the list has a number for each turn.
 
     Raises:
         WrongError: for something else.

@@ -141,7 +141,7 @@ def _fill(
     advantages: _Advantages,
     weight: float,
 ) -> None:
-    """Write the tokens of a sequence behind its prompt; where none was sampled, all but the token is 0."""
+    """Write the tokens of a sequence after its prompt; where none was sampled, all but the token is 0."""
     packed.token_ids[places] = one.token_ids
     packed.mask[places] = one.mask
     packed.rollout_logps[places] = one.logprobs
@@ -185,7 +185,7 @@ def repacked(
 def _places(
     packing: Packing, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
 ) -> Iterator[tuple[TrainSequence, int, int]]:
-    """Give every sequence, its training row, and where its tokens behind the prompt start there."""
+    """Give every sequence, its training row, and where its tokens after the prompt start there."""
     sequences = train_sequences(prompts, completions)
     for one, row, start in zip(sequences, packing.rows, packing.starts, strict=True):
         yield one, int(row), int(start) + len(one.prompt)

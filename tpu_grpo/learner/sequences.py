@@ -7,7 +7,7 @@ dropped the thinking (t) of the first, so that another branch begins there, whos
     sampled     [ 1  1  1  0  1  1  0]          branch 2   q | b0 b1           mask [1 1]
     branches    Branch(p, 0, 4), Branch(q, 4, 7)
 
-Tokens behind the last one that was sampled are context of nothing, and are left out; so is a branch in which none was.
+Tokens after the last one that was sampled are context of nothing, and are left out; so is a branch in which none was.
 
 Suffixes: B completions, T tokens.
 """
@@ -40,7 +40,7 @@ class TrainSequence:
     experts: Integer[np.ndarray, "S layers k"] | None
     """What the engine used, for the S tokens that it computed."""
     experts_beyond: int
-    """How many tokens behind the last one may have experts, too."""
+    """How many tokens after the last one may have experts, too."""
 
     def __len__(self) -> int:
         """Return the number of tokens of prompt and completion."""

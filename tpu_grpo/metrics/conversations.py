@@ -43,7 +43,7 @@ class SampledConversation:
     ending: Ending
     turns: tuple[SampledTurn, ...]
     mask: tuple[tuple[int, int], ...]
-    """The tokens behind the first prompt as runs: so many sampled, then so many observed, and so on."""
+    """The tokens after the first prompt as runs: so many sampled, then so many observed, and so on."""
     failure: str | None = None
     """How the environment failed; None if it did not."""
 

@@ -53,7 +53,7 @@ def zero_variance_fraction(totals_PG: Float[np.ndarray, "P G"]) -> float:
 
 
 def tokens_digest(completions: Sequence[Completion]) -> str:
-    """Compute the SHA-256 (hex) of all token ids behind the prompts, by which two rollouts are compared bit by bit.
+    """Compute the SHA-256 (hex) of all token ids after the prompts, by which two rollouts are compared bit by bit.
 
     The hashed bytes are, for each row in order, the number of its tokens as a little-endian int64 and then its token
     ids as little-endian int32. The lengths keep ``[1 2] [3]`` apart from ``[1] [2 3]``. Behind the tokens of a

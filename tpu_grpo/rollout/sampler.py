@@ -34,7 +34,7 @@ def sampling_params(config: RunConfig) -> SamplingParams:
 
 
 def completion_text(tokenizer: PreTrainedTokenizerFast, completion: Completion) -> str:
-    """Return the text of all tokens behind the prompt, those of an environment's answers too; no special tokens."""
+    """Return the text of all tokens after the prompt, those of an environment's answers too; no special tokens."""
     return tokenizer.decode(completion.said_ids, skip_special_tokens=True)
 
 

@@ -40,7 +40,7 @@ def test_a_role_that_is_refused() -> None:
 
 def test_answers_that_are_left_out() -> None:
     silent = ("{{- '\\n<tool_response>\\n' ~ message.content", "{{- '\\n<tool_response>\\n'")
-    with pytest.raises(ConfigError, match="must write the answers of the role tool behind the token <.im_end.>"):
+    with pytest.raises(ConfigError, match="must write the answers of the role tool after the token <.im_end.>"):
         open_changed("qwen2_5", silent)
 
 
@@ -82,7 +82,7 @@ def test_thinking_that_is_dropped_and_no_token() -> None:
 
 def test_prompts_that_cannot_begin() -> None:
     opened = open_changed("qwen2_5")
-    with pytest.raises(ConfigError, match="must have a user message, because what reset returns is put behind it"):
+    with pytest.raises(ConfigError, match="must have a user message, because what reset returns is put after it"):
         opened.first([{"role": "system", "content": "S"}], "O")
     with pytest.raises(DataError, match=r"must not hold the pad token, got '<\|endoftext\|>'"):
         opened.first([{"role": "user", "content": "<|endoftext|>"}], None)

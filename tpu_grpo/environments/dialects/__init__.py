@@ -1,6 +1,6 @@
 """What chat templates write around the turns of a conversation, in tokens.
 
-dialect.py       the first prompt, what a turn says and calls, and the tokens behind it
+dialect.py       the first prompt, what a turn says and calls, and the tokens after it
 template.py      a chat template, and what it is told beside the messages
 past.py          what the template does with earlier turns, found out at the start
 thinking.py      thinking that it drops is cut out of the ids

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 BREAK = "\ufdd0"
 """Unicode keeps this character out of all text."""
 CUT = " [...]"
-"""Stands behind a text of which the rest is left out."""
+"""Stands after a text of which the rest is left out."""
 _NO_TEXT = re.compile("[\ud800-\udfff\ufdd0]")
 
 
@@ -76,7 +76,7 @@ class Encoder:
         return len(self._encoding(text).ids)
 
     def shortened(self, text: str, tokens: int) -> str:
-        """Return a text that is no more than some tokens: its beginning, with CUT behind it where there is room.
+        """Return a text that is no more than some tokens: its beginning, with CUT after it where there is room.
 
         Nothing is cut of a text that has no more.
         """

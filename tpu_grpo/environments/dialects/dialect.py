@@ -1,4 +1,4 @@
-"""What a chat template writes around turns, in tokens: before the first, and behind each."""
+"""What a chat template writes around turns, in tokens: before the first, and after each."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ ALSO_ENDS = ("<|eom_id|>",)
 
 @dataclass(frozen=True)
 class Following:
-    """What comes behind a turn."""
+    """What comes after a turn."""
 
     suffix: tuple[int, ...]
     """The tokens to append for the answers; they end with what opens the next turn."""
@@ -77,7 +77,7 @@ class Dialect:
     """A Dialect writes the first prompt, reads turns and says what follows them; see `open_dialect`.
 
     What was sampled is decoded, and never rendered or encoded again: the template only ever writes the prompt's own
-    messages, and behind a turn of its own the environment's answers.
+    messages, and after a turn of its own the environment's answers.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Dialect:
         self.end_id = ends[0]
         """The token with which the template ends turns."""
         self.end_ids = frozenset(ends)
-        """The tokens behind which answers can be written; the engine has to stop at them."""
+        """The tokens after which answers can be written; the engine has to stop at them."""
         self._answer_role = "tool" if tools else "user"
         self._check_tools()
         self._past(self._answer_role)
@@ -110,7 +110,7 @@ class Dialect:
 
         Args:
             messages: the prompt's, which the template writes with the tools' schemas.
-            observation: what ``reset`` gave; it is put behind the last user message, and none of it is a special token.
+            observation: what ``reset`` gave; it is put after the last user message, and none of it is a special token.
 
         Raises:
             ConfigError: if the template refuses the messages, or an observation has no message to stand in.
@@ -122,7 +122,7 @@ class Dialect:
             if place is None:
                 roles = ", ".join(str(message["role"]) for message in messages)
                 raise ConfigError(
-                    f"a prompt must have a user message, because what reset returns is put behind it, got the roles "
+                    f"a prompt must have a user message, because what reset returns is put after it, got the roles "
                     f"{roles}; let reset return None, or give the data such messages"
                 )
             asked = messages[place]
@@ -170,15 +170,15 @@ class Dialect:
         return self._encoder.count(text)
 
     def shortened(self, text: str, tokens: int) -> str:
-        """Return the beginning of an answer with a mark behind it, together no more than some tokens."""
+        """Return the beginning of an answer with a mark after it, together no more than some tokens."""
         return self._encoder.shortened(text, tokens)
 
-    # --- behind a turn ------------------------------------------------------------------------------------------------
+    # --- after a turn -------------------------------------------------------------------------------------------------
 
     def follow(
         self, ids: Sequence[int], prompt_length: int, sampled: Sequence[bool], answers: Sequence[Message]
     ) -> Following:
-        """Return what comes behind a turn when these messages answer it.
+        """Return what comes after a turn when these messages answer it.
 
         Args:
             ids: [T], the whole sequence so far; it ends with the token that ended the turn.
@@ -203,7 +203,7 @@ class Dialect:
         return Following(suffix, past if len(past) < len(ids) else None)
 
     def _suffix(self, answers: Sequence[Message]) -> list[int]:
-        """Return the ids that the template writes for answers, from behind the token that ended the turn."""
+        """Return the ids that the template writes for answers, from after the token that ended the turn."""
         written = [self._as_data(answer) for answer in answers]
         names = [str(answer.get("name") or "") for answer in written if answer["role"] == "tool"]
         if len(names) > 1 and not self._many_calls:

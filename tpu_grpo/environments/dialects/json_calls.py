@@ -63,7 +63,7 @@ def _unclosed(ended: bool) -> Calls:
 
 
 def _decode(text: str, begin: int) -> tuple[ToolCall | BadCall, int]:
-    """Read the JSON value from a place on; return the call and the place behind it, or ``begin`` for no JSON."""
+    """Read the JSON value from a place on; return the call and the place after it, or ``begin`` for no JSON."""
     start = begin + len(text[begin:]) - len(text[begin:].lstrip())
     try:
         value, behind = _DECODER.raw_decode(text, start)

@@ -20,7 +20,7 @@ from tpu_grpo.environments.dialects.thinking import CLOSE, OPEN
 from tpu_grpo.errors import ConfigError
 
 QUESTION, SAID, THOUGHT, CALLED, ANSWERED = "q7zq", "c7zc", "t7zt", "v7zv", "a7za"
-"""The marks; turns and answers have a number behind theirs."""
+"""The marks; turns and answers have a number after theirs."""
 CALL_ID = "call00000"
 """Some templates ask for one, of nine letters and digits, and write it nowhere that matters here."""
 
@@ -31,7 +31,7 @@ class Past:
 
     drops_thinking: bool
     drops_newlines: bool
-    """Whether the newlines behind the thinking go with it."""
+    """Whether the newlines after the thinking go with it."""
 
 
 class Prober:
@@ -45,7 +45,7 @@ class Prober:
         closed = template.write([question], is_open=False)
         if not self.begin.startswith(closed) or self.begin == closed:
             raise ConfigError(
-                "the tokenizer's chat template must open the policy's turn behind a message (add_generation_prompt), "
+                "the tokenizer's chat template must open the policy's turn after a message (add_generation_prompt), "
                 "this one does not; take a model whose template does"
             )
         prompt = self.begin[len(closed) :]
@@ -111,7 +111,7 @@ class Prober:
             rest = after[len(self._without_opened(before)) :]
             if self.end not in rest or f"{ANSWERED}{number}" not in rest[rest.index(self.end) :]:
                 raise ConfigError(
-                    f"the tokenizer's chat template must write the answers of the role {role} behind the token "
+                    f"the tokenizer's chat template must write the answers of the role {role} after the token "
                     f"{self.end} that ends a turn, this one writes {rest[:120]!r}; take a model whose template does"
                 )
 

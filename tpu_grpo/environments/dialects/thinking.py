@@ -12,7 +12,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 @dataclass(frozen=True)
 class Cutter:
-    """A Cutter cuts out what templates drop: the turn up to its last ``</think>``, and the newlines behind it.
+    """A Cutter cuts out what templates drop: the turn up to its last ``</think>``, and the newlines after it.
 
     A turn without ``</think>`` stays whole. Newlines are dropped token by token, so that a token of newlines and other
     characters, which Qwen's vocabulary does not have, would stay.
@@ -42,7 +42,7 @@ class Cutter:
         return kept + list(ids[at:])
 
     def _behind(self, ids: Sequence[int], begin: int, end: int) -> int:
-        """Return the place behind the thinking of a turn, or its beginning if there is none."""
+        """Return the place after the thinking of a turn, or its beginning if there is none."""
         closed = [place for place in range(begin, end) if ids[place] == self.close_id]
         if not closed:
             return begin

@@ -16,7 +16,7 @@ MOST_DIGITS = 3000
 MOST_CHARACTERS = 1000
 """An expression may have so many."""
 MOST_PLACES = 400
-"""A number is rounded to so many places at most, behind the point or before it."""
+"""A number is rounded to so many places at most, after the point or before it."""
 _MOST_BITS = MOST_DIGITS * 332 // 100
 _NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Call, ast.Name, ast.Load)
 
