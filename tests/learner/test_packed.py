@@ -114,8 +114,8 @@ def padded_gradient(model: Any, kind: Any, sequences: Any, settings: LossSetting
     return gradient(trained)
 
 
-SLOW = ("qwen2", "penalty")
-"""These differ least from the others: a family by its biases, the penalty by one more forward pass."""
+SLOW = ("llama", "qwen2", "penalty")
+"""These differ least from the others: families by positions or biases, the penalty by one more forward pass."""
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,10 @@ def leaves(model: nnx.Module) -> dict[str, tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("dtype", "family"),
     [
-        *((jnp.bfloat16, family) for family in FAMILIES),
+        *(
+            pytest.param(jnp.bfloat16, family, marks=pytest.mark.slow if family in ("qwen2", "llama") else ())
+            for family in FAMILIES
+        ),
         *(
             pytest.param(jnp.float32, family, marks=() if family == "qwen3" else pytest.mark.slow)
             for family in FAMILIES

@@ -67,9 +67,10 @@ def test_a_model_that_is_loaded_leaves_as_the_tensors_it_came_from(
 @pytest.mark.parametrize(
     ("family", "lora"),
     [
-        *(pytest.param(name, None, id=f"{name} full") for name in FAMILIES),
+        *(pytest.param(name, None, id=f"{name} full") for name in FAMILIES if name != "qwen3_moe"),
         *(pytest.param(name, LORA, id=f"{name} merged") for name in ("qwen3", "qwen3_moe", "gemma2")),
         *(pytest.param(name, LORA, id=f"{name} merged", marks=pytest.mark.slow) for name in ("qwen2", "llama")),
+        pytest.param("qwen3_moe", None, id="qwen3_moe full", marks=pytest.mark.slow),
     ],
 )
 def test_what_is_read_back_computes_what_the_policy_does(
