@@ -110,6 +110,15 @@ def test_a_timeline_that_cannot_be_written_ends_no_run(
     assert note.startswith(f"the timeline step_1 was not written to {directory}: ")
     assert note.endswith("; the run goes on")
     assert note.split(": ")[0] in caplog.text
+    steps_of(1, tmp_path / "later", [1])  # of another run in this process
+    assert (tmp_path / "later/step_1_host_0.json.gz").exists()
+
+
+def test_where_something_is_recorded_already_a_run_goes_on_without(tmp_path: Path) -> None:
+    with jax.profiler.trace(tmp_path / "own"):
+        (note,) = steps_of(3, tmp_path / "profile", [1, 3])
+    assert note.startswith("the timeline of step 1 was not begun: Profile has already been started")
+    assert not (tmp_path / "profile").exists()
 
 
 def test_without_steps_nothing_is_left(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Self
 
 import jax
+from jax._src.profiler import _profile_state
 from jax.profiler import ProfileOptions, StepTraceAnnotation
 
 from tpu_grpo.hosts.log import logger
@@ -62,9 +63,7 @@ class Timeline:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Record the block if the step is one of those asked for."""
-        if step in self._steps:
-            if not self._recording:
-                self._begin()
+        if step in self._steps and (self._recording or self._begin(step)):
             self._recording.append(step)
         with StepTraceAnnotation("step", step_num=step):
             yield
@@ -76,10 +75,20 @@ class Timeline:
         """Where the profiler writes, before the files get their names."""
         return self._directory / f".{self._host}"
 
-    def _begin(self) -> None:
+    def _begin(self, step: int) -> bool:
         options = ProfileOptions()
         options.python_tracer_level = 0  # every call of every function would slow the run and hide the stages
-        jax.profiler.start_trace(self._own, profiler_options=options)
+        try:
+            jax.profiler.start_trace(self._own, profiler_options=options)
+        except RuntimeError as error:  # somebody else in this process records something
+            self._give_up(f"of step {step} was not begun", error)
+            return False
+        return True
+
+    def _give_up(self, what: str, error: Exception) -> None:
+        self._steps = frozenset()
+        logger.warning("the timeline %s: %s", what, error)
+        self._note(f"the timeline {what}: {error}; the run goes on")
 
     def _end(self) -> None:
         first, last = self._recording[0], self._recording[-1]
@@ -89,9 +98,9 @@ class Timeline:
             self._name_files(name)
             self._note(f"the timeline {name} is in {self._directory}")
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
-            self._steps = frozenset()
-            logger.warning("the timeline %s was not written to %s: %s", name, self._directory, error)
-            self._note(f"the timeline {name} was not written to {self._directory}: {error}; the run goes on")
+            with _profile_state.lock:
+                _profile_state.reset()  # jax keeps a recording that it could not write, and would begin no other
+            self._give_up(f"{name} was not written to {self._directory}", error)
         finally:
             shutil.rmtree(self._own, ignore_errors=True)
 
