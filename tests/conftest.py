@@ -6,6 +6,10 @@ import os
 import shutil
 import tempfile
 
+from hypothesis import settings
+
+settings.register_profile("suite", derandomize=True)  # --hypothesis-profile=default draws other examples every time
+settings.load_profile("suite")
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # not in a worker, nor in a process that a test starts
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="tpu_grpo_tests_")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -15,7 +19,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4").strip()
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from tests import shapes
+from tests import shapes  # noqa: E402
 
 shapes.install()  # before the package is imported
 

@@ -347,14 +347,22 @@ def with_text_and_number(name: str) -> Dialect:
 
 @given(st.text().filter(lambda text: "</think>" not in text), st.integers(min_value=-(10**20)))
 @example("<think>", 0)
+@example("<|python_tag|>", 0)
+@example("</tool_call>", 0)
 @settings(deadline=None)
 def test_what_the_templates_write_is_read_back(text: str, number: int) -> None:
-    """The arguments of a call that a template writes are those that are read, in every format."""
+    """The arguments of a call that a template writes are those that are read, in every format.
+
+    Two formats have no way to write what closes a call, or an argument of it, within a text.
+    """
+    closing = {"qwen3_coder": ("</parameter>", "</function>", "</tool_call>"), "builtin": ("<|end_call|>",)}
     call = {"function": {"name": "f", "arguments": {"s": text, "i": number}}}
     messages: list[Any] = [{"role": "user", "content": "q"}]
     spoken = {"role": "assistant", "content": "", "tool_calls": [call]}
     tools: list[Any] = [tool("f", s="string", i="integer")]
     for name in ("qwen2_5", "llama3", "qwen3_coder", "llama_pythonic", "builtin"):
+        if any(mark in text for mark in closing.get(name, ())):
+            continue
         own = tokenizer(name)
         whole = str(own.apply_chat_template([*messages, spoken], tools=tools, tokenize=False))
         begin = str(own.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True))

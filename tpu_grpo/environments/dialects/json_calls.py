@@ -40,11 +40,11 @@ def read_hermes(text: str, *, ended: bool) -> tuple[str, Calls]:
 
 def read_llama3(text: str, *, ended: bool) -> tuple[str, Calls]:
     """Return the text before the calls of a turn, and the calls, separated by semicolons; see `read_hermes`."""
-    content, tag, calls_text = text.partition(PYTHON_TAG)
-    if not tag:
-        if _BARE.match(text.lstrip()) is None:
+    content, calls_text = "", text
+    if _BARE.match(text.lstrip()) is None:  # else a tag stands in an argument
+        content, tag, calls_text = text.partition(PYTHON_TAG)
+        if not tag:
             return text, []
-        content, calls_text = "", text
     calls, at = [], 0
     while calls_text[at:].strip():
         call, behind = _decode(calls_text, at)
