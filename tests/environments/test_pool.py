@@ -241,9 +241,7 @@ def test_environments_are_closed_before_their_server_or_the_pool_ends(tmp_path: 
 def test_processes_know_nothing_of_the_accelerator_and_order_sets_alike(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TPU_VISIBLE_CHIPS", "0")
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
-    monkeypatch.setenv(
-        "TPU_GRPO_CACHE", "/nowhere"
-    )  # which is ours: what a shipped environment has worked out lies there
+    monkeypatch.setenv("TPU_GRPO_CACHE", "/nowhere")  # which is ours: what a shipped environment works out lies there
     with open_pool("tests.environments.games:Knows") as pool:
         assert eval(told(begun(pool))) == {
             "numpy": np.random.RandomState(7).randint(10**6),

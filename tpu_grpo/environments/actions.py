@@ -15,6 +15,8 @@ from tpu_grpo.episode import Failure, KeptEnvironment
 Message = Mapping[str, Any]
 COLUMN = "environment"
 """This column of the data chooses among several environments; ``reset`` does not get it."""
+CUT = " [...]"
+"""Stands after a text of which the rest is left out."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,15 @@
 """The process of one conversation, which a fork server has forked: it answers the main process until the end.
 
-main process                        this process
-                            <-      Began
-Start(...)                  ->      the environment is made
-                            <-      Answered(...)
-Act(...)                    ->      its tools are called, with Called between two of them
-                            <-      Answered(...)
-End()                       ->
-                            <-      Ended(...)
+    main process                        this process
+                                <-      Began
+    Start(...)                  ->      the environment is made
+                                <-      Answered(...)
+    Act(...)                    ->      its tools are called, with Called between two of them
+                                <-      Answered(...)
+    End()                       ->
+                                <-      Ended(...)
+
+It ends when it has said Ended or Failed, or when nobody wants an answer any more.
 """
 
 import asyncio

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from tpu_grpo.environments.actions import CUT
+
 MOST_BYTES = 2**20
 """A longer text of an observation is refused, and one of a tool's is cut."""
-_CUT = " [...]"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+>")
 """Python writes this of objects that have no text of their own."""
 
@@ -52,7 +53,7 @@ def cut_text(text: str) -> str:
     data = text.encode()
     if len(data) <= MOST_BYTES:
         return text
-    return data[: MOST_BYTES - len(_CUT)].decode(errors="ignore") + _CUT
+    return data[: MOST_BYTES - len(CUT)].decode(errors="ignore") + CUT
 
 
 def _plain(value: Any) -> Any:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from tokenizers import Encoding, Tokenizer
 
+from tpu_grpo.environments.actions import CUT
+
 if TYPE_CHECKING:
     from transformers import AddedToken, PreTrainedTokenizerFast
 
 BREAK = "\ufdd0"
 """Unicode keeps this character out of all text."""
-CUT = " [...]"
-"""Stands after a text of which the rest is left out."""
 _NO_TEXT = re.compile("[\ud800-\udfff\ufdd0]")
 
 
