@@ -26,9 +26,9 @@ from rich.console import Console
 from benchmarks.rollout.__main__ import measure, report
 from benchmarks.rollout.contenders import build_engines
 from benchmarks.rollout.workloads import GROUP, PROMPT_TOKENS, PROMPTS, Workload, make_model, make_requests
-from tests.rollout.scripted import Script, ScriptedConversations, script
-from tpu_grpo.rollout.replicas import Replicas
-from tpu_grpo.types import Request
+from tests.engine.scripted import Script, ScriptedConversations, script
+from tpu_grpo.engine.replicas import Replicas
+from tpu_grpo.records.stages import Request
 
 ROWS, TURNS, TOKENS = PROMPTS * GROUP, 8, (16, 65)
 CONTEXT = PROMPT_TOKENS + 4 + TURNS * (64 + 4)

@@ -47,11 +47,11 @@ def work(arguments: list[str]) -> None:
     from flax import nnx
     from jax.sharding import Mesh
 
-    from tests.rollout.building import engine_options
+    from tests.engine.building import engine_options
+    from tpu_grpo.engine.replicas import Replicas
     from tpu_grpo.hosts import by_host
     from tpu_grpo.models import load_model, read_checkpoint
-    from tpu_grpo.rollout.replicas import Replicas
-    from tpu_grpo.types import Request, SampleKey, SamplingParams
+    from tpu_grpo.records.stages import Request, SampleKey, SamplingParams
     from tpu_grpo.weights.plan import named_leaves
     from tpu_grpo.weights.sync import WeightSync
 

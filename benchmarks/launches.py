@@ -20,12 +20,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from tpu_grpo.engine.shapes import choose_steps, ladder, pad_to
 from tpu_grpo.launching.tpus import Generation, parse_slice
 from tpu_grpo.models.abstract import abstract_checkpoint
 from tpu_grpo.planning.engine_steps import decode_step, host_seconds, prefill_step, round_seconds
 from tpu_grpo.planning.plan import PUBLISHED
 from tpu_grpo.planning.sizes import EngineSizes
-from tpu_grpo.rollout.shapes import choose_steps, ladder, pad_to
 
 PROMPT, LONGEST, MEAN = 256, 768, 256
 SPREADS = {"as GSM8K": 0.49, "long tail": 0.9}

@@ -9,8 +9,8 @@ import statistics
 import numpy as np
 
 from tpu_grpo.config import RewardSpec
+from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout
 from tpu_grpo.rewards import open_rewards
-from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout
 
 GROUP = 8
 NOTHING = Completion(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", 0)

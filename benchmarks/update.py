@@ -55,8 +55,8 @@ from tpu_grpo.learner.building import row_shape
 from tpu_grpo.learner.programs import LearnerPrograms
 from tpu_grpo.learner.rows import train_rows
 from tpu_grpo.models import load_model, read_checkpoint
+from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 from tpu_grpo.tunix_loop.padded import PaddedShape, padded_rows
-from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 
 PROMPTS, GROUP, VOCABULARY, PAD, EOS = 8, 8, 512, 0, 2
 SIZES = {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "head_dim": 32, "intermediate": 768}

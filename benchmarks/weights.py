@@ -42,8 +42,8 @@ from tunix.generate import utils as tunix_transfer
 from tunix.models.qwen3.mapping_sglang_jax import _to_sglang_jax_mappings
 from tunix.rl import reshard as tunix_reshard
 
-from tpu_grpo.families import FAMILIES
-from tpu_grpo.rollout.engine import engine_mesh
+from tpu_grpo.engine.engine import engine_mesh
+from tpu_grpo.models.families import FAMILIES
 from tpu_grpo.weights.sync import WeightSync
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, WIDTH, FFN, VOCAB = 8, 1024, 16, 8, 64, 3072, 16384

@@ -2,7 +2,7 @@
 
 Teaches the model of configs/demo_cpu.yaml for ten steps and prints how its rewards grow. Every stage is one call on a
 part of a run, so whatever you want to change, such as which prompts come next or which rollouts are learnt from, is a
-line of `steps`. tpu_grpo/pipeline.py is the same loop with evaluations, checkpoints, metrics and several hosts.
+line of `steps`. tpu_grpo/run/pipeline.py is the same loop with evaluations, checkpoints, metrics and several hosts.
 """
 
 import sys

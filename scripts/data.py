@@ -5,7 +5,7 @@ Shows how many prompts a config has, how long they are, and the first ones as th
 
 import sys
 
-from tpu_grpo.commands.data import main
+from tpu_grpo.cli.data import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,7 @@ You write what the policy would write, or let a model do it, and see tokens, mas
 
 import sys
 
-from tpu_grpo.commands.environment import main
+from tpu_grpo.cli.environment import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,7 @@ Evaluates a checkpoint of a run on held-out prompts, without training. --help sa
 
 import sys
 
-from tpu_grpo.commands.evaluate import main
+from tpu_grpo.cli.evaluate import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

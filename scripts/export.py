@@ -5,7 +5,7 @@ Writes the model of a checkpoint as a Hugging Face directory. --help says what e
 
 import sys
 
-from tpu_grpo.commands.export import main
+from tpu_grpo.cli.export import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

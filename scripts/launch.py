@@ -5,7 +5,7 @@ Drives gcloud and prints every command; --dry-run only prints. --help explains t
 
 import sys
 
-from tpu_grpo.commands.launch import main
+from tpu_grpo.cli.launch import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpu_grpo.errors import ConfigError, say
 from tpu_grpo.hosts.local import run_local_hosts
+from tpu_grpo.records.errors import ConfigError, say
 
 RUN = Path(__file__).resolve().with_name("run.py")
 USAGE = (

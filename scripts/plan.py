@@ -5,7 +5,7 @@ Says whether the run fits the slice, and how long a step takes, by compiling its
 
 import sys
 
-from tpu_grpo.commands.plan import main
+from tpu_grpo.cli.plan import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

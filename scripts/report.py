@@ -5,7 +5,7 @@ Writes a page that shows a run, also while it goes on, or one that compares seve
 
 import sys
 
-from tpu_grpo.commands.report import main
+from tpu_grpo.cli.report import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

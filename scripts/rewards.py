@@ -5,7 +5,7 @@ Scores completions that are there already with the rewards of a config, without 
 
 import sys
 
-from tpu_grpo.commands.rewards import main
+from tpu_grpo.cli.rewards import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -6,7 +6,7 @@ Without a config it runs configs/demo_cpu.yaml. --help lists every setting, --pr
 
 import sys
 
-from tpu_grpo.commands.train import main
+from tpu_grpo.cli.train import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,7 @@ Lets the model of a run, an export, or any other answer prompts, or talk. --help
 
 import sys
 
-from tpu_grpo.commands.sample import main
+from tpu_grpo.cli.sample import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tpu_grpo.episode import Branch, Episode, Turn
-from tpu_grpo.types import Completion
+from tpu_grpo.records.episode import Branch, Episode, Turn
+from tpu_grpo.records.stages import Completion
 
 Spoken = tuple[Sequence[int], Sequence[int]]
 """What the policy sampled in a turn, and what the environment answered."""

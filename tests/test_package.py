@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 import tpu_grpo
-from tpu_grpo import api, errors, types
+from tpu_grpo import api
 from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import Hosts, StopRequest, Watch
+from tpu_grpo.records import errors, stages
 from tpu_grpo.run.data import OpenData
 
 
@@ -70,7 +71,7 @@ def test_every_public_name_is_what_a_type_checker_takes_it_for() -> None:
 
 
 def test_every_error_and_every_record_is_public() -> None:
-    for module in (errors, types):
+    for module in (errors, stages):
         defined = {
             n for n, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
         }
@@ -110,9 +111,9 @@ def test_train_starts_as_the_command_does(joined: list[str], monkeypatch: pytest
         joined.append("train")
         return {"steps": 3}
 
-    fake = ModuleType("tpu_grpo.pipeline")
+    fake = ModuleType("tpu_grpo.run.pipeline")
     fake.__dict__["train"] = train
-    monkeypatch.setitem(sys.modules, "tpu_grpo.pipeline", fake)
+    monkeypatch.setitem(sys.modules, "tpu_grpo.run.pipeline", fake)
     monkeypatch.setattr(tpu_grpo, "pipeline", fake, raising=False)
     assert tpu_grpo.train(config, stop_requested=asked) == {"steps": 3}
     assert joined == ["prepare", "hosts", "train", "left"]
@@ -127,9 +128,9 @@ def test_train_takes_functions_as_rewards(joined: list[str], monkeypatch: pytest
         assert (spec.name, spec.function) == ("python:reward", reward)
         return {"steps": 1}
 
-    fake = ModuleType("tpu_grpo.pipeline")
+    fake = ModuleType("tpu_grpo.run.pipeline")
     fake.__dict__["train"] = train
-    monkeypatch.setitem(sys.modules, "tpu_grpo.pipeline", fake)
+    monkeypatch.setitem(sys.modules, "tpu_grpo.run.pipeline", fake)
     monkeypatch.setattr(tpu_grpo, "pipeline", fake, raising=False)
     assert tpu_grpo.train(tpu_grpo.parse_config({}), rewards=[reward]) == {"steps": 1}
 

@@ -14,12 +14,12 @@ import pytest
 from tests.models.random_checkpoint import edit_config, write_random_qwen3
 from tests.run.test_timeline import xplane_spans
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.errors import Interrupted, RewardError
 from tpu_grpo.hosts import StopRequest
 from tpu_grpo.learner import Learner
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
-from tpu_grpo.pipeline import train
+from tpu_grpo.records.errors import Interrupted, RewardError
 from tpu_grpo.run.engines import SyncedEngines
+from tpu_grpo.run.pipeline import train
 
 CONTRACT = {
     "step", "rewards/mean", "rewards/std", "rewards/exact_answer/mean", "rewards/ascii_share/mean", "rewards/seconds",

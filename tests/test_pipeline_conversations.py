@@ -13,8 +13,8 @@ from tests.marks import marked
 from tests.talking import SIZES, write_talking_files
 from tests.test_pipeline import digests, lines
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.errors import EpisodeError
-from tpu_grpo.pipeline import train
+from tpu_grpo.records.errors import EpisodeError
+from tpu_grpo.run.pipeline import train
 
 BAD = """
 import os

@@ -8,9 +8,9 @@ import pytest
 
 from tests.several.runs import outcome, run_hosts, settings, write_files
 from tpu_grpo.config import parse_config
-from tpu_grpo.errors import ConfigError
-from tpu_grpo.pipeline import train
+from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.abstract import open_abstract_checkpoint
+from tpu_grpo.run.pipeline import train
 
 
 @pytest.fixture(scope="module")

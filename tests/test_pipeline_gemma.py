@@ -8,7 +8,7 @@ import pytest
 
 from tests.several.runs import settings, write_files
 from tpu_grpo.config import parse_config
-from tpu_grpo.pipeline import train
+from tpu_grpo.run.pipeline import train
 
 
 @pytest.mark.slow

@@ -8,9 +8,9 @@ import pytest
 
 from tests.test_pipeline import config, digests, files, lines  # noqa: F401  the fixture, too
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import Interrupted
 from tpu_grpo.hosts import StopRequest
-from tpu_grpo.pipeline import train
+from tpu_grpo.records.errors import Interrupted
+from tpu_grpo.run.pipeline import train
 
 LUCKY = """
 import zlib

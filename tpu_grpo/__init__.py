@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tpu_grpo.api import start, train
     from tpu_grpo.config import RunConfig, load_config, parse_config
-    from tpu_grpo.episode import Episode, Turn
-    from tpu_grpo.errors import (
+    from tpu_grpo.records.episode import Episode, Turn
+    from tpu_grpo.records.errors import (
         CheckpointError,
         ConfigError,
         DataError,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         TpuGrpoError,
         WeightsError,
     )
-    from tpu_grpo.types import (
+    from tpu_grpo.records.stages import (
         AnswerMode,
         Completion,
         Figure,
@@ -90,7 +90,7 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("train", "start"), "api"),
     **dict.fromkeys(("RunConfig", "load_config", "parse_config"), "config"),
-    **dict.fromkeys(("Episode", "Turn"), "episode"),
+    **dict.fromkeys(("Episode", "Turn"), "records.episode"),
 }
 """Modules of the names that are neither an error nor a record of a stage."""
 
@@ -100,7 +100,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
     is_error = name.endswith("Error") or name == "Interrupted"
-    home = _HOMES.get(name, "errors" if is_error else "types")
+    home = _HOMES.get(name, "records.errors" if is_error else "records.stages")
     value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
     return value
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from tpu_grpo.commands.main import main
+from tpu_grpo.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from tpu_grpo.commands.on_end import PeopleTold
-from tpu_grpo.commands.starting import joined_hosts, opened_data, prepare
+from tpu_grpo.cli.on_end import PeopleTold
+from tpu_grpo.cli.starting import joined_hosts, opened_data, prepare
 from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import Hosts, StopRequest, Watch
 
@@ -65,7 +65,7 @@ def train(
             return summary
         told.begin(hosts)
         data = opened_data(config, hosts, announced=True)
-        from tpu_grpo import pipeline
+        from tpu_grpo.run import pipeline
 
         return pipeline.train(config, hosts, watch, StopRequest(stop_requested), data)
 

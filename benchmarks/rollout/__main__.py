@@ -42,7 +42,7 @@ from rich.table import Table
 
 from benchmarks.rollout.contenders import build_engines, engine_workload, host_times, tunix_workload
 from benchmarks.rollout.workloads import NO_FILTER, WORKLOADS, Workload, make_model
-from tpu_grpo.types import SamplingParams
+from tpu_grpo.records.stages import SamplingParams
 
 FILTERS = {
     "none": NO_FILTER,

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.models import load_model, read_checkpoint
-from tpu_grpo.types import Request, SampleKey, SamplingParams
+from tpu_grpo.records.stages import Request, SampleKey, SamplingParams
 
 PROMPTS, GROUP, PROMPT_TOKENS, LONGEST, VOCABULARY = 8, 8, 30, 256, 512
 LAYERS, KV_HEADS, HEAD_DIM = 4, 4, 32

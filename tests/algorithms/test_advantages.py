@@ -12,11 +12,11 @@ from hypothesis.extra.numpy import arrays
 from tests.learner.toy import make_config
 from tpu_grpo.algorithms import ADVANTAGES, RunAlgorithm, open_algorithm
 from tpu_grpo.config import AdvantageName, AlgorithmSection, RunConfig
-from tpu_grpo.errors import ConfigError, RewardError
 from tpu_grpo.learner import Learner
 from tpu_grpo.learner.rows import group_advantages
+from tpu_grpo.records.errors import ConfigError, RewardError
+from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 from tpu_grpo.tunix_loop.learner import GrpoAlgorithmConfig
-from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 
 
 def opened(name: Any, objective: str = "grpo") -> RunAlgorithm:

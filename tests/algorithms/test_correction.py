@@ -21,8 +21,8 @@ from tests.learner.test_loss import distance, pick
 from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored, with_noise
 from tpu_grpo.algorithms import Sequences, correction_metrics, open_algorithm
 from tpu_grpo.config import AlgorithmSection
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.learner.loss import LossSettings, TrainBatch
+from tpu_grpo.records.errors import ConfigError
 
 TRAINER = {"old_policy": "trainer"}
 CASES: dict[str, dict[str, Any]] = {

@@ -22,7 +22,7 @@ from tpu_grpo.learner import loss as loss_module
 from tpu_grpo.learner.forward import TokenLogprobs
 from tpu_grpo.learner.loss import LossSettings, TrainBatch, policy_loss
 from tpu_grpo.learner.rows import RowShape, train_rows
-from tpu_grpo.types import Completion
+from tpu_grpo.records.stages import Completion
 
 LONGEST = 7
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

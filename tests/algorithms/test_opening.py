@@ -11,7 +11,7 @@ import pytest
 from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored
 from tpu_grpo.algorithms import Sequences, open_algorithm
 from tpu_grpo.config import AlgorithmSection
-from tpu_grpo.errors import ConfigError, NonFiniteError
+from tpu_grpo.records.errors import ConfigError, NonFiniteError
 
 GOOD = """\
 import jax.numpy as jnp

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tpu_grpo.config import OptimizerRule, SourceSpec, load_config
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((REPOSITORY / "configs").rglob("*.yaml"))

@@ -3,7 +3,7 @@
 import pytest
 
 from tpu_grpo.config import load_config
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from tests.config.asking import REPOSITORY, file_message, message
 from tpu_grpo.config import RunConfig, load_config, parse_config
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 # --- where values come from -------------------------------------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from tpu_grpo.environments.actions import Action, Answered, BadCall, Ended, Load
 from tpu_grpo.environments.conversation import BRANCH_SAMPLES, Conversation, Start
 from tpu_grpo.environments.observations import shares
 from tpu_grpo.environments.values import WrongError
-from tpu_grpo.episode import Failure
-from tpu_grpo.types import Completion, Prompt, Request, SampleKey, SamplingParams
+from tpu_grpo.records.episode import Failure
+from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey, SamplingParams
 
 PROMPT = Prompt("ask", (1, 2, 3), messages=[{"role": "user", "content": "ask"}])
 KEY = SampleKey(7, 4, 2, 5)

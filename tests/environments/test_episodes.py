@@ -11,9 +11,9 @@ from tests.environments.test_conversation import Dialect, sampled, tool
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Answered, Ended, Failed, LoadedEnvironment, Reply
 from tpu_grpo.environments.episodes import Environments, Episodes, seed_of
-from tpu_grpo.episode import Failure
-from tpu_grpo.errors import EpisodeError
-from tpu_grpo.types import Prompt, Request, SampleKey, SamplingParams
+from tpu_grpo.records.episode import Failure
+from tpu_grpo.records.errors import EpisodeError
+from tpu_grpo.records.stages import Prompt, Request, SampleKey, SamplingParams
 
 
 class Pool:

@@ -27,7 +27,7 @@ from tpu_grpo.environments.forked import ForkedEnvironments
 from tpu_grpo.environments.loading import load_environment
 from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.environments.requests import Exited, Fork, Job
-from tpu_grpo.errors import EpisodeError
+from tpu_grpo.records.errors import EpisodeError
 
 NAME = "tests.environments.faulty:Faulty"
 SECONDS = 60.0
@@ -292,7 +292,7 @@ def test_too_few_open_files_are_said_to_be_so():
         import resource
         resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
         from tests.environments.playing import open_pool
-        from tpu_grpo.errors import EpisodeError
+        from tpu_grpo.records.errors import EpisodeError
         with open_pool("{NAME}") as pool:
             try:
                 for key in range(60):

@@ -9,7 +9,7 @@ import pytest
 from tpu_grpo.environments import finding
 from tpu_grpo.environments.actions import LoadedEnvironment
 from tpu_grpo.environments.loading import check_columns, load_environment
-from tpu_grpo.errors import EpisodeError
+from tpu_grpo.records.errors import EpisodeError
 
 TOOL = '''
     def add(self, by: int) -> int:

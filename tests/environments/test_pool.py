@@ -16,7 +16,7 @@ from tpu_grpo.environments.actions import Answered, BadCall, Ended, ToolCall
 from tpu_grpo.environments.forked import ForkedEnvironments
 from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.environments.shared import SharedEnvironments
-from tpu_grpo.errors import EpisodeError
+from tpu_grpo.records.errors import EpisodeError
 
 COUNTER, ASYNC = "tests.environments.games:Counter", "tests.environments.games:Async"
 MIXED = "tests.environments.games:Mixed"

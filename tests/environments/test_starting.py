@@ -9,7 +9,7 @@ from tests.environments.playing import begun, open_pool, told
 from tpu_grpo.environments import starting
 from tpu_grpo.environments.forked import ForkedEnvironments
 from tpu_grpo.environments.starting import Starting
-from tpu_grpo.errors import EpisodeError
+from tpu_grpo.records.errors import EpisodeError
 
 
 @pytest.mark.parametrize("name", ["Silent", "SilentAsync"])

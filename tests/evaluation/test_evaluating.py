@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from tpu_grpo.config import EvaluationSection
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.evaluation import (
     Estimate,
     Evaluation,
@@ -22,8 +21,9 @@ from tpu_grpo.evaluation import (
 )
 from tpu_grpo.evaluation.evaluating import GroupEnded
 from tpu_grpo.evaluation.statistics import wilson
-from tpu_grpo.metrics.values import tokens_digest
-from tpu_grpo.types import AnswerMode, Completion, Prompt, PromptBatch, Rollout, Scores
+from tpu_grpo.observe.metrics.values import tokens_digest
+from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.records.stages import AnswerMode, Completion, Prompt, PromptBatch, Rollout, Scores
 
 NAN = float("nan")
 PROMPTS = (Prompt("1+1=", (1,)), Prompt("2+2=", (2,)), Prompt("3+3=", (3,)))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tpu_grpo.errors import DataError
 from tpu_grpo.evaluation import Estimate, Evaluation, EvaluationLog, evaluation_of, record_of
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.records.errors import DataError
 
 
 def evaluation(step: int, value: float) -> Evaluation:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.metrics.samples import completion
+from tests.observe.metrics.samples import completion
 from tests.talks import talk
 from tpu_grpo.evaluation.evaluating import EvaluationSamples
 from tpu_grpo.evaluation.samples import write_samples
-from tpu_grpo.types import Prompt, PromptBatch, Rollout, Scores
+from tpu_grpo.records.stages import Prompt, PromptBatch, Rollout, Scores
 
 
 def test_a_conversation_has_its_turns(tmp_path: Path) -> None:

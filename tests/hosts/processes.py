@@ -14,7 +14,7 @@ from pathlib import Path
 
 PROLOGUE = """
 import os, signal, sys, threading, time
-from tpu_grpo.errors import TpuGrpoError
+from tpu_grpo.records.errors import TpuGrpoError
 from tpu_grpo.hosts import Hosts, Watch, start
 
 coordinator, count, index, name = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]

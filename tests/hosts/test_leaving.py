@@ -54,8 +54,8 @@ def test_an_error_that_nobody_reads_is_told_to_the_other_hosts() -> None:
     """The pipe is full, so that whoever prints to it waits."""
     done = watched(
         """
-from tpu_grpo.commands.starting import _errors_printed_first
-from tpu_grpo.errors import DataError, say
+from tpu_grpo.cli.starting import _errors_printed_first
+from tpu_grpo.records.errors import DataError, say
 reader, writer = os.pipe()
 os.dup2(writer, 2)
 os.set_blocking(2, False)

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts import local
 from tpu_grpo.hosts.local import host_environment, run_local_hosts
+from tpu_grpo.records.errors import ConfigError
 
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "scripts" / "local_hosts.py"
 INDEX = "import os, signal, subprocess, sys, time; i = int(sys.argv[-1].removeprefix('hosts.index='))\n"

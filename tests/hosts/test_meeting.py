@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.processes import free_port, run, running
-from tpu_grpo.errors import ConfigError, LockstepError
 from tpu_grpo.hosts import arriving, meeting
 from tpu_grpo.hosts.arriving import arrive
 from tpu_grpo.hosts.calling import Caller, caller_of, split_address
 from tpu_grpo.hosts.meeting import hold_port
+from tpu_grpo.records.errors import ConfigError, LockstepError
 
 SECONDS = 5.0
 

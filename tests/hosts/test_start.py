@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from tests.hosts.processes import run
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts import start
+from tpu_grpo.records.errors import ConfigError
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow)])

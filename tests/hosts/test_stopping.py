@@ -16,7 +16,7 @@ from tpu_grpo.hosts import StopRequest
 PROLOGUE = """
 import sys, time
 from hashlib import pbkdf2_hmac
-from tpu_grpo.errors import Interrupted
+from tpu_grpo.records.errors import Interrupted
 from tpu_grpo.hosts import SignalledStop, StepAbandoned
 
 def busy(rounds=3 * 10**7):

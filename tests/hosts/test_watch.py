@@ -78,7 +78,7 @@ def test_a_slow_host_is_waited_for() -> None:
 def test_a_failing_host_tells_the_others(failing: int) -> None:
     ended = run(
         f"""
-        from tpu_grpo.errors import DataError
+        from tpu_grpo.records.errors import DataError
         from jax.experimental import multihost_utils
         with Watch(hosts, timeout_seconds=20, every=0.5) as watch, watch.stage("data"):
             multihost_utils.sync_global_devices("all are here")
@@ -100,7 +100,7 @@ def test_a_failing_host_tells_the_others(failing: int) -> None:
 def test_an_error_of_the_program_keeps_its_traceback_and_an_interruption_is_orderly() -> None:
     ended = run(
         """
-        from tpu_grpo.errors import Interrupted
+        from tpu_grpo.records.errors import Interrupted
         with Watch(hosts, timeout_seconds=20, every=0.5):
             raise Interrupted("stopped at step 3")
         """,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching.stand_in import StandIn
-from tpu_grpo.commands.launch import main
+from tpu_grpo.cli.launch import main
 
 PROGRAM = """
 import json, os, pathlib, sys, time

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.launching.stand_in import StandIn
-from tpu_grpo.commands.launch import main
+from tpu_grpo.cli.launch import main
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 SMALL = ("--script", "scripts/program.py")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.launching.driving import SMALL, ended, launch, started
 from tests.launching.stand_in import StandIn
-from tpu_grpo.commands.launch import main
+from tpu_grpo.cli.launch import main
 
 ARGUMENTS = st.lists(
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40), max_size=8

@@ -12,8 +12,7 @@ import pytest
 from tests.launching.conftest import git
 from tests.launching.driving import REPOSITORY, eventually
 from tests.launching.stand_in import StandIn
-from tpu_grpo.commands.launch import main
-from tpu_grpo.errors import Interrupted, LaunchError, LockstepError
+from tpu_grpo.cli.launch import main
 from tpu_grpo.launching import babysit
 from tpu_grpo.launching.babysit import Babysitter, decide, pause
 from tpu_grpo.launching.gcloud import GcloudError
@@ -22,6 +21,7 @@ from tpu_grpo.launching.launcher import Launcher
 from tpu_grpo.launching.options import RetryPolicy
 from tpu_grpo.launching.tpu_slice import Condition, SliceState
 from tpu_grpo.launching.workers import WorkerStatus
+from tpu_grpo.records.errors import Interrupted, LaunchError, LockstepError
 
 KEY = "abcd1234"
 

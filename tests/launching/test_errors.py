@@ -6,7 +6,7 @@ import pytest
 
 from tests.launching.driving import REPOSITORY, SMALL, launch
 from tests.launching.stand_in import StandIn
-from tpu_grpo.commands.launch import main
+from tpu_grpo.cli.launch import main
 
 QUOTA = "RESOURCE_EXHAUSTED: Quota limit 'TPUV5sLitepodPerProjectPerZoneForTPUAPI' has been exceeded. Limit: 0 in z."
 CAPACITY = (

@@ -11,7 +11,7 @@ import pytest
 from tests.launching import gcloud_syntax
 from tests.launching.driving import REPOSITORY, launch
 from tests.launching.stand_in import StandIn
-from tpu_grpo.commands.launch import main
+from tpu_grpo.cli.launch import main
 
 EVERYTHING = [
     ["create", "--type", "v6e-16", "--zone", "z", "--project", "p", "--spot", "--valid-until", "6h"],

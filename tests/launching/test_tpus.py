@@ -2,9 +2,9 @@
 
 import pytest
 
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.launching.jobs import chip_environment
 from tpu_grpo.launching.tpus import GENERATIONS, parse_slice
+from tpu_grpo.records.errors import ConfigError
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.launching import gcloud_syntax
 from tests.launching.driving import REPOSITORY, eventually
 from tests.launching.stand_in import StandIn
 from tests.models.random_checkpoint import edit_config, write_random_qwen3
-from tpu_grpo.commands.launch import main
+from tpu_grpo.cli.launch import main
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 
 pytestmark = pytest.mark.several_hosts

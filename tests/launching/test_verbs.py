@@ -6,7 +6,7 @@ import pytest
 
 from tests.launching.driving import SMALL, ended, eventually, launch, started
 from tests.launching.stand_in import StandIn
-from tpu_grpo.commands.launch import main
+from tpu_grpo.cli.launch import main
 
 
 def test_from_nothing_to_a_finished_run_and_back(

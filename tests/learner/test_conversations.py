@@ -15,10 +15,10 @@ from tests.learner.toy import VOCAB, make_config, make_learner, make_mesh, make_
 from tests.talks import talk
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import AlgorithmSection, LossAggregation
-from tpu_grpo.episode import Branch, Failure
 from tpu_grpo.learner.loss import LossSettings
 from tpu_grpo.learner.rows import RowShape, train_rows
-from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
+from tpu_grpo.records.episode import Branch, Failure
+from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 
 # --- the loss, where the "model" is a table of log-probabilities, and a sampled token's id a place in it --------------
 

@@ -10,10 +10,10 @@ from flax import nnx
 
 from tests.learner.linear import Run, linear_config, linear_run
 from tests.learner.toy import counted_compilations, make_config, make_learner, make_mesh, make_model, make_scored
-from tpu_grpo.errors import CheckpointError
 from tpu_grpo.learner.checkpoints import Checkpoints
 from tpu_grpo.learner.entropy import EntropyControl, EntropySums, add_entropy
 from tpu_grpo.learner.update import by_name
+from tpu_grpo.records.errors import CheckpointError
 
 
 def test_by_hand() -> None:

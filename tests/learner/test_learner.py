@@ -25,12 +25,12 @@ from tests.learner.toy import (
     with_noise,
 )
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RewardError
 from tpu_grpo.learner import Learner
 from tpu_grpo.learner.agreement import agreement_metrics
 from tpu_grpo.learner.loss import TrainBatch
-from tpu_grpo.metrics.values import update_metrics
-from tpu_grpo.types import ScoredRollout
+from tpu_grpo.observe.metrics.values import update_metrics
+from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RewardError
+from tpu_grpo.records.stages import ScoredRollout
 
 MICRO = {"micro_batch_prompts": 2}
 PENALTY = {"beta": 0.1, "iterations": 2, "micro_batch_prompts": 2}

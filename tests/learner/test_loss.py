@@ -21,9 +21,9 @@ from tpu_grpo.learner.loss import LossSettings, LossSums, TrainBatch, policy_los
 from tpu_grpo.learner.packing import Packing
 from tpu_grpo.learner.rows import RowShape, TrainRows, group_advantages, train_rows
 from tpu_grpo.learner.update import by_name
+from tpu_grpo.records.stages import Completion
 from tpu_grpo.tunix_loop.learner import GrpoAlgorithmConfig, TrainExample
 from tpu_grpo.tunix_loop.padded import PaddedRows, PaddedShape, padded_rows
-from tpu_grpo.types import Completion
 
 LENGTHS = (1, 5, 3, 2)
 ADVANTAGES = np.array([1.5, -0.5, 2.0, -1.0])

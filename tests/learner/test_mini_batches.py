@@ -17,9 +17,9 @@ from tests.learner.toy import (
     with_completion,
     with_noise,
 )
-from tpu_grpo.errors import DataError
 from tpu_grpo.learner.loss import TrainBatch
 from tpu_grpo.learner.mini_batches import mini_batches
+from tpu_grpo.records.errors import DataError
 
 SEED = 7
 MINI: dict[str, Any] = {"mini_batch_prompts": 2, "iterations": 2}

@@ -14,14 +14,14 @@ from tests.learner.linear import linear_config, linear_run
 from tests.learner.test_update import STATES, with_optimizer
 from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored
 from tpu_grpo.config import parse_config
-from tpu_grpo.errors import ConfigError, DataError, NonFiniteError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner.checkpoints import Held
 from tpu_grpo.learner.digest import checksums
 from tpu_grpo.learner.entropy import EntropyControl
 from tpu_grpo.learner.failed import FailedUpdate, pass_arrays, placed_pass
+from tpu_grpo.records.errors import ConfigError, DataError, NonFiniteError
+from tpu_grpo.records.stages import ScoredRollout
 from tpu_grpo.run.failures import FailureFiles, read_update
-from tpu_grpo.types import ScoredRollout
 
 BAD = [{"value": np.nan}, {"value": np.inf}, {"value": 1e30}, {"loss": np.nan}, {"loss": -np.inf}]
 """What a parameter's gradient or the loss is; the square of 1e30 is more than float32 holds."""

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.learner.toy import make_config
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule, longer_side, matrix_axes, rule_values
+from tpu_grpo.records.errors import ConfigError
 
 Arrays = dict[str, np.ndarray]
 RNG = np.random.default_rng(0)

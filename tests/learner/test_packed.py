@@ -19,15 +19,15 @@ from tests.learner.toy import make_config, make_mesh
 from tests.models.random_checkpoint import write_random
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import LoraSection
-from tpu_grpo.families import FAMILIES
 from tpu_grpo.learner.loss import LossSettings, policy_loss
 from tpu_grpo.learner.packing import Packing
 from tpu_grpo.learner.rows import RowShape, train_rows
 from tpu_grpo.learner.token_weights import token_weights
 from tpu_grpo.learner.update import by_name
 from tpu_grpo.models import load_model, read_checkpoint
+from tpu_grpo.models.families import FAMILIES
 from tpu_grpo.models.lora import adapted_modules, apply_lora
-from tpu_grpo.types import Completion
+from tpu_grpo.records.stages import Completion
 
 PAD, VOCAB, TEMPERATURE = 0, 300, 0.8
 LENGTHS = [(4, 9), (7, 2), (1, 5), (6, 1), (3, 12), (5, 8)]

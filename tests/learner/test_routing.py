@@ -24,13 +24,13 @@ from tests.learner.toy import (
 )
 from tests.models.random_checkpoint import write_random
 from tests.models.reference import reference_experts, reference_logprobs
-from tpu_grpo.errors import DataError
 from tpu_grpo.learner import Learner, LearnerInputs, LearnerPrograms
 from tpu_grpo.learner.forward import ModelRows, run_model
 from tpu_grpo.learner.routing import ReplayShape
 from tpu_grpo.learner.rows import RowShape, TrainRows, train_rows
 from tpu_grpo.models import load_model, read_checkpoint
-from tpu_grpo.types import Completion, ScoredRollout
+from tpu_grpo.records.errors import DataError
+from tpu_grpo.records.stages import Completion, ScoredRollout
 
 LAYERS, EXPERTS, PER_TOKEN = 2, 8, 3
 PROMPTS = [(5, 9, 11, 40), (7, 8), (50, 51, 52, 53, 54, 55)]

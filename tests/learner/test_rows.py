@@ -9,9 +9,9 @@ from hypothesis.extra.numpy import arrays
 
 from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
 from tpu_grpo.config import AlgorithmSection
-from tpu_grpo.errors import DataError, NonFiniteError, RewardError
 from tpu_grpo.learner.rows import RowShape, group_advantages, train_rows, unpacked
-from tpu_grpo.types import Completion
+from tpu_grpo.records.errors import DataError, NonFiniteError, RewardError
+from tpu_grpo.records.stages import Completion
 
 SHAPE = RowShape(max_prompt_tokens=4, max_new_tokens=3, tokens=8, micro_batch=1)
 

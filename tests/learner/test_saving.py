@@ -83,7 +83,7 @@ def test_one_host_raises_it_at_its_next_save_or_at_the_end(tmp_path: Path, then:
     directory = tmp_path / "checkpoints"
     code = f"""
 import os
-from tpu_grpo.errors import DiskError
+from tpu_grpo.records.errors import DiskError
 {SAVES.format(directory=str(directory))}
 save(1)
 manager.wait_until_finished()

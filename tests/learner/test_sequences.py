@@ -10,11 +10,11 @@ from hypothesis import given, settings
 
 from tests.talks import talk
 from tpu_grpo.config import LossAggregation
-from tpu_grpo.episode import Episode, Failure
-from tpu_grpo.errors import DataError, NonFiniteError
 from tpu_grpo.learner.routing import ReplayShape
 from tpu_grpo.learner.rows import RowShape, TrainRows, repacked, train_rows, unpacked
-from tpu_grpo.types import Completion
+from tpu_grpo.records.episode import Episode, Failure
+from tpu_grpo.records.errors import DataError, NonFiniteError
+from tpu_grpo.records.stages import Completion
 
 SHAPE = RowShape(max_prompt_tokens=3, max_new_tokens=7, tokens=10, micro_batch=1)
 TWO_TURNS = talk([1, 2], ([11, 12], [21]), ([13], [22, 23]), logprobs=[-0.25, -0.5, -0.75])

@@ -12,11 +12,11 @@ from tests.learner.test_learner import first_moments
 from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored, with_completion
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import LossAggregation, RunConfig, parse_config
-from tpu_grpo.errors import ConfigError, RewardError
 from tpu_grpo.learner.rows import RowShape, group_advantages, train_rows
 from tpu_grpo.learner.signal import counted_rows, informative_groups, signal_metrics
+from tpu_grpo.records.errors import ConfigError, RewardError
+from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 from tpu_grpo.tunix_loop.learner import GrpoAlgorithmConfig
-from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 
 NAN = float("nan")
 

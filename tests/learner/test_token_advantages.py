@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import RewardError
 from tpu_grpo.learner.rows import RowShape, train_rows
 from tpu_grpo.learner.token_advantages import token_advantages
-from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
+from tpu_grpo.records.errors import RewardError
+from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 
 PROMPTS = [[1, 2], [1, 2], [3], [3]]
 LENGTHS = (3, 2, 1, 2)

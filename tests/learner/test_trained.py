@@ -13,9 +13,9 @@ from jax.sharding import Mesh
 from tests.learner.toy import counted_compilations, flat_params, make_config, make_learner, make_mesh, make_model
 from tests.learner.toy import make_scored as scored_by
 from tpu_grpo.config import LoraSection, RunConfig
-from tpu_grpo.errors import CheckpointError
 from tpu_grpo.learner import Learner, frozen_leaves
 from tpu_grpo.models.lora import apply_lora
+from tpu_grpo.records.errors import CheckpointError
 
 RANK = 2
 MODULES = [f"layers.{layer}.{kind}" for layer in (0, 1) for kind in ("attn.q_proj", "attn.o_proj", "mlp.up_proj")]

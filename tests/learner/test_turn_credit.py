@@ -8,12 +8,12 @@ import pytest
 
 from tests.talks import talk
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.episode import Failure
-from tpu_grpo.errors import NonFiniteError
 from tpu_grpo.learner.signal import counted_rows, informative_groups
 from tpu_grpo.learner.token_advantages import token_advantages
 from tpu_grpo.learner.turn_credit import turn_credits
-from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
+from tpu_grpo.records.episode import Failure
+from tpu_grpo.records.errors import NonFiniteError
+from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 
 ONE, TWO = ([11, 12], [21]), ([13], [])
 

@@ -19,8 +19,8 @@ from tunix.models.qwen3 import model as qwen3
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.learner import Learner, LearnerInputs
 from tpu_grpo.learner.update import by_name
+from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 from tpu_grpo.tunix_loop.adapter import SampledTexts
-from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 
 PAD, EOS, VOCAB = 0, 2, 64
 PROMPT_TOKENS, NEW_TOKENS = 6, 5

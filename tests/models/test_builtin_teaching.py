@@ -9,7 +9,6 @@ import pytest
 from flax import nnx
 from tunix.models.qwen3.model import Qwen3
 
-from tpu_grpo.errors import NonFiniteError
 from tpu_grpo.models.builtin_teaching import (
     RECIPES,
     Recipe,
@@ -21,6 +20,7 @@ from tpu_grpo.models.builtin_teaching import (
     teach,
 )
 from tpu_grpo.models.tokenizers import build_byte_tokenizer, build_tool_tokenizer
+from tpu_grpo.records.errors import NonFiniteError
 from tpu_grpo.tasks import TASKS, addition, calculator
 from tpu_grpo.tasks.task import Lesson
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.models.random_checkpoint import edit_config, edit_tensors, published_shapes, write_random_qwen3, write_sparse
-from tpu_grpo.errors import CheckpointError, ConfigError
-from tpu_grpo.families import FAMILIES
 from tpu_grpo.models import check_mesh, read_checkpoint
+from tpu_grpo.models.families import FAMILIES
+from tpu_grpo.records.errors import CheckpointError, ConfigError
 
 KNOWN = ", ".join(FAMILIES)
 QWEN3_0P6B = {

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.models.random_checkpoint import write_random
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.models import Checkpoint, read_checkpoint
 from tpu_grpo.models.experts import check_expert_tokens
+from tpu_grpo.records.errors import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -117,8 +117,8 @@ def test_a_disk_without_room_is_told_before_anything_is_fetched(
 ) -> None:
     import shutil
 
-    from tpu_grpo.errors import CheckpointError
     from tpu_grpo.models import fetching
+    from tpu_grpo.records.errors import CheckpointError
 
     monkeypatch.setattr(fetching, "_cache_directory", lambda: tmp_path / "hub")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 2_500_000_000))

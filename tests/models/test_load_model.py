@@ -16,9 +16,9 @@ from safetensors.numpy import load_file
 from tests.models.forward import compiled_logprobs, logprobs, trainer_mesh
 from tests.models.random_checkpoint import edit_tensors, write_random_qwen3
 from tests.models.reference import reference_logprobs
-from tpu_grpo.errors import CheckpointError, ConfigError
 from tpu_grpo.models import load_model, read_checkpoint
 from tpu_grpo.models.finite import check_finite
+from tpu_grpo.records.errors import CheckpointError, ConfigError
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "tied": {},

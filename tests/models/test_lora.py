@@ -17,10 +17,10 @@ from tests.models.forward import compiled_logprobs, trainer_mesh
 from tests.models.random_checkpoint import edit_tensors, write_random
 from tests.models.reference import reference_logprobs
 from tpu_grpo.config import LoraSection
-from tpu_grpo.errors import CheckpointError, ConfigError
 from tpu_grpo.models import load_model, read_checkpoint
 from tpu_grpo.models.adapters import CONFIG_FILE, TENSORS_FILE, load_adapters, write_adapters
 from tpu_grpo.models.lora import adaptable_modules, adapted_modules, apply_lora, existing_layers
+from tpu_grpo.records.errors import CheckpointError, ConfigError
 
 DENSE = [f"attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
 GEMMA = ["attn.q_einsum", "attn.kv_einsum", "attn.attn_vec_einsum", *DENSE[4:]]

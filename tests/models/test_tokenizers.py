@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tpu_grpo.errors import CheckpointError
 from tpu_grpo.models.tokenizers import (
     TextStream,
     build_byte_tokenizer,
@@ -17,6 +16,7 @@ from tpu_grpo.models.tokenizers import (
     load_tokenizer,
     stop_token_ids,
 )
+from tpu_grpo.records.errors import CheckpointError
 
 TOKENIZER = build_byte_tokenizer()
 PAD, END, SYSTEM, USER, ASSISTANT = range(256, 261)

@@ -12,7 +12,6 @@ import jax
 import pytest
 
 from tpu_grpo.config import load_config
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.learner.output_head import CHUNK_BYTES
 from tpu_grpo.models.abstract import abstract_checkpoint
 from tpu_grpo.planning.plan import PUBLISHED
@@ -21,6 +20,7 @@ from tpu_grpo.planning.rates import STEP_INPUTS
 from tpu_grpo.planning.resident import resident_bytes
 from tpu_grpo.planning.sizes import EngineSizes
 from tpu_grpo.planning.slices import open_slice, replica_devices
+from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.abstract import AbstractRun
 from tpu_grpo.run.meshes import build_meshes
 

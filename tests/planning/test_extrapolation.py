@@ -6,8 +6,8 @@ import pytest
 
 from tests.models.random_checkpoint import write_random
 from tests.planning.figures import program
-from tpu_grpo.families.gemma2 import Gemma2Config
 from tpu_grpo.models.abstract import abstract_checkpoint
+from tpu_grpo.models.families.gemma2 import Gemma2Config
 from tpu_grpo.planning.plan import FEW_LAYERS, _with_layers, extrapolated
 from tpu_grpo.planning.programs import refused_bytes
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts import hosts_of
 from tpu_grpo.planning.slices import open_slice, prepare, replica_devices
+from tpu_grpo.records.errors import ConfigError
 
 
 @pytest.mark.parametrize(

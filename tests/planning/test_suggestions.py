@@ -8,8 +8,8 @@ import pytest
 
 from tests.planning.figures import run_of
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.planning import suggestions
+from tpu_grpo.records.errors import ConfigError
 
 
 @dataclass

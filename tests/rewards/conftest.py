@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout
+from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout
 
 MakeFile = Callable[..., str]
 """(source, name="my_rewards.py") -> path."""

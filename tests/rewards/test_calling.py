@@ -9,9 +9,9 @@ import pytest
 
 from tests.rewards.conftest import MakeFile, make_rollout
 from tpu_grpo.config import RewardSpec
-from tpu_grpo.errors import RewardError
+from tpu_grpo.records.errors import RewardError
+from tpu_grpo.records.stages import Figure, Prompt, PromptBatch, Scores
 from tpu_grpo.rewards import open_rewards, per_sample
-from tpu_grpo.types import Figure, Prompt, PromptBatch, Scores
 
 PROMPTS, TEXTS, COLUMNS = ["p0", "p1"], ["a", "bb", "ccc", "dddd"], [{"answer": "a"}, {"answer": "dddd"}]
 

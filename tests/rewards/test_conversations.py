@@ -10,11 +10,11 @@ import pytest
 
 from tests.rewards.conftest import MakeFile
 from tpu_grpo.config import RewardSpec
-from tpu_grpo.episode import Episode, Failure, KeptEnvironment, Turn
-from tpu_grpo.errors import RewardError
+from tpu_grpo.records.episode import Episode, Failure, KeptEnvironment, Turn
+from tpu_grpo.records.errors import RewardError
+from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout
 from tpu_grpo.rewards import open_rewards
 from tpu_grpo.rewards.conversations import rebuilt
-from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout
 
 GAME = """
 class Game:

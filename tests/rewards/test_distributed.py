@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.processes import run
+from tpu_grpo.records.stages import Figure
 from tpu_grpo.rewards.distributed import encode_figures, merge_figures
-from tpu_grpo.types import Figure
 
 REWARDS = """
 import sys

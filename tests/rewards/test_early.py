@@ -10,12 +10,12 @@ import pytest
 
 from tests.rewards.conftest import MakeFile, make_rollout
 from tpu_grpo.config import RewardSpec
-from tpu_grpo.errors import RewardError
+from tpu_grpo.records.errors import RewardError
+from tpu_grpo.records.stages import Figure, Rollout
 from tpu_grpo.rewards import open_rewards
 from tpu_grpo.rewards.early import early_rewards
 from tpu_grpo.rewards.scoring import Scoring
 from tpu_grpo.rewards.shipped import SHIPPED
-from tpu_grpo.types import Figure, Rollout
 
 PROMPTS = 5
 TEXTS = ["a", "bb", "c", "dd", "eee", "f", "g", "hh", "ii", "jjjj"]

@@ -17,7 +17,7 @@ from tests.readers import nobody_reads
 from tests.rewards import faulty
 from tests.rewards.conftest import make_rollout
 from tpu_grpo.config import RewardSpec
-from tpu_grpo.errors import RewardError
+from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards import RewardSet, open_rewards
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "bb", "ccc", "dddd"])

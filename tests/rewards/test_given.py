@@ -13,9 +13,9 @@ import pytest
 from tests.rewards import faulty
 from tests.rewards.conftest import make_rollout
 from tpu_grpo.config import RewardSpec, RunConfig, load_config, parse_config
-from tpu_grpo.errors import ConfigError, RewardError
+from tpu_grpo.records.errors import ConfigError, RewardError
+from tpu_grpo.records.stages import Scores
 from tpu_grpo.rewards import GivenReward, open_rewards, with_rewards
-from tpu_grpo.types import Scores
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "bb", "ccc", "dddd"], [{"answer": "a"}, {"answer": "dddd"}], step=2)
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.rewards.conftest import MakeFile
 from tpu_grpo.config import RewardSpec
-from tpu_grpo.errors import RewardError
+from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards import SHIPPED, LoadedReward, load_reward, loading, open_rewards, repeats_itself
 from tpu_grpo.rewards.batches import RewardBatch
 from tpu_grpo.rewards.calling import Caller

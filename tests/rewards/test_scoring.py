@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from tests.rewards.conftest import MakeFile, make_rollout
 from tpu_grpo.config import RewardSpec
-from tpu_grpo.errors import RewardError
+from tpu_grpo.records.errors import RewardError
+from tpu_grpo.records.stages import Figure
 from tpu_grpo.rewards import LoadedReward, OpenReward, RewardSet, open_rewards
 from tpu_grpo.rewards.batches import Call
 from tpu_grpo.rewards.executors import ThreadExecutor
-from tpu_grpo.types import Figure
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "b", "c", "d"], [{"answer": "a"}, {"answer": "d"}])
 

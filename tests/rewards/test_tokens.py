@@ -8,10 +8,10 @@ import pytest
 
 from tests.rewards.conftest import MakeFile, make_rollout
 from tpu_grpo.config import RewardSpec
-from tpu_grpo.errors import RewardError
+from tpu_grpo.records.errors import RewardError
+from tpu_grpo.records.stages import Completion, Rollout, Scores
 from tpu_grpo.rewards import open_rewards
 from tpu_grpo.rewards.tokens import packed, unpacked
-from tpu_grpo.types import Completion, Rollout, Scores
 
 REWARDS = """
 import numpy as np

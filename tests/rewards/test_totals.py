@@ -12,15 +12,15 @@ from tests.hosts.processes import run
 from tests.rewards.conftest import make_rollout
 from tests.rewards.test_scoring import constant, open_function
 from tpu_grpo.config import RewardSpec
-from tpu_grpo.errors import RewardError
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.metrics.run_log import sample_rows
-from tpu_grpo.metrics.sinks import sample_fields
-from tpu_grpo.metrics.values import rollout_metrics
+from tpu_grpo.observe.metrics.run_log import sample_rows
+from tpu_grpo.observe.metrics.sinks import sample_fields
+from tpu_grpo.observe.metrics.values import rollout_metrics
+from tpu_grpo.records.errors import RewardError
+from tpu_grpo.records.stages import ScoredRollout
 from tpu_grpo.rewards import DistributedRewards, LoadedReward, OpenReward, RewardSet
 from tpu_grpo.rewards.batches import Call
 from tpu_grpo.rewards.executors import ThreadExecutor
-from tpu_grpo.types import ScoredRollout
 
 ROLLOUT = make_rollout(["p0", "p1"], list("abcdef"), step=3)
 """Two groups of three."""

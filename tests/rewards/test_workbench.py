@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tpu_grpo.commands.rewards import main
+from tpu_grpo.cli.rewards import main
 from tpu_grpo.config import RewardSpec
-from tpu_grpo.errors import DataError
+from tpu_grpo.records.errors import DataError
 from tpu_grpo.rewards.workbench import Disagreement, read_completions, try_rewards
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "rewards.py"

@@ -10,10 +10,10 @@ from flax import nnx
 
 from tests.models.random_checkpoint import edit_config, write_random
 from tpu_grpo.config import RunConfig, parse_config
+from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import freeze_untrained, parameters
 from tpu_grpo.models import load_model, read_checkpoint
-from tpu_grpo.rollout.replicas import Replicas
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.engines import build_weight_sync
 from tpu_grpo.run.meshes import build_meshes

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tpu_grpo.config import RunConfig, load_config, parse_config
-from tpu_grpo.errors import CheckpointError, ConfigError, DataError
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError
 from tpu_grpo.run.directory import RunDirectory
 
 

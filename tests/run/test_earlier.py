@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.errors import CheckpointError, ConfigError, DataError
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError
 from tpu_grpo.run.earlier import describe, finished, how_it_ended
 from tpu_grpo.run.lock import RunLock
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tpu_grpo.config import parse_config
-from tpu_grpo.errors import CheckpointError, ConfigError, DataError, RewardError, TpuGrpoError
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError, RewardError, TpuGrpoError
 from tpu_grpo.run.earlier import finished
 from tpu_grpo.run.early import check_early
 

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests.engine.building import engine_options, requests, tokens
 from tests.models.forward import trainer_mesh
 from tests.models.random_checkpoint import write_random_qwen3
-from tests.rollout.building import engine_options, requests, tokens
 from tpu_grpo.config import RunConfig
+from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.metrics.compilations import CompilationCounter
 from tpu_grpo.models import load_model, read_checkpoint
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
-from tpu_grpo.rollout.replicas import Replicas
+from tpu_grpo.observe.metrics.compilations import CompilationCounter
+from tpu_grpo.records.stages import Completion, Request, SampleKey
 from tpu_grpo.run.engines import SyncedEngines
-from tpu_grpo.types import Completion, Request, SampleKey
 from tpu_grpo.weights.plan import named_leaves
 
 LAYERS, KV_HEADS, HEAD_DIM = 2, 2, 16

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tpu_grpo.config import parse_config
-from tpu_grpo.errors import DataError, EpisodeError
+from tpu_grpo.records.errors import DataError, EpisodeError
 from tpu_grpo.run.environments import check_environment_columns, load_environments, tools_of
 
 SEVERAL = {"a": "calculator", "b": "guessing"}

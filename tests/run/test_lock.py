@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run import lock as lock_module
 from tpu_grpo.run.lock import RunLock, holder
 from tpu_grpo.run.owner import Owner, read_owner

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tpu_grpo.records.stages import Completion, Figure, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 from tpu_grpo.run.rounds import Rounds, StepGroups, join
-from tpu_grpo.types import Completion, Figure, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 
 G = 2
 

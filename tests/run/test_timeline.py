@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import pytest
 
-from tpu_grpo.errors import NonFiniteError
 from tpu_grpo.hosts import Hosts, Watch
 from tpu_grpo.hosts.log import logger
+from tpu_grpo.records.errors import NonFiniteError
 from tpu_grpo.run.timeline import Timeline
 
 

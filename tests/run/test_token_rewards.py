@@ -12,11 +12,11 @@ import pytest
 from tests.learner.test_signal import scored_of
 from tests.learner.toy import make_config, make_learner
 from tpu_grpo.config import parse_config
-from tpu_grpo.errors import ConfigError, RewardError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
+from tpu_grpo.records.errors import ConfigError, RewardError
+from tpu_grpo.records.stages import ScoredRollout, Scores
 from tpu_grpo.run.task import Task, _check_token_rewards, open_task
-from tpu_grpo.types import ScoredRollout, Scores
 
 REWARD = """
 from tpu_grpo.rewards import per_token

@@ -82,7 +82,7 @@ def version(name: str) -> None:
 @fault
 def sampled_token(_: str) -> None:
     """The third launch of the engine takes in other tokens."""
-    from tpu_grpo.rollout.decode_loop import Sampled
+    from tpu_grpo.engine.decode_loop import Sampled
 
     calls = []
 
@@ -100,7 +100,7 @@ def sampled_token(_: str) -> None:
 @fault
 def order(_: str) -> None:
     """Groups are started in another order."""
-    from tpu_grpo.rollout.generation import Generation
+    from tpu_grpo.engine.generation import Generation
 
     original = Generation.hold
     Generation.hold = lambda self, groups: original(self, list(groups)[::-1])  # type: ignore
@@ -109,7 +109,7 @@ def order(_: str) -> None:
 @fault
 def dealing(_: str) -> None:
     """The last group goes to another replica on this host only."""
-    from tpu_grpo.rollout.dealing import Dealer
+    from tpu_grpo.engine.dealing import Dealer
 
     original = Dealer.deal
 
@@ -126,7 +126,7 @@ def dealing(_: str) -> None:
 @fault
 def gathered_token(_: str) -> None:
     """A token changes after the hosts exchanged their completions."""
-    from tpu_grpo.rollout.exchange import Exchange
+    from tpu_grpo.engine.exchange import Exchange
 
     original, calls = Exchange.completions, []
 
@@ -178,7 +178,7 @@ def trainer_parameter(name: str) -> None:
 @fault
 def prompts(_: str) -> None:
     """This host reads another batch."""
-    from tpu_grpo.prompts.stream import PromptStream
+    from tpu_grpo.data.stream import PromptStream
 
     original = PromptStream.at
     calls: list[int] = []
@@ -194,7 +194,7 @@ def prompts(_: str) -> None:
 @fault
 def schedule(_: str) -> None:
     """This host's cache is smaller than the others' by one request."""
-    from tpu_grpo.rollout.options import EngineOptions
+    from tpu_grpo.engine.options import EngineOptions
 
     EngineOptions.cache_tokens = property(lambda self: 20 + 2)  # type: ignore
 
@@ -207,7 +207,7 @@ def pressure(_: str) -> None:
     from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
     from sgl_jax.srt.mem_cache.radix_cache import RadixCache
 
-    from tpu_grpo.rollout.scheduler import SteppedScheduler
+    from tpu_grpo.engine.scheduler import SteppedScheduler
 
     counts = {"put back": 0, "evicted": 0}
     retract, evict, build = ScheduleBatch.retract_decode, RadixCache.evict, SteppedScheduler.__init__
@@ -281,7 +281,7 @@ def limited(text: str) -> None:
 
 
 def lose_in_launch(number: signal.Signals, launch: int) -> None:
-    from tpu_grpo.rollout.scheduler import SteppedScheduler
+    from tpu_grpo.engine.scheduler import SteppedScheduler
 
     original = SteppedScheduler._launch
 
@@ -295,7 +295,7 @@ def lose_in_launch(number: signal.Signals, launch: int) -> None:
 
 
 def lose_at_point(number: signal.Signals, point: int) -> None:
-    from tpu_grpo.rollout.serving import Serving
+    from tpu_grpo.engine.serving import Serving
 
     original, calls = Serving._gather, []
 
@@ -357,7 +357,7 @@ def flipped(array: Any) -> Any:
 
 
 if __name__ == "__main__":
-    from tpu_grpo.commands.train import main
+    from tpu_grpo.cli.train import main
 
     name, _, argument = sys.argv.pop(1).partition(":")
     told = dict(word.split("=", 1) for word in sys.argv[1:] if word.startswith("hosts."))

@@ -10,8 +10,8 @@ from tpu_grpo.environments.actions import Answered, LoadedEnvironment
 from tpu_grpo.environments.conversation import Conversation, Start
 from tpu_grpo.environments.dialects import open_dialect
 from tpu_grpo.models.tokenizers import builtin_tokenizer
+from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey, SamplingParams
 from tpu_grpo.tasks.task import Lesson, Task
-from tpu_grpo.types import Completion, Prompt, Request, SampleKey, SamplingParams
 
 
 def play(task: Task, config: RunConfig, game: Any, problem: Mapping[str, str], lesson: Lesson) -> Completion:

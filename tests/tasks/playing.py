@@ -4,12 +4,12 @@ from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 
-from tpu_grpo.commands.playing import Game
+from tpu_grpo.cli.playing import Game
 from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.models.tokenizers import build_tool_tokenizer
+from tpu_grpo.records.stages import Prompt
 from tpu_grpo.run.environments import load_environments, open_environments
 from tpu_grpo.tasks.task import Lesson
-from tpu_grpo.types import Prompt
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.tasks.playing import demo, told
-from tpu_grpo.caching import CACHE_VARIABLE
+from tpu_grpo.config.caching import CACHE_VARIABLE
 from tpu_grpo.tasks import search
 from tpu_grpo.tasks.task import Lesson
 

@@ -8,7 +8,7 @@ import pytest
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from tests.learner.toy import EOS, PAD, RecordingEngine, Tokenizer, make_mesh, make_model, model_logps
-from tpu_grpo.errors import DataError
+from tpu_grpo.records.errors import DataError
 from tpu_grpo.tunix_loop.adapter import RolloutAdapter, SampledTexts
 
 SETTINGS = RolloutConfig(max_prompt_length=6, max_tokens_to_generate=5, temperature=0.7)

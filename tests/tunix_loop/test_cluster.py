@@ -15,7 +15,7 @@ from tunix.rl.grpo import grpo_learner
 
 from tests.learner.toy import make_config
 from tests.tunix_loop.parts import make_cluster
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.tunix_loop.cluster import Cluster, CollectingTrainer
 from tpu_grpo.tunix_loop.learner import EngineGrpoLearner, GrpoAlgorithmConfig
 

@@ -11,14 +11,14 @@ from tunix.rl import function_registry
 
 from tests.learner.toy import EOS, PAD, RecordingEngine, make_config, make_mesh, make_model
 from tests.tunix_loop.parts import make_cluster
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.learner.agreement import AgreementSums
 from tpu_grpo.learner.forward import ModelRows
 from tpu_grpo.learner.loss import LossSettings, TrainBatch, policy_loss
+from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.records.stages import Completion
 from tpu_grpo.tunix_loop.cluster import Cluster
 from tpu_grpo.tunix_loop.learner import LOSS_NAME, EngineGrpoLearner, GrpoAlgorithmConfig, TrainExample, registered_loss
 from tpu_grpo.tunix_loop.padded import PaddedShape, padded_rows
-from tpu_grpo.types import Completion
 
 
 def test_names_are_translated(tmp_path: Path) -> None:

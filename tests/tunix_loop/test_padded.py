@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from tests.learner.test_rows import GOOD, completion
-from tpu_grpo.errors import DataError, NonFiniteError
+from tpu_grpo.records.errors import DataError, NonFiniteError
+from tpu_grpo.records.stages import Completion
 from tpu_grpo.tunix_loop.padded import PaddedShape, padded_rows
-from tpu_grpo.types import Completion
 
 SHAPE = PaddedShape(prompt_tokens=4, completion_tokens=3, pad_id=9)
 

@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tpu_grpo.errors import LockstepError
+from tpu_grpo.engine.engine import engine_mesh
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.rollout.engine import engine_mesh
+from tpu_grpo.records.errors import LockstepError
 from tpu_grpo.weights.copies import CopyCheck
 
 LAYOUT = {"norm": P(), "up": P(None, "tensor"), "only": P(("data", "tensor"), None)}

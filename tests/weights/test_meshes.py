@@ -11,10 +11,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tpu_grpo.errors import ConfigError
-from tpu_grpo.families.layouts import WeightRule, flatten, flatten_kv, same, transpose
+from tpu_grpo.engine.engine import engine_mesh
 from tpu_grpo.hosts import by_host
-from tpu_grpo.rollout.engine import engine_mesh
+from tpu_grpo.models.families.layouts import WeightRule, flatten, flatten_kv, same, transpose
+from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.weights.plan import group_moves
 from tpu_grpo.weights.sync import WeightSync
 

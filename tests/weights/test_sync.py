@@ -1,4 +1,4 @@
-"""The plan of a sync and its numbers, leaf by leaf; the engine's use of them is tested in tests/rollout."""
+"""The plan of a sync and its numbers, leaf by leaf; the engine's use of them is tested in tests/engine."""
 
 from typing import cast
 
@@ -9,11 +9,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tpu_grpo.errors import WeightsError
-from tpu_grpo.families import FAMILIES, WeightRule
-from tpu_grpo.families.layouts import InputsFirst
-from tpu_grpo.metrics.compilations import CompilationCounter
-from tpu_grpo.rollout.engine import engine_mesh
+from tpu_grpo.engine.engine import engine_mesh
+from tpu_grpo.models.families import FAMILIES, WeightRule
+from tpu_grpo.models.families.layouts import InputsFirst
+from tpu_grpo.observe.metrics.compilations import CompilationCounter
+from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.weights.plan import Spec, plan_sync
 from tpu_grpo.weights.sync import WeightSync
 

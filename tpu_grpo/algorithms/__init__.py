@@ -45,8 +45,8 @@ from tpu_grpo.algorithms.reinforce import Reinforce
 from tpu_grpo.algorithms.rloo import Rloo
 from tpu_grpo.algorithms.sapo import Sapo
 from tpu_grpo.config import AlgorithmSection
-from tpu_grpo.errors import ConfigError
-from tpu_grpo.plugins import find_function
+from tpu_grpo.config.plugins import find_function
+from tpu_grpo.records.errors import ConfigError
 
 SHIPPED: Mapping[str, type] = {
     "grpo": Grpo,

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from tpu_grpo.algorithms.dr_grpo import DrGrpo
 from tpu_grpo.algorithms.grpo import Grpo
 from tpu_grpo.algorithms.rloo import Rloo
-from tpu_grpo.errors import RewardError
+from tpu_grpo.records.errors import RewardError
 
 STD_FLOOR = 1e-6
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from tpu_grpo.algorithms.algorithm import ON_REQUEST, Algorithm, Sequences, TokenLosses, asked, requested
 from tpu_grpo.config import LossAggregation
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 METHODS: Mapping[str, tuple[str, ...]] = {
     "advantages": ("rewards_PG",),

@@ -31,7 +31,7 @@ from jaxtyping import Array, Bool, Float
 
 from tpu_grpo.algorithms.algorithm import Sequences, limited_exp
 from tpu_grpo.config import AlgorithmSection
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 GEOMETRIC_BOUNDS = (0.99, 1.01)
 """SkyRL's first recommendation; what is unset of the others has no floor and the cap 2."""

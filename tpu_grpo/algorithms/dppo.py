@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from tpu_grpo.algorithms.algorithm import TokenLosses, limited_exp
 from tpu_grpo.algorithms.dr_grpo import DrGrpo
 from tpu_grpo.config import LossAggregation
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 
 class Dppo:

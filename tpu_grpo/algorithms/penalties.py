@@ -13,7 +13,7 @@ of the reward k1 has it too: there it has no gradient of its own, and is a cost 
 from collections.abc import Mapping
 
 from tpu_grpo.config import AlgorithmSection
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 ENTROPY_STEP = 0.005
 KL_ESTIMATES: Mapping[str, str] = {

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from tpu_grpo.algorithms.algorithm import TokenLosses, token_ratio
 from tpu_grpo.algorithms.dr_grpo import DrGrpo
 from tpu_grpo.config import LossAggregation
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 
 class Reinforce:

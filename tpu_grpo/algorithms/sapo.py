@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from tpu_grpo.algorithms.algorithm import TokenLosses, token_ratio
 from tpu_grpo.algorithms.grpo import Grpo
 from tpu_grpo.config import LossAggregation
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 
 class Sapo:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from tpu_grpo.config.dialect import Loader
 from tpu_grpo.config.listing import settings
 from tpu_grpo.config.run_config import RunConfig
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:

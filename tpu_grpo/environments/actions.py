@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpu_grpo.episode import Failure, KeptEnvironment
+from tpu_grpo.records.episode import Failure, KeptEnvironment
 
 Message = Mapping[str, Any]
 COLUMN = "environment"

@@ -21,8 +21,8 @@ from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Answered, Ended, LoadedEnvironment, Message, ToolCall
 from tpu_grpo.environments.observations import cut_answers
 from tpu_grpo.environments.values import WrongError
-from tpu_grpo.episode import Branch, Ending, Episode, Failure, Turn
-from tpu_grpo.types import Completion, Prompt, Request
+from tpu_grpo.records.episode import Branch, Ending, Episode, Failure, Turn
+from tpu_grpo.records.stages import Completion, Prompt, Request
 
 if TYPE_CHECKING:
     from tpu_grpo.environments.dialects import Dialect

@@ -20,9 +20,9 @@ from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import COLUMN, Answered, Ended, Failed, LoadedEnvironment, Reply
 from tpu_grpo.environments.conversation import Conversation, Start
 from tpu_grpo.environments.values import WrongError
-from tpu_grpo.episode import Failure
-from tpu_grpo.errors import EpisodeError, without_controls
-from tpu_grpo.types import Completion, Prompt, Request, SampleKey
+from tpu_grpo.records.episode import Failure
+from tpu_grpo.records.errors import EpisodeError, without_controls
+from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey
 
 LOG = logging.getLogger("tpu_grpo.environments")
 _SHOWN = 100

@@ -4,9 +4,9 @@ import difflib
 import importlib
 from typing import Any
 
+from tpu_grpo.config.plugins import find_function
 from tpu_grpo.environments.shipped import SHIPPED
-from tpu_grpo.errors import EpisodeError
-from tpu_grpo.plugins import find_function
+from tpu_grpo.records.errors import EpisodeError
 
 
 def source_of(name: str) -> str:

@@ -31,7 +31,7 @@ from tpu_grpo.environments.finding import find_environment, import_beforehand
 from tpu_grpo.environments.forked_process import converse
 from tpu_grpo.environments.playing import Played
 from tpu_grpo.environments.requests import Exited, Finish, Fork, Job, Ready, SetupFailed
-from tpu_grpo.errors import EpisodeError
+from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.workers.inside import (
     adopt_orphans,
     children,

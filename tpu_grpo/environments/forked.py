@@ -17,7 +17,7 @@ from tpu_grpo.environments.fork_server import MOST_BYTES
 from tpu_grpo.environments.requests import Began, Called, Exited, Finish, Fork, Job, Ready, Request, SetupFailed
 from tpu_grpo.environments.server import Server
 from tpu_grpo.environments.starting import Starting
-from tpu_grpo.errors import EpisodeError
+from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError, Channel
 from tpu_grpo.workers.process import WorkerProcess
 

@@ -23,7 +23,7 @@ from tpu_grpo.environments.actions import Ended, Failed, Reply
 from tpu_grpo.environments.playing import Played, Playing
 from tpu_grpo.environments.requests import Began, Called, Job, Request
 from tpu_grpo.environments.values import WrongError
-from tpu_grpo.episode import Failure
+from tpu_grpo.records.episode import Failure
 
 _Run = Callable[[Coroutine[Any, Any, Any]], Any]
 

@@ -4,7 +4,7 @@ import pickle
 from collections.abc import Mapping
 from typing import Any
 
-from tpu_grpo.episode import KeptEnvironment
+from tpu_grpo.records.episode import KeptEnvironment
 
 MOST_BYTES = 2**20
 """A larger attribute is left out."""

@@ -17,7 +17,7 @@ from tpu_grpo.environments.adapters.adapter import Adapter
 from tpu_grpo.environments.finding import find_environment, source_of
 from tpu_grpo.environments.schemas import schema_of, tools_of
 from tpu_grpo.environments.tools import AT_THE_END, RESERVED
-from tpu_grpo.errors import EpisodeError
+from tpu_grpo.records.errors import EpisodeError
 
 
 def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> LoadedEnvironment:

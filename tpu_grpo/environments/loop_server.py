@@ -23,8 +23,8 @@ from tpu_grpo.environments.actions import Failed, Reply
 from tpu_grpo.environments.finding import find_environment
 from tpu_grpo.environments.playing import Played, Playing
 from tpu_grpo.environments.requests import Called, Job, Ready, Request, SetupFailed, late
-from tpu_grpo.episode import Failure
-from tpu_grpo.errors import EpisodeError
+from tpu_grpo.records.episode import Failure
+from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.workers.channel import BrokenChannelError, Channel
 from tpu_grpo.workers.inside import end_with_parent, leave, limit_memory, print_by_line
 from tpu_grpo.workers.open_files import allow_many_files

@@ -25,7 +25,7 @@ from tpu_grpo.environments.kept import keep
 from tpu_grpo.environments.requests import Act, End, Job, Request, Start
 from tpu_grpo.environments.tools import MOST_CALLS, called, described, not_made, resolved
 from tpu_grpo.environments.values import WrongError, growing, number_of, observed_text, step_of, turn_rewards_of
-from tpu_grpo.episode import Failure, FailureKind
+from tpu_grpo.records.episode import Failure, FailureKind
 
 _LONGEST_TRACE = 20_000
 

@@ -28,8 +28,8 @@ from tpu_grpo.environments.forked import ForkedEnvironments
 from tpu_grpo.environments.pooled import FORK_SECONDS, Pooled
 from tpu_grpo.environments.requests import Act, End, Job, Request, Start
 from tpu_grpo.environments.shared import SharedEnvironments
-from tpu_grpo.episode import Failure
-from tpu_grpo.errors import EpisodeError
+from tpu_grpo.records.episode import Failure
+from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.workers.open_files import allow_many_files
 
 _CLOSE_SECONDS = 5.0

@@ -6,7 +6,7 @@ from tpu_grpo.environments.actions import Failed, LoadedEnvironment, Reply
 from tpu_grpo.environments.forked import ForkedEnvironments
 from tpu_grpo.environments.requests import Act, Request, late
 from tpu_grpo.environments.shared import SharedEnvironments
-from tpu_grpo.episode import Failure
+from tpu_grpo.records.episode import Failure
 
 FORK_SECONDS = 120.0
 """A process has this time to be forked, after those of others; the environment's time begins when it is there."""

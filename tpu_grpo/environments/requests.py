@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpu_grpo.environments.actions import Action, LoadedEnvironment, ToolCall
-from tpu_grpo.episode import Failure
+from tpu_grpo.records.episode import Failure
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from types import MethodType
 from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
 
 from tpu_grpo.environments.tools import RESERVED
-from tpu_grpo.errors import EpisodeError
+from tpu_grpo.records.errors import EpisodeError
 
 _WRITTEN = (int, float, str, bool, type(None), Any, dict)
 """The schemas of arguments of these types say what a call writes; of other classes they say that it is an object."""

@@ -2,7 +2,7 @@
 
 import time
 
-from tpu_grpo.errors import EpisodeError
+from tpu_grpo.records.errors import EpisodeError
 
 START_SECONDS = 120.0
 """A process has this time to import its environment, from when a conversation waits for it; outside of any deadline."""

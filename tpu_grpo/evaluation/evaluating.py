@@ -20,11 +20,11 @@ import numpy as np
 from jaxtyping import Float
 
 from tpu_grpo.config import EvaluationSection
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.evaluation.answers import final_answer
 from tpu_grpo.evaluation.statistics import Estimate, majority, over_problems, pass_at_k
-from tpu_grpo.metrics.values import tokens_digest
-from tpu_grpo.types import AnswerMode, Completion, Prompt, PromptBatch, Rollout, Scores
+from tpu_grpo.observe.metrics.values import tokens_digest
+from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.records.stages import AnswerMode, Completion, Prompt, PromptBatch, Rollout, Scores
 
 GREEDY, SAMPLED = "greedy", "sampled"
 

@@ -9,8 +9,8 @@ from typing import Any
 from tpu_grpo.evaluation.evaluating import Evaluation
 from tpu_grpo.evaluation.statistics import Estimate
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.metrics.jsonl import encode_line, jsonable, keep_records, read_records, write_json
-from tpu_grpo.metrics.run_files import BEST_FILE, EVALUATION_FILE
+from tpu_grpo.observe.metrics.jsonl import encode_line, jsonable, keep_records, read_records, write_json
+from tpu_grpo.observe.metrics.run_files import BEST_FILE, EVALUATION_FILE
 
 
 class EvaluationLog:

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from tpu_grpo.evaluation.evaluating import EvaluationSamples
-from tpu_grpo.metrics.conversations import sampled_conversation
-from tpu_grpo.metrics.jsonl import encode_line, replace_bytes
-from tpu_grpo.metrics.run_files import EVALUATIONS_DIR
+from tpu_grpo.observe.metrics.conversations import sampled_conversation
+from tpu_grpo.observe.metrics.jsonl import encode_line, replace_bytes
+from tpu_grpo.observe.metrics.run_files import EVALUATIONS_DIR
 
 
 def write_samples(run_dir: Path, name: str, samples: Sequence[EvaluationSamples]) -> Path:

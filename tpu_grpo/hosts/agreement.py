@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tpu_grpo.errors import LockstepError
 from tpu_grpo.hosts.ending import host_names
 from tpu_grpo.hosts.service import Service
+from tpu_grpo.records.errors import LockstepError
 
 if TYPE_CHECKING:
     import numpy as np

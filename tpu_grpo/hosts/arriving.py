@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-from tpu_grpo.errors import ConfigError, LockstepError
 from tpu_grpo.hosts.calling import LONGEST_LINE, REMEDY, Caller, read_line, split_address, too_late
 from tpu_grpo.hosts.meeting import PATIENCE_SECONDS, RETRY_SECONDS
+from tpu_grpo.records.errors import ConfigError, LockstepError
 
 GRACE_SECONDS = 2.0
 """A host waits so much longer than host 0 that host 0's answer comes first."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from tpu_grpo.errors import Interrupted, LockstepError, TpuGrpoError, disk_error
+from tpu_grpo.records.errors import Interrupted, LockstepError, TpuGrpoError, disk_error
 
 Outcome = Literal["done", "stopped", "failed"]
 

@@ -26,8 +26,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts.platform import DEVICE_COUNT_FLAG
+from tpu_grpo.records.errors import ConfigError
 
 KILL_AFTER_SECONDS = 5.0
 """This passes between SIGTERM and SIGKILL; output that an ended host left to another process is awaited as long."""

@@ -27,8 +27,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tpu_grpo.errors import ConfigError, LockstepError, TpuGrpoError
 from tpu_grpo.hosts.calling import LONGEST_LINE, LOOPBACK, REMEDY, Caller, caller_of, split_address, to_line, too_late
+from tpu_grpo.records.errors import ConfigError, LockstepError, TpuGrpoError
 
 RETRY_SECONDS = 0.2
 PATIENCE_SECONDS = 10.0

@@ -26,11 +26,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from tpu_grpo.errors import ConfigError, LockstepError
 from tpu_grpo.hosts.arriving import arrive
 from tpu_grpo.hosts.calling import LOOPBACK, REMEDY, Caller, split_address, this_process
 from tpu_grpo.hosts.ending import alone, end_process, host_names
 from tpu_grpo.hosts.meeting import hold_port
+from tpu_grpo.records.errors import ConfigError, LockstepError
 
 HEARTBEAT_SECONDS = 300
 """jax itself gives a silent host up after this; it is far above the timeout of ``Watch``, which is to speak first."""

@@ -4,10 +4,10 @@ import os
 import re
 from collections.abc import MutableMapping
 
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.hosts.agreement import Hosts
 from tpu_grpo.hosts.ending import here
 from tpu_grpo.hosts.platform import choose_threads, cpu_devices
+from tpu_grpo.records.errors import ConfigError
 
 
 def start(

@@ -19,8 +19,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import NoReturn, Self
 
-from tpu_grpo.errors import Interrupted
 from tpu_grpo.hosts.ending import end_after, here, leave_when_done
+from tpu_grpo.records.errors import Interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 TELLING_SECONDS = 2.0

@@ -14,11 +14,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from types import TracebackType
 from typing import Self
 
-from tpu_grpo.errors import Interrupted, TpuGrpoError
 from tpu_grpo.hosts.agreement import Hosts
 from tpu_grpo.hosts.ending import alone, end_after, end_process, here, host_names, leave_when_done
 from tpu_grpo.hosts.log import logger
 from tpu_grpo.hosts.progress import progress
+from tpu_grpo.records.errors import Interrupted, TpuGrpoError
 
 ROOT = "tpu_grpo/watch"
 OWN_ERROR_SECONDS = 1.0

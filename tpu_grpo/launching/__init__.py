@@ -10,5 +10,5 @@
     launcher.py      setup, start, logs, stop
     babysit.py       all of it again after a preemption
 
-The command line is ``tpu_grpo/commands/launch.py``. This room knows nothing of jax, and of the rest only the config.
+The command line is ``tpu_grpo/cli/launch.py``. This room knows nothing of jax, and of the rest only the config.
 """

@@ -4,7 +4,7 @@ import subprocess
 import tarfile
 from pathlib import Path
 
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 ARCHIVE, FILE_LIST = "code.tar.gz", "files.new"
 

@@ -6,8 +6,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.launching.options import Options
+from tpu_grpo.records.errors import ConfigError
 
 type Command = list[str]
 

@@ -8,8 +8,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any, TextIO
 
-from tpu_grpo.errors import ConfigError, LaunchError
 from tpu_grpo.launching.explanations import UNKNOWN, WORKER, Explanation, explain
+from tpu_grpo.records.errors import ConfigError, LaunchError
 
 SHOWN_LINES = 20
 

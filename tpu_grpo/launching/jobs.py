@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from tpu_grpo.config import RunConfig, load_config
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.launching.tpus import Slice
+from tpu_grpo.records.errors import ConfigError
 
 RUN_SCRIPT = "scripts/run.py"
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN")

@@ -4,7 +4,6 @@ import os
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tpu_grpo.errors import ConfigError, LaunchError
 from tpu_grpo.launching.code import ARCHIVE, FILE_LIST, pack
 from tpu_grpo.launching.gcloud import Gcloud
 from tpu_grpo.launching.jobs import Job
@@ -12,6 +11,7 @@ from tpu_grpo.launching.options import Options
 from tpu_grpo.launching.tpu_slice import SliceState, TpuSlice
 from tpu_grpo.launching.tpus import Slice, parse_slice
 from tpu_grpo.launching.workers import Workers, WorkerStatus, answers, merged, remote_line
+from tpu_grpo.records.errors import ConfigError, LaunchError
 
 LARGE_BYTES = 100 * 2**20
 LOCAL_FILESYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "tmpfs", "zfs")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.launching.jobs import CACHE, RUN_SCRIPT, SECRETS
 from tpu_grpo.launching.tpus import Slice, parse_slice
+from tpu_grpo.records.errors import ConfigError
 
 PROGRAM = "python scripts/launch.py"
 VARIABLES = {"name": "TPU_NAME", "zone": "TPU_ZONE", "project": "TPU_PROJECT", "type": "TPU_TYPE"}

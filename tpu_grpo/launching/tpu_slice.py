@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tpu_grpo.errors import LaunchError
 from tpu_grpo.launching import commands
 from tpu_grpo.launching.gcloud import Gcloud, GcloudError
 from tpu_grpo.launching.options import Options
+from tpu_grpo.records.errors import LaunchError
 
 type Condition = Literal["missing", "waiting", "ready", "gone"]
 

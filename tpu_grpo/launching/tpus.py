@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 GIB = 2**30
 CHIPS_PER_HOST = 4

@@ -12,8 +12,6 @@ from jax.sharding import Mesh
 
 from tpu_grpo.algorithms import ENTROPY_STEP, RunAlgorithm, open_algorithm
 from tpu_grpo.config import AlgorithmSection, RunConfig
-from tpu_grpo.errors import ConfigError
-from tpu_grpo.families.flash_attention import whole_blocks
 from tpu_grpo.learner.batches import DATA_AXIS, Batches
 from tpu_grpo.learner.entropy import EntropyControl
 from tpu_grpo.learner.loss import LossSettings
@@ -23,6 +21,8 @@ from tpu_grpo.learner.routing import ReplayShape
 from tpu_grpo.learner.rows import RowShape
 from tpu_grpo.learner.trained import Frozen, freeze_untrained, has_adapters, trained_type
 from tpu_grpo.learner.update import Updater, Values, by_name
+from tpu_grpo.models.families.flash_attention import whole_blocks
+from tpu_grpo.records.errors import ConfigError
 
 SMALL_MODEL_PARAMETERS, SMALL_PASS_TOKENS = 4 * 2**20, 192
 """Passes of so small a model take no more tokens than this on a device that is a CPU, unless the config says more:

@@ -15,12 +15,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from tpu_grpo.config import UpdateSection
-from tpu_grpo.errors import DataError, NonFiniteError
 from tpu_grpo.learner.batches import DATA_AXIS
 from tpu_grpo.learner.digest import whole
 from tpu_grpo.learner.forward import ModelRows
 from tpu_grpo.learner.loss import TrainBatch
-from tpu_grpo.types import ScoredRollout
+from tpu_grpo.records.errors import DataError, NonFiniteError
+from tpu_grpo.records.stages import ScoredRollout
 
 PassArrays = dict[str, np.ndarray]
 """The arrays of a `TrainBatch` by name; those of its rows begin with ``rows.``."""

@@ -21,7 +21,6 @@ from flax import nnx
 from jaxtyping import Bool, Float
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import DataError, RewardError
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner.building import LearnerInputs, build_parts, saved_reference
 from tpu_grpo.learner.checkpoints import Checkpoints
@@ -38,8 +37,9 @@ from tpu_grpo.learner.token_advantages import token_advantages
 from tpu_grpo.learner.trained import has_adapters, parameters
 from tpu_grpo.learner.update import by_name
 from tpu_grpo.learner.update_metrics import MeasuredUpdate, update_metrics
-from tpu_grpo.metrics.run_files import CHECKPOINTS_DIR
-from tpu_grpo.types import Completion, ScoredRollout, UpdateResult
+from tpu_grpo.observe.metrics.run_files import CHECKPOINTS_DIR
+from tpu_grpo.records.errors import DataError, RewardError
+from tpu_grpo.records.stages import Completion, ScoredRollout, UpdateResult
 
 
 class Learner:

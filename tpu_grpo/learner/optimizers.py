@@ -19,9 +19,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tpu_grpo.config import OptimizerSection, RunConfig
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.config.plugins import find_function
 from tpu_grpo.learner.compact import block_size, compact, parameter_name
-from tpu_grpo.plugins import find_function
+from tpu_grpo.records.errors import ConfigError
 
 Params = Mapping[str, Any]
 """The trained parameters, arrays or their descriptions, by dotted name."""

@@ -33,7 +33,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tpu_grpo.learner.head_split import HeadSplit, TokenQueue, chunk_tokens, chunks_needed
-from tpu_grpo.thresholds import largest
+from tpu_grpo.models.thresholds import largest
 
 CHUNK_BYTES = 256 * 2**20
 """Float32 logits of a chunk on a device."""

@@ -12,10 +12,10 @@ import jax
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from tpu_grpo.errors import CheckpointError
 from tpu_grpo.learner.digest import checksums
 from tpu_grpo.learner.update import by_name
-from tpu_grpo.metrics.run_files import saved_steps
+from tpu_grpo.observe.metrics.run_files import saved_steps
+from tpu_grpo.records.errors import CheckpointError
 
 FORMAT = 2
 """What a checkpoint's optimizer_state holds. 1, which was not written down: bfloat16 moments and accumulated gradients

@@ -22,10 +22,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
-from tpu_grpo.errors import DataError
 from tpu_grpo.learner.packing import Packing
 from tpu_grpo.learner.sequences import TrainSequence
-from tpu_grpo.types import routing_dtype
+from tpu_grpo.records.errors import DataError
+from tpu_grpo.records.stages import routing_dtype
 
 
 class Replayed(nnx.Variable[Any]):

@@ -21,12 +21,12 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from tpu_grpo.algorithms import RunAlgorithm
 from tpu_grpo.config import LossAggregation
-from tpu_grpo.errors import NonFiniteError, RewardError
 from tpu_grpo.learner.packing import Packing, pack
 from tpu_grpo.learner.routing import ReplayShape
 from tpu_grpo.learner.sequences import TrainSequence, check_sequences, kept_tokens, train_sequences
 from tpu_grpo.learner.token_weights import token_weights
-from tpu_grpo.types import Completion
+from tpu_grpo.records.errors import NonFiniteError, RewardError
+from tpu_grpo.records.stages import Completion
 
 _Advantages = float | np.floating[Any] | Float[np.ndarray, "_"]
 """One for all tokens of a completion, or each token's own."""

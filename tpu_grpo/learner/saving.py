@@ -14,8 +14,8 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from tpu_grpo.errors import DiskError, disk_error, disk_errors_explained
 from tpu_grpo.hosts import end_all_hosts
+from tpu_grpo.records.errors import DiskError, disk_error, disk_errors_explained
 
 _NUMBER = re.compile(r"os_error_code='(\d+)'")
 """This is how TensorStore names an error of the system, in exceptions that are no OSError."""

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from tpu_grpo.episode import Branch
-from tpu_grpo.errors import DataError, NonFiniteError
-from tpu_grpo.types import Completion
+from tpu_grpo.records.episode import Branch
+from tpu_grpo.records.errors import DataError, NonFiniteError
+from tpu_grpo.records.stages import Completion
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.learner.sequences import sampled_mask
 from tpu_grpo.learner.token_advantages import token_advantages
 from tpu_grpo.learner.turn_credit import skipped_rows
-from tpu_grpo.types import Rollout, ScoredRollout
+from tpu_grpo.records.stages import Rollout, ScoredRollout
 
 
 def informative_groups(

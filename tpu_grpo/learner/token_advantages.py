@@ -14,9 +14,9 @@ import numpy as np
 from jaxtyping import Float
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import RewardError
 from tpu_grpo.learner.turn_credit import turn_credits
-from tpu_grpo.types import ScoredRollout
+from tpu_grpo.records.errors import RewardError
+from tpu_grpo.records.stages import ScoredRollout
 
 
 def token_advantages(

@@ -26,8 +26,8 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import NonFiniteError
-from tpu_grpo.types import Completion, Rollout
+from tpu_grpo.records.errors import NonFiniteError
+from tpu_grpo.records.stages import Completion, Rollout
 
 
 def turn_credits(rollout: Rollout, config: RunConfig) -> tuple[Float[np.ndarray, "_"], ...]:

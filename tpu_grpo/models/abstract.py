@@ -15,9 +15,9 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from tpu_grpo.families import Remat
 from tpu_grpo.models import repairs
 from tpu_grpo.models.checkpoint import Checkpoint, check_mesh
+from tpu_grpo.models.families import Remat
 from tpu_grpo.models.hf_config import read_hf_config
 
 

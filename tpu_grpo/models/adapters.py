@@ -26,11 +26,11 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from tpu_grpo.config import LoraSection
-from tpu_grpo.errors import CheckpointError
-from tpu_grpo.families import projections
+from tpu_grpo.models.families import projections
 from tpu_grpo.models.json_files import read_json
 from tpu_grpo.models.messages import listed
 from tpu_grpo.models.publishing import save_tensors, write_json
+from tpu_grpo.records.errors import CheckpointError
 
 if TYPE_CHECKING:
     from flax import nnx

@@ -21,11 +21,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tpu_grpo.caching import CACHE_VARIABLE, cache_directory, exclusive
-from tpu_grpo.errors import CheckpointError, ConfigError
+from tpu_grpo.config.caching import CACHE_VARIABLE, cache_directory, exclusive
 from tpu_grpo.models.builtin_files import hugging_face_config, is_whole, library_versions, write_checkpoint
 from tpu_grpo.models.builtin_teaching import RECIPES, Recipe, teach
 from tpu_grpo.models.tokenizers import builtin_tokenizer
+from tpu_grpo.records.errors import CheckpointError, ConfigError
 from tpu_grpo.tasks import TASKS
 from tpu_grpo.tasks.task import Task
 

@@ -19,8 +19,8 @@ from jaxtyping import Array, Float, Int
 from transformers import BatchEncoding, PreTrainedTokenizerFast
 from tunix.models.qwen3.model import ModelConfig, Qwen3
 
-from tpu_grpo.errors import NonFiniteError
 from tpu_grpo.models.tokenizers import ASSISTANT, END, builtin_tokenizer
+from tpu_grpo.records.errors import NonFiniteError
 from tpu_grpo.tasks.task import Lesson, Task
 
 

@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from tpu_grpo.config import HUB
-from tpu_grpo.errors import CheckpointError, ConfigError
-from tpu_grpo.families import DecoderConfig, Family, Remat, Shape, WeightRule
+from tpu_grpo.models.families import DecoderConfig, Family, Remat, Shape, WeightRule
 from tpu_grpo.models.hf_config import CONFIG_FILE, read_hf_config
 from tpu_grpo.models.json_files import read_json
 from tpu_grpo.models.messages import listed
+from tpu_grpo.records.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import jax

@@ -5,9 +5,9 @@ On a TPU the kernel multiplies in tiles of 128 rows.
 
 from math import gcd
 
-from tpu_grpo.errors import ConfigError
-from tpu_grpo.families.qwen3_moe import MoeConfig
 from tpu_grpo.models.checkpoint import Checkpoint
+from tpu_grpo.models.families.qwen3_moe import MoeConfig
+from tpu_grpo.records.errors import ConfigError
 
 TILE_ROWS = 128
 

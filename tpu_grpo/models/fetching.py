@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_grpo.config import HUB
-from tpu_grpo.errors import CheckpointError
+from tpu_grpo.records.errors import CheckpointError
 
 WANTED = (
     "config.json",

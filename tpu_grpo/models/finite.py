@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from tpu_grpo.errors import CheckpointError
 from tpu_grpo.hosts.leaf_numbers import leaf_numbers
 from tpu_grpo.models.messages import listed
+from tpu_grpo.records.errors import CheckpointError
 
 
 def check_finite(model: nnx.Module, directory: Path) -> None:

@@ -11,10 +11,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.errors import CheckpointError
-from tpu_grpo.families import FAMILIES, REFUSED, DecoderConfig, Family
-from tpu_grpo.families.rope import with_older_rope
+from tpu_grpo.models.families import FAMILIES, REFUSED, DecoderConfig, Family
+from tpu_grpo.models.families.rope import with_older_rope
 from tpu_grpo.models.json_files import read_json
+from tpu_grpo.records.errors import CheckpointError
 
 CONFIG_FILE = "config.json"
 _KINDS = {"int": "a whole number >= 1", "float": "a number > 0", "bool": "true or false"}

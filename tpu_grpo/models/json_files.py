@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.errors import CheckpointError
+from tpu_grpo.records.errors import CheckpointError
 
 
 def read_json(path: Path) -> dict[str, Any]:

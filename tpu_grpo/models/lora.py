@@ -19,9 +19,9 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.config import LoraSection, parse_layers
-from tpu_grpo.errors import ConfigError
-from tpu_grpo.families import projections
 from tpu_grpo.models.checkpoint import Checkpoint
+from tpu_grpo.models.families import projections
+from tpu_grpo.records.errors import ConfigError
 
 if TYPE_CHECKING:
     from flax import nnx

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 
 def check_free(path: Path) -> None:

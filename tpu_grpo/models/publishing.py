@@ -22,8 +22,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
-from tpu_grpo.families import published_leaves
 from tpu_grpo.models.checkpoint import INDEX_FILE, Checkpoint
+from tpu_grpo.models.families import published_leaves
 from tpu_grpo.models.hf_config import CONFIG_FILE
 
 GENERATION_FILE = "generation_config.json"

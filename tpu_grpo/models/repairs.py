@@ -49,8 +49,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_grpo.families.rope import inverse_timescales
-from tpu_grpo.families.tunix_version import require_reviewed_tunix
+from tpu_grpo.models.families.rope import inverse_timescales
+from tpu_grpo.models.families.tunix_version import require_reviewed_tunix
 
 _MARK = "repaired_by_tpu_grpo"
 

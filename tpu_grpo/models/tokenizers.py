@@ -27,8 +27,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
-from tpu_grpo.errors import CheckpointError
 from tpu_grpo.models.json_files import read_json
+from tpu_grpo.records.errors import CheckpointError
 from tpu_grpo.tasks.task import Task
 
 PAD, END = "<pad>", "<|im_end|>"

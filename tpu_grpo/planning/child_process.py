@@ -14,7 +14,7 @@ import signal
 import sys
 from typing import Any
 
-from tpu_grpo.errors import PlanningError, say
+from tpu_grpo.records.errors import PlanningError, say
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 KILLED = (

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 import jax.numpy as jnp
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.families.flash_attention import whole_blocks
+from tpu_grpo.engine.vocabulary import splits_vocabulary
 from tpu_grpo.launching.tpus import Generation
+from tpu_grpo.models.families.flash_attention import whole_blocks
 from tpu_grpo.planning import rates
 from tpu_grpo.planning.decoding import decode, step_seconds
 from tpu_grpo.planning.engine_steps import add, host_seconds, prefill_step, round_seconds
@@ -27,7 +28,6 @@ from tpu_grpo.planning.programs import GRADIENTS, OPTIMIZER_STEP, CompiledProgra
 from tpu_grpo.planning.resident import ResidentBytes
 from tpu_grpo.planning.sizes import EngineSizes, TokenCost
 from tpu_grpo.planning.training import TrainerSizes, link_seconds, packed_passes, pass_seconds
-from tpu_grpo.rollout.vocabulary import splits_vocabulary
 from tpu_grpo.run.abstract import AbstractRun
 
 ASSUMPTIONS = (

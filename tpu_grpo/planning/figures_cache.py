@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from tpu_grpo.caching import cache_directory
+from tpu_grpo.config.caching import cache_directory
 
 Program = tuple[jax.stages.Lowered, Sequence[Any]]
 """A lowered program, and the devices that it is compiled for."""

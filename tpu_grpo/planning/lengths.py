@@ -7,8 +7,8 @@ import math
 import random
 from statistics import NormalDist
 
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.planning.rates import SPREAD
+from tpu_grpo.records.errors import ConfigError
 
 HALVINGS = 80
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from tpu_grpo.config import BUILTIN, RunConfig
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.models import Checkpoint
 from tpu_grpo.models.abstract import abstract_checkpoint
 from tpu_grpo.planning.budget import StageMemory, stage_memory
@@ -21,6 +20,7 @@ from tpu_grpo.planning.estimate import StepWork
 from tpu_grpo.planning.programs import FAST_COMPILE_OPTIONS, CompiledProgram, compile_all
 from tpu_grpo.planning.resident import ResidentBytes, resident_bytes
 from tpu_grpo.planning.slices import Target, replica_devices
+from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.meshes import build_meshes
 

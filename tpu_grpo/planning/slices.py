@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from tpu_grpo.errors import ConfigError
 from tpu_grpo.launching.tpus import Chip, Generation, Slice, parse_slice
+from tpu_grpo.records.errors import ConfigError
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tpu_grpo.config import MICRO_BATCHES, RunConfig, parse_config
-from tpu_grpo.errors import TpuGrpoError
 from tpu_grpo.planning.plan import Plan, make_plan
+from tpu_grpo.records.errors import TpuGrpoError
 
 MOST_TRIED = 8
 SPARE = 0.05

@@ -15,12 +15,12 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from tpu_grpo.config import RewardSpec
-from tpu_grpo.errors import RewardError
+from tpu_grpo.records.errors import RewardError
+from tpu_grpo.records.stages import Figure
 from tpu_grpo.rewards.batches import Answer, Call, Problem, Table, describe_row, split_rows
 from tpu_grpo.rewards.executors import Executor, run
 from tpu_grpo.rewards.loading import LoadedReward, workers_of
 from tpu_grpo.rewards.tokens import NO_VALUES, TokenValues, comparable
-from tpu_grpo.types import Figure
 
 LOG = logging.getLogger("tpu_grpo.rewards")
 

@@ -16,11 +16,11 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Float
 
-from tpu_grpo.episode import Failure
-from tpu_grpo.errors import RewardError
+from tpu_grpo.records.episode import Failure
+from tpu_grpo.records.errors import RewardError
+from tpu_grpo.records.stages import Conversation, Rollout
 from tpu_grpo.rewards.conversations import failure_of, last_words, of_environments, spoken
 from tpu_grpo.rewards.protocol import OF_ROWS, TEXT_ARGUMENTS
-from tpu_grpo.types import Conversation, Rollout
 
 SHORT_REPR = reprlib.Repr(maxstring=120, maxother=120)
 """It shortens the texts and values that error messages show."""

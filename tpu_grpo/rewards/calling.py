@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tpu_grpo.episode import KeptEnvironment
+from tpu_grpo.records.episode import KeptEnvironment
 from tpu_grpo.rewards.batches import Answer, Call, Problem, RewardBatch, check_values, failed_answer
 from tpu_grpo.rewards.conversations import rebuilt
 from tpu_grpo.rewards.hints import hint

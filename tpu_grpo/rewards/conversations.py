@@ -10,10 +10,10 @@ import pickle
 from collections.abc import Sequence
 from typing import Any
 
-from tpu_grpo.episode import Failure, KeptEnvironment
-from tpu_grpo.errors import RewardError
-from tpu_grpo.plugins import find_function
-from tpu_grpo.types import Completion
+from tpu_grpo.config.plugins import find_function
+from tpu_grpo.records.episode import Failure, KeptEnvironment
+from tpu_grpo.records.errors import RewardError
+from tpu_grpo.records.stages import Completion
 
 
 def spoken(completion: Completion, text: str) -> Any:

@@ -11,12 +11,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from tpu_grpo.errors import LockstepError
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.records.errors import LockstepError
+from tpu_grpo.records.stages import Completion, Figure, PromptBatch, Rollout, Scores
 from tpu_grpo.rewards.scoring import RewardSet, Scoring
 from tpu_grpo.rewards.tokens import TokenValues, packed, unpacked
 from tpu_grpo.rewards.totals import check_some_scored
-from tpu_grpo.types import Completion, Figure, PromptBatch, Rollout, Scores
 
 
 class DistributedRewards:

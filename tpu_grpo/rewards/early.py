@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from tpu_grpo.records.stages import Completion, PromptBatch, Rollout
 from tpu_grpo.rewards.asking import OpenReward, RewardResult, rows_to_ask, take_in
 from tpu_grpo.rewards.batches import Answer, Table, build_table, most_batches, split_group
 from tpu_grpo.rewards.feed import Feed
 from tpu_grpo.rewards.loading import workers_of
 from tpu_grpo.rewards.shipped import SHIPPED
-from tpu_grpo.types import Completion, PromptBatch, Rollout
 
 Group = tuple[int, int]
 """A rollout's number and a prompt's name a group."""

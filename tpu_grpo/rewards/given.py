@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tpu_grpo.config import GIVEN, RewardSpec, RunConfig, parse_config
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 GivenReward = Callable[..., Any] | RewardSpec | Mapping[str, Any] | str
 """A function, class or callable object; or an entry of the config, whose name may be one; or a name."""

@@ -20,8 +20,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from tpu_grpo.config import GIVEN, RewardSpec
-from tpu_grpo.errors import RewardError
-from tpu_grpo.plugins import find_function
+from tpu_grpo.config.plugins import find_function
+from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards.batches import Call, RewardBatch
 from tpu_grpo.rewards.calling import Caller
 from tpu_grpo.rewards.protocol import OF_ROWS, SAMPLE_ARGUMENTS, TEXT_ARGUMENTS, gives_tokens

@@ -19,7 +19,8 @@ from functools import partial
 from typing import Any, Self
 
 from tpu_grpo.config import RewardSpec, check_rewards
-from tpu_grpo.errors import RewardError
+from tpu_grpo.records.errors import RewardError
+from tpu_grpo.records.stages import Completion, Figure, PromptBatch, Rollout, Scores
 from tpu_grpo.rewards.asking import OpenReward, RewardResult, ask_reward
 from tpu_grpo.rewards.batches import Table, build_table
 from tpu_grpo.rewards.early import EarlyGroups
@@ -28,7 +29,6 @@ from tpu_grpo.rewards.loading import LoadedReward, load_reward, workers_of
 from tpu_grpo.rewards.tokens import TokenValues, weighted_tokens
 from tpu_grpo.rewards.totals import UNSCORED, add_up
 from tpu_grpo.rewards.worker import WorkerJob
-from tpu_grpo.types import Completion, Figure, PromptBatch, Rollout, Scores
 
 EarlyResults = Mapping[str, Callable[[], RewardResult]]
 """Waits for the result of a reward that was asked early, by its name."""

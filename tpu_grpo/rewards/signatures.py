@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tpu_grpo.errors import RewardError
+from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards.protocol import (
     BY_KWARGS,
     EXTRAS,

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Bool, Float
 
-from tpu_grpo.errors import RewardError
+from tpu_grpo.records.errors import RewardError
+from tpu_grpo.records.stages import Rollout, Scores
 from tpu_grpo.rewards.asking import RewardResult
 from tpu_grpo.rewards.batches import Table, describe_row
 from tpu_grpo.rewards.conversations import failure_of
-from tpu_grpo.types import Rollout, Scores
 
 LOG = logging.getLogger("tpu_grpo.rewards")
 UNSCORED = "rewards/unscored"

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from tpu_grpo.config import RewardSpec
-from tpu_grpo.errors import DataError
+from tpu_grpo.records.errors import DataError
+from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, Scores
 from tpu_grpo.rewards.asking import RewardResult
 from tpu_grpo.rewards.scoring import RewardSet, open_rewards
-from tpu_grpo.types import Completion, Prompt, PromptBatch, Rollout, Scores
 
 _RESERVED_KEYS = ("prompt", "completion", "completions", "completion_ids")
 

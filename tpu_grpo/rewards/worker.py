@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.errors import RewardError
+from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards.batches import Call
 from tpu_grpo.rewards.calling import Caller
 from tpu_grpo.rewards.feed import Task

@@ -19,25 +19,25 @@ from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import ConfigError, RequestError
+from tpu_grpo.data import Message, PromptRenderer
+from tpu_grpo.engine.engine import Engine
+from tpu_grpo.engine.generation import Partial
+from tpu_grpo.engine.options import EngineOptions, choose_attention
+from tpu_grpo.engine.replicas import Replicas
+from tpu_grpo.engine.sampler import completion_text, sampling_params
+from tpu_grpo.engine.streaming import stream
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import parameters
 from tpu_grpo.models import Checkpoint
 from tpu_grpo.models.tokenizers import TextStream
-from tpu_grpo.prompts import Message, PromptRenderer
+from tpu_grpo.records.errors import ConfigError, RequestError
+from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, SamplingParams, Scores
 from tpu_grpo.rewards import RewardSet, open_rewards
-from tpu_grpo.rollout.engine import Engine
-from tpu_grpo.rollout.generation import Partial
-from tpu_grpo.rollout.options import EngineOptions, choose_attention
-from tpu_grpo.rollout.replicas import Replicas
-from tpu_grpo.rollout.sampler import completion_text, sampling_params
-from tpu_grpo.rollout.streaming import stream
 from tpu_grpo.run.engines import SyncedEngines
 from tpu_grpo.run.environments import stop_ids
 from tpu_grpo.run.meshes import default_tensor
 from tpu_grpo.run.parts import open_model
 from tpu_grpo.run.saved import Chosen, load_policy
-from tpu_grpo.types import Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, SamplingParams, Scores
 
 STEPS_PER_LAUNCH = 4
 """Text is told after so many tokens; fewer would be slower, and more would come in leaps."""

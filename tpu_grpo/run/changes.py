@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_grpo.config import EFFECTS, Effect, RunConfig, effect_of, listed_name
-from tpu_grpo.plugins import source_file
+from tpu_grpo.config.plugins import source_file
 from tpu_grpo.run.model import known_directory
 
 SHOWN = 60

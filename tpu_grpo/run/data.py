@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tpu_grpo.config import RunConfig
+from tpu_grpo.data import PromptStream, open_evaluation_prompts, open_prompts
 from tpu_grpo.environments.actions import LoadedEnvironment
-from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, open_prompts
+from tpu_grpo.records.stages import Prompt
 from tpu_grpo.run.environments import check_environment_columns, load_environments, tools_of
-from tpu_grpo.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -11,10 +11,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import ConfigError, DataError
 from tpu_grpo.hosts import Hosts, host_log
-from tpu_grpo.metrics.jsonl import encode_line, replace_text, write_json
-from tpu_grpo.metrics.run_files import (
+from tpu_grpo.observe.metrics.jsonl import encode_line, replace_text, write_json
+from tpu_grpo.observe.metrics.run_files import (
     CHANGES_FILE,
     CHECKPOINTS_DIR,
     CONFIG_FILE,
@@ -24,6 +23,7 @@ from tpu_grpo.metrics.run_files import (
     LOGS_DIR,
     SOURCES_FILE,
 )
+from tpu_grpo.records.errors import ConfigError, DataError
 from tpu_grpo.run.changes import Change, sources
 from tpu_grpo.run.earlier import changes_since, check_required, free_name, must_move, read_json
 from tpu_grpo.run.lock import RunLock

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from tpu_grpo.config import RunConfig, load_config
-from tpu_grpo.errors import CheckpointError, ConfigError, DataError
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.metrics.run_files import (
+from tpu_grpo.observe.metrics.run_files import (
     CHECKPOINTS_DIR,
     CONFIG_FILE,
     LOCK_FILE,
@@ -21,6 +20,7 @@ from tpu_grpo.metrics.run_files import (
     SUMMARY_FILE,
     saved_steps,
 )
+from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError
 from tpu_grpo.run.changes import Change, changed_settings, changed_sources, sources
 from tpu_grpo.run.lock import holder, taken
 from tpu_grpo.run.sharing import first_does

@@ -8,13 +8,13 @@ import os
 from collections.abc import Iterator
 
 from tpu_grpo.config import DataSection, RewardSpec, RunConfig
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.data.messages import Conversation
+from tpu_grpo.data.opening import with_template
+from tpu_grpo.data.records import Record
+from tpu_grpo.data.sources import Source, glance
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.metrics.run_files import CHECKPOINTS_DIR, saved_steps
-from tpu_grpo.prompts.messages import Conversation
-from tpu_grpo.prompts.opening import with_template
-from tpu_grpo.prompts.records import Record
-from tpu_grpo.prompts.sources import Source, glance
+from tpu_grpo.observe.metrics.run_files import CHECKPOINTS_DIR, saved_steps
+from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.rewards import load_reward
 from tpu_grpo.run.earlier import changes_since, check_required, must_move
 from tpu_grpo.run.environments import check_environment_columns, load_environments

@@ -10,13 +10,13 @@ from flax import nnx
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.families import WeightRule
+from tpu_grpo.engine.replicas import Replicas
+from tpu_grpo.engine.sampler import TEXTS_SAMPLE, completion_text, sampling_params
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import frozen_leaves
-from tpu_grpo.rollout.replicas import Replicas
-from tpu_grpo.rollout.sampler import TEXTS_SAMPLE, completion_text, sampling_params
+from tpu_grpo.models.families import WeightRule
+from tpu_grpo.records.stages import Request, SampleKey, SyncResult
 from tpu_grpo.tunix_loop.adapter import SampledTexts
-from tpu_grpo.types import Request, SampleKey, SyncResult
 from tpu_grpo.weights.copies import CopyCheck
 from tpu_grpo.weights.plan import named_leaves
 from tpu_grpo.weights.sync import WeightSync

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.config import RunConfig
+from tpu_grpo.data.rendering import ToolsOf, template_switches
 from tpu_grpo.environments.actions import COLUMN, LoadedEnvironment
-from tpu_grpo.errors import DataError, EpisodeError
-from tpu_grpo.prompts.rendering import ToolsOf, template_switches
+from tpu_grpo.records.errors import DataError, EpisodeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

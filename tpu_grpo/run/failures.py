@@ -25,17 +25,17 @@ from typing import Any
 import numpy as np
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import DataError
+from tpu_grpo.engine.broken import BrokenRollout
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner.failed import FailedUpdate, PassArrays
-from tpu_grpo.metrics.conversations import sampled_conversation
-from tpu_grpo.metrics.jsonl import encode_line, replace_bytes
-from tpu_grpo.metrics.run_files import CHECKPOINTS_DIR, NON_FINITE_DIR
-from tpu_grpo.metrics.run_log import sample_rows
-from tpu_grpo.metrics.sinks import sample_fields
-from tpu_grpo.metrics.summary import versions
-from tpu_grpo.rollout.broken import BrokenRollout
-from tpu_grpo.types import Completion
+from tpu_grpo.observe.metrics.conversations import sampled_conversation
+from tpu_grpo.observe.metrics.jsonl import encode_line, replace_bytes
+from tpu_grpo.observe.metrics.run_files import CHECKPOINTS_DIR, NON_FINITE_DIR
+from tpu_grpo.observe.metrics.run_log import sample_rows
+from tpu_grpo.observe.metrics.sinks import sample_fields
+from tpu_grpo.observe.metrics.summary import versions
+from tpu_grpo.records.errors import DataError
+from tpu_grpo.records.stages import Completion
 
 FORMAT = 1
 _ABOUT = "about"

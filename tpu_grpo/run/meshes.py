@@ -10,13 +10,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import ConfigError
-from tpu_grpo.families.flash_attention import flash_block, whole_blocks
+from tpu_grpo.engine.replicas import make_replicas
+from tpu_grpo.engine.vocabulary import splits_vocabulary
 from tpu_grpo.hosts import by_host, devices_per_host
 from tpu_grpo.models import Checkpoint, check_mesh, check_sampler_mesh, sampler_sizes
 from tpu_grpo.models.experts import check_expert_tokens
-from tpu_grpo.rollout.replicas import make_replicas
-from tpu_grpo.rollout.vocabulary import splits_vocabulary
+from tpu_grpo.models.families.flash_attention import flash_block, whole_blocks
+from tpu_grpo.records.errors import ConfigError
 
 SHARE_BYTES = 4 * 2**30
 """The default replica is the smallest in which no device holds more bytes of weights than this."""

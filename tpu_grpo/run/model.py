@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpu_grpo.config import BUILTIN, HUB, RunConfig
-from tpu_grpo.errors import CheckpointError, ConfigError
 from tpu_grpo.models.checkpoint import Checkpoint, read_checkpoint
 from tpu_grpo.models.experts import has_experts
 from tpu_grpo.models.fetching import fetch, fetched
 from tpu_grpo.models.lora import adapted_modules, existing_layers
+from tpu_grpo.records.errors import CheckpointError, ConfigError
 from tpu_grpo.tasks import TASKS
 
 if TYPE_CHECKING:

@@ -13,6 +13,11 @@ from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import BUILTIN, HUB, RunConfig
+from tpu_grpo.data import PromptStream
+from tpu_grpo.engine.dealing import divided_places
+from tpu_grpo.engine.options import EngineOptions
+from tpu_grpo.engine.replicas import Replicas
+from tpu_grpo.engine.sampler import Sampler
 from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.hosts import Hosts, announce, counted, keep_programs
 from tpu_grpo.learner import Learner, LearnerInputs
@@ -22,11 +27,7 @@ from tpu_grpo.models.adapters import load_adapters
 from tpu_grpo.models.finite import check_finite
 from tpu_grpo.models.lora import adapted_modules, apply_lora, cast_adapters
 from tpu_grpo.models.tokenizers import load_tokenizer
-from tpu_grpo.prompts import PromptStream
-from tpu_grpo.rollout.dealing import divided_places
-from tpu_grpo.rollout.options import EngineOptions
-from tpu_grpo.rollout.replicas import Replicas
-from tpu_grpo.rollout.sampler import Sampler
+from tpu_grpo.records.stages import Prompt
 from tpu_grpo.run.data import OpenData
 from tpu_grpo.run.engines import SyncedEngines
 from tpu_grpo.run.environments import stop_ids
@@ -36,7 +37,6 @@ from tpu_grpo.run.meshes import Meshes, build_meshes
 from tpu_grpo.run.model import builtin_name, check_model, model_directory
 from tpu_grpo.run.probe import Probe
 from tpu_grpo.run.task import Task, open_task
-from tpu_grpo.types import Prompt
 
 
 @dataclass(frozen=True)

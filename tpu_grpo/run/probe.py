@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.errors import WeightsError
+from tpu_grpo.engine.sampler import PROBE_SAMPLE
 from tpu_grpo.learner import Learner
-from tpu_grpo.rollout.sampler import PROBE_SAMPLE
+from tpu_grpo.records.errors import WeightsError
+from tpu_grpo.records.stages import Prompt, Request, SampleKey, SamplingParams
 from tpu_grpo.run.engines import SyncedEngines
-from tpu_grpo.types import Prompt, Request, SampleKey, SamplingParams
 
 PROBE_TOKENS = 16
 """The most tokens of a completion of the probe."""

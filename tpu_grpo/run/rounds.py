@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Bool
 
-from tpu_grpo.types import Figure, PromptBatch, Rollout, ScoredRollout, Scores
+from tpu_grpo.records.stages import Figure, PromptBatch, Rollout, ScoredRollout, Scores
 
 SUMS = (
     "rollout/wait_seconds",

@@ -7,16 +7,16 @@ from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import RewardSpec, RunConfig
+from tpu_grpo.data import PromptStream, open_evaluation_prompts, prompts_digest
+from tpu_grpo.engine.sampler import Sampler
 from tpu_grpo.environments.episodes import Environments
-from tpu_grpo.errors import ConfigError, RewardError
 from tpu_grpo.evaluation import GREEDY, Evaluation, EvaluationSamples, EvaluationSettings, evaluate
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.prompts import PromptStream, open_evaluation_prompts, prompts_digest
+from tpu_grpo.records.errors import ConfigError, RewardError
+from tpu_grpo.records.stages import Prompt
 from tpu_grpo.rewards import DistributedRewards, RewardSet, open_rewards, repeats_itself
-from tpu_grpo.rollout.sampler import Sampler
 from tpu_grpo.run.data import OpenData, open_data
 from tpu_grpo.run.environments import load_environments, open_environments, tools_of
-from tpu_grpo.types import Prompt
 
 
 @dataclass(frozen=True)

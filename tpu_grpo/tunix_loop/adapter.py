@@ -16,10 +16,10 @@ from flax import nnx
 from jaxtyping import Float, Int
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
 
-from tpu_grpo.errors import DataError
 from tpu_grpo.learner.forward import logprobs
+from tpu_grpo.records.errors import DataError
+from tpu_grpo.records.stages import Completion
 from tpu_grpo.tunix_loop.padded import left_padded, model_rows
-from tpu_grpo.types import Completion
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,11 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_grpo.config import LossAggregation
-from tpu_grpo.errors import DataError
 from tpu_grpo.learner.forward import ModelRows
 from tpu_grpo.learner.sequences import check_sequences
 from tpu_grpo.learner.token_weights import token_weights
-from tpu_grpo.types import Completion
+from tpu_grpo.records.errors import DataError
+from tpu_grpo.records.stages import Completion
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
-from tpu_grpo.errors import LockstepError
 from tpu_grpo.hosts import Hosts, hosts_of
 from tpu_grpo.hosts.bit_sums import bit_sum
+from tpu_grpo.records.errors import LockstepError
 
 
 class CopyCheck:

@@ -19,8 +19,8 @@ from flax import nnx
 from jax.sharding import Sharding
 from jaxtyping import Array
 
-from tpu_grpo.errors import WeightsError
-from tpu_grpo.families import Transform, WeightRule, same
+from tpu_grpo.models.families import Transform, WeightRule, same
+from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.weights.adapters import adapters_of, merged
 
 Leaves = Mapping[str, Array]

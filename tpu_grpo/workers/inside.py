@@ -16,7 +16,7 @@ from typing import NoReturn
 
 import psutil
 
-from tpu_grpo.streams import lasting
+from tpu_grpo.workers.streams import lasting
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36

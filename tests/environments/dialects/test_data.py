@@ -12,7 +12,7 @@ from tests.environments.dialects.families import ADD, FAMILIES, GEMMA, TEMPLATES
 from tpu_grpo.environments.dialects import open_dialect
 from tpu_grpo.environments.dialects.data import BREAK, Encoder
 from tpu_grpo.environments.dialects.past import CALLED
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 
 def sentence_pieces(*, prepend: bool) -> PreTrainedTokenizerFast:

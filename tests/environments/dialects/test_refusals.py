@@ -6,8 +6,8 @@ import pytest
 
 from tests.environments.dialects.families import ADD, FAMILIES, GEMMA, QWEN, QWEN_TAGS, TEMPLATES, Family, build
 from tpu_grpo.environments.dialects import Dialect, open_dialect
-from tpu_grpo.errors import ConfigError, DataError
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
+from tpu_grpo.records.errors import ConfigError, DataError
 
 
 def open_changed(family: str, *changes: tuple[str, str], tools: Any = (ADD,), **rest: Any) -> Dialect:

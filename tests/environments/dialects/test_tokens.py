@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.environments.dialects.families import ADD, FAMILIES, SAY, build, dialect, ids, tokenizer
 from tpu_grpo.config import DataSection
+from tpu_grpo.data.rendering import PromptRenderer, template_switches
 from tpu_grpo.environments.actions import ToolCall
 from tpu_grpo.environments.dialects import Dialect, open_dialect
-from tpu_grpo.prompts.rendering import PromptRenderer, template_switches
 
 
 @dataclass(frozen=True)

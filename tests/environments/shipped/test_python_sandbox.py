@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tpu_grpo.commands.environment import main
+from tpu_grpo.cli.environment import main
 from tpu_grpo.environments.shipped.python_sandbox import PythonSandbox
 
 PAGE = Path(__file__).parents[3] / "docs" / "environments.md"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tpu_grpo.caching import CACHE_VARIABLE
+from tpu_grpo.config.caching import CACHE_VARIABLE
 from tpu_grpo.environments.shipped import search
 from tpu_grpo.environments.shipped.search import Search, passages
 

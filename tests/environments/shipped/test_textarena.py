@@ -45,7 +45,7 @@ def test_the_same_seed_is_the_same_game():
 
 @pytest.mark.skipif(importlib.util.find_spec("textarena") is not None, reason="textarena is installed")
 def test_without_the_package_it_says_what_is_needed():
-    from tpu_grpo.errors import EpisodeError
+    from tpu_grpo.records.errors import EpisodeError
 
     with pytest.raises(EpisodeError, match=r"needs the package textarena.*pip install 'tpu-grpo\[textarena\]'"):
         open_pool("textarena")

@@ -13,9 +13,9 @@ import pytest
 
 from tests.rewards.conftest import make_rollout
 from tpu_grpo.config import RewardSpec
-from tpu_grpo.errors import RewardError
+from tpu_grpo.records.errors import RewardError
+from tpu_grpo.records.stages import Prompt, PromptBatch, Scores
 from tpu_grpo.rewards import open_rewards
-from tpu_grpo.types import Prompt, PromptBatch, Scores
 
 
 class Endpoint(http.server.ThreadingHTTPServer):

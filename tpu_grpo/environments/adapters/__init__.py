@@ -12,7 +12,7 @@ from tpu_grpo.environments.adapters.gym import GymAdapter
 from tpu_grpo.environments.adapters.openenv import OpenenvAdapter
 from tpu_grpo.environments.adapters.skyrl import SkyrlAdapter
 from tpu_grpo.environments.adapters.tunix import TunixAdapter
-from tpu_grpo.errors import EpisodeError
+from tpu_grpo.records.errors import EpisodeError
 
 OPTION = "adapter"
 TOOLS = "tools"

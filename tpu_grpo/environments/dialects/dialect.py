@@ -13,7 +13,7 @@ from tpu_grpo.environments.dialects.formats import CallReader, format_of, reader
 from tpu_grpo.environments.dialects.past import CALL_ID, CALLED, QUESTION, SAID, Past, Prober
 from tpu_grpo.environments.dialects.template import ChatTemplate
 from tpu_grpo.environments.dialects.values import checked
-from tpu_grpo.errors import ConfigError, DataError
+from tpu_grpo.records.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

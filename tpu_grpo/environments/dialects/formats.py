@@ -9,7 +9,7 @@ from tpu_grpo.config.environment import ToolFormat
 from tpu_grpo.environments.dialects.json_calls import Calls, read_hermes, read_llama3
 from tpu_grpo.environments.dialects.python_calls import PythonCalls
 from tpu_grpo.environments.dialects.xml_calls import Schemas, read_qwen3_coder
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 
 class CallReader(Protocol):

@@ -17,7 +17,7 @@ from tpu_grpo.environments.actions import Message
 from tpu_grpo.environments.dialects.data import Encoder
 from tpu_grpo.environments.dialects.template import ChatTemplate
 from tpu_grpo.environments.dialects.thinking import CLOSE, OPEN
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 QUESTION, SAID, THOUGHT, CALLED, ANSWERED = "q7zq", "c7zc", "t7zt", "v7zv", "a7za"
 """The marks; turns and answers have a number after theirs."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.environments.actions import Message
-from tpu_grpo.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.caching import cache_directory, exclusive
+from tpu_grpo.config.caching import cache_directory, exclusive
 
 _WORD = re.compile(r"\w+")
 BUILTIN = "builtin:search"

@@ -9,7 +9,7 @@ is left out, as it is in the conversation already. The reward is the player's at
 from importlib import import_module
 from typing import Any
 
-from tpu_grpo.errors import EpisodeError
+from tpu_grpo.records.errors import EpisodeError
 
 try:
     textarena: Any = import_module("textarena")

@@ -1,0 +1,61 @@
+"""The command that exports a checkpoint, and what it refuses; what a whole run leaves is in test_evaluate.py."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tpu_grpo.cli.export import main
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("run: {name: r, dir: elsewhere}\n")
+    return tmp_path / "run"
+
+
+def test_what_cannot_be_exported_is_refused_with_the_remedy(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run_dir.parent / "out"
+    assert main([str(run_dir.parent), "--out", str(out)]) == 2
+    assert f"RUN must be the directory of a run, with its config.yaml, got {run_dir.parent}" in capsys.readouterr().err
+    assert main([str(run_dir), "--out", str(out), "--adapter"]) == 2
+    told = capsys.readouterr().err
+    assert "export.kind=adapter needs a model with adapters, got model.lora.rank unset; use export.kind=model" in told
+    assert main([str(run_dir), "--out", str(run_dir)]) == 2
+    assert f"must go to a new directory, got {run_dir}, which is there" in capsys.readouterr().err
+    assert main([str(run_dir), "--out", str(out), "export.dtyp=float32"]) == 2
+    assert "did you mean export.dtype?" in capsys.readouterr().err
+    for words in (["--step", "1", "--best"], []):
+        with pytest.raises(SystemExit) as ended:
+            main([str(run_dir), *words])
+        assert ended.value.code == 2
+    assert not out.exists()
+
+
+def test_a_run_without_a_checkpoint_is_refused_where_its_directory_lies_now(run_dir: Path) -> None:
+    """Whatever jax's platform is where the command is typed: a TPU is left to the run."""
+    command = [sys.executable, str(REPOSITORY / "scripts/export.py"), str(run_dir), "--out", str(run_dir / "out")]
+    environment = os.environ | {"JAX_PLATFORMS": "tpu", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run([*command, "--last"], capture_output=True, text=True, env=environment, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"CheckpointError: there must be a checkpoint in {run_dir}/checkpoints, found none; check run.dir\n"
+    )
+
+
+def test_the_best_step_of_a_run_that_never_got_better_is_no_checkpoint(run_dir: Path) -> None:
+    (run_dir / "best.json").write_text(json.dumps({"step": 0}))
+    from tpu_grpo.cli.checkpoint_export import export_checkpoint
+    from tpu_grpo.cli.starting import run_config
+    from tpu_grpo.records.errors import CheckpointError
+
+    with pytest.raises(CheckpointError, match="best step of this run must be a checkpoint, and is 0: no evaluation"):
+        export_checkpoint(run_config(run_dir), "best", run_dir / "out")
+    shutil.rmtree(run_dir)

@@ -1,0 +1,40 @@
+"""A conversation that is played without a model, with the tokens of a model family."""
+
+from contextlib import closing
+
+from tests.environments.dialects.families import ids, tokenizer
+from tpu_grpo.cli.playing import Game
+from tpu_grpo.config import parse_config
+from tpu_grpo.records.stages import Prompt
+from tpu_grpo.run.environments import load_environments, open_environments
+
+
+def test_turns_end_as_the_chat_template_ends_them() -> None:
+    """Gemma's texts end with <eos>, and its turns with <end_of_turn>, behind which the next one can come."""
+    config = parse_config(
+        {
+            "environment": {"name": "guessing", "options": {"greets": False}},
+            "rewards": [{"name": "environment"}],
+            "data": {"max_prompt_tokens": 100},
+            "rollout": {"max_new_tokens": 200},
+        }
+    )
+    gemma = tokenizer("gemma2")
+    environments = open_environments(config, gemma, load_environments(config), keep=False)
+    assert environments is not None
+    asked = "<bos><start_of_turn>user\nGuess.<end_of_turn>\n<start_of_turn>model\n"
+    messages = [{"role": "user", "content": "Guess."}]
+    prompt = Prompt(asked, tuple(ids("gemma2", asked)), {"secret": 3}, messages)
+    guesses = iter(["50", "3"])
+    with closing(environments), closing(Game(config, prompt, environments, gemma, 0)) as game:
+        policy = game.writing(lambda said: next(guesses, None))
+        shown = [stretch.text for stretches in game.play(policy) for stretch in stretches]
+        episode = game.completion.episode
+    assert shown == [
+        asked,
+        "50<end_of_turn>",
+        "\n<start_of_turn>user\nlower<end_of_turn>\n<start_of_turn>model\n",
+        "3<end_of_turn>",
+    ]
+    assert episode is not None
+    assert episode.ending == "done"

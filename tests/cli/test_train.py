@@ -1,0 +1,461 @@
+"""The command line: what it says, what it returns, and what it does not import to say it."""
+
+import importlib.util
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from tpu_grpo.cli import starting
+from tpu_grpo.cli.train import closing_lines, help_text, main
+from tpu_grpo.config import OptimizerRule, RunConfig, SourceSpec, load_config
+from tpu_grpo.hosts import Hosts, StopRequest, Watch
+from tpu_grpo.records import errors
+from tpu_grpo.run.data import OpenData
+from tpu_grpo.run.lock import RunLock
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SCRIPT = REPOSITORY / "scripts" / "run.py"
+HEAVY = {"jax", "jaxlib", "flax", "transformers", "sgl_jax", "tunix", "torch", "numpy", "matplotlib", "wandb"}
+
+
+@pytest.fixture(autouse=True)
+def _kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What a command changes in its process is put back."""
+    for name in ("JAX_PLATFORMS", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, os.environ[name])
+    handler, level = signal.getsignal(signal.SIGTERM), logging.getLogger("absl").level
+    yield
+    signal.signal(signal.SIGTERM, handler)
+    logging.getLogger("absl").setLevel(level)
+
+
+def run_script(*arguments: str, cwd: Path, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, without what the tests set for theirs."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("JAX_PLATFORMS", "XLA_FLAGS", "HF_HUB_OFFLINE")}
+    command = [sys.executable, *python, str(SCRIPT), *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def run_main(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+# --- light ways out --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--help"], 0), (["--print-config"], 0), (["run.sed=1"], 2), (["nosuch.yaml"], 2), (["--dry-run", "run=1"], 2)],
+)
+def test_nothing_heavy_is_imported_to_answer(tmp_path: Path, arguments: list[str], code: int) -> None:
+    done = run_script(*arguments, cwd=tmp_path, python=("-X", "importtime"))
+    assert done.returncode == code
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert {"tpu_grpo.cli.train", "tpu_grpo.config", "pydantic"} <= imported  # the list is of this command
+    assert {name.partition(".")[0] for name in imported} & HEAVY == set()
+
+
+@pytest.mark.parametrize("flags", [(), ("--dry-run",)], ids=["run", "dry run"])
+def test_what_is_wrong_with_paths_is_said_before_jax_is_imported(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    done = run_script("data.path=nosuch.jsonl", *flags, cwd=tmp_path, python=("-X", "importtime"))
+    assert done.returncode == 2
+    assert "DataError: data.path: data file not found: nosuch.jsonl" in done.stderr
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "tpu_grpo.run.early" in imported
+    assert {name.partition(".")[0] for name in imported} & (HEAVY - {"numpy"}) == set()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run.sed=1"], "ConfigError: run.sed is not a setting (got 1); did you mean run.seed?\n"),
+        (["nosuch.yaml"], "ConfigError: config file not found: nosuch.yaml; shipped configs: none here\n"),
+        (
+            ["model.dtype=fp16"],
+            "ConfigError: model.dtype: input should be 'float32' or 'bfloat16', got 'fp16'; `--help` lists every "
+            "setting with its type and default\n",
+        ),
+    ],
+)
+def test_a_config_error_is_one_line_and_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+    done = run_script(*arguments, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", message)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--replay", "x.npz", "--dry-run"], "ConfigError: --replay does an update .* no other option, got --dry-run"),
+        (["--replay", "x.npz", "demo.yaml"], "ConfigError: --replay takes the config from its file, got demo.yaml"),
+        (["--replay", "x.npz"], r"DataError: --replay needs a file that a run has written, .*got x.npz \(FileNotFound"),
+    ],
+)
+def test_a_replay_that_cannot_be_is_refused(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, _, said = run_main(capsys, *arguments)
+    assert code == 2
+    assert re.match(message, said)
+
+
+def test_an_unknown_flag_shows_the_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--print-confg"])
+    assert caught.value.code == 2
+    shown = capsys.readouterr().err
+    assert "usage: python scripts/run.py [CONFIG.yaml] [section.key=value ...]" in shown
+    assert "unrecognized arguments: --print-confg" in shown
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_needs_no_valid_config(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert run_main(capsys, "nosuch.yaml", flag) == (0, help_text() + "\n", "")
+
+
+def leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and key not in ("options", "columns"):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def test_help_lists_every_setting_with_its_default() -> None:
+    shown = dict(re.findall(r"^  (\S+)  \(.*; default (.*)\)$", help_text(), flags=re.MULTILINE))
+    defaults = dict(leaves(RunConfig().model_dump(mode="json")))
+    (reward,) = defaults.pop("rewards")
+    assert shown.pop("rewards") == str([reward.pop("name")])
+    assert shown.pop("rewards[i].name") == "required"
+    defaults |= {f"rewards[i].{key}": value for key, value in reward.items()}
+    source = SourceSpec(path="x").model_dump(mode="json")
+    assert (source.pop("path"), shown.pop("data.sources[i].path")) == ("x", "required")
+    defaults |= {f"data.sources[i].{key}": value for key, value in source.items()}
+    rule = OptimizerRule(match="x").model_dump(mode="json")
+    assert (rule.pop("match"), shown.pop("optimizer.rules[i].match")) == ("x", "required")
+    defaults |= {f"optimizer.rules[i].{key}": value for key, value in rule.items()}
+    assert {name: None if text == "unset" else yaml.safe_load(text) for name, text in shown.items()} == defaults
+
+
+def test_help_explains_each_setting() -> None:
+    lines = help_text().splitlines()
+    first = lines.index("Settings (name, values, default):")
+    for line, following in pairwise([*lines[first + 2 :], ""]):
+        if line.startswith("  ") and not line.startswith("      "):
+            assert following.startswith("      "), line
+
+
+def test_the_demo_is_the_default_config(capsys: pytest.CaptureFixture[str]) -> None:
+    expected = load_config(REPOSITORY / "configs" / "demo_cpu.yaml").to_yaml()
+    assert run_main(capsys, "--print-config") == (0, expected, "")
+
+
+def test_a_printed_config_can_be_fed_back(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    overrides = ["run.name=off", "run.dir=~/x", "optimizer.learning_rate=3e-4", 'data.system_prompt="a: b"']
+    config = str(REPOSITORY / "configs" / "gsm8k_cpu_check.yaml")
+    _, printed, _ = run_main(capsys, config, *overrides, "--print-config")
+    assert printed == load_config(config, overrides).to_yaml()
+    (tmp_path / "again.yaml").write_text(printed)
+    assert run_main(capsys, str(tmp_path / "again.yaml"), "--print-config") == (0, printed, "")
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_flags_stand_anywhere(capsys: pytest.CaptureFixture[str], position: int) -> None:
+    words = [str(REPOSITORY / "configs" / "gsm8k_cpu_check.yaml"), "run.seed=7"]
+    expected = load_config(words[0], ["run.seed=7"]).to_yaml()
+    words.insert(position, "--print-config")
+    assert run_main(capsys, *words) == (0, expected, "")
+
+
+def test_a_second_config_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run_main(capsys, "run.seed=7", "configs/demo_cpu.yaml", "--print-config")
+    assert (code, out) == (2, "")
+    assert err == (
+        "ConfigError: an override must read section.key=value, got 'configs/demo_cpu.yaml'; example: run.seed=1\n"
+    )
+
+
+# --- training, with a fake pipeline ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pipeline(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., dict[str, Any]]], None]:
+    """Put a function in the place of ``tpu_grpo.run.pipeline.train``, without importing the real one."""
+
+    def use(train: Callable[..., dict[str, Any]]) -> None:
+        module = ModuleType("tpu_grpo.run.pipeline")
+        module.__dict__["train"] = train
+        monkeypatch.setitem(sys.modules, "tpu_grpo.run.pipeline", module)
+
+    return use
+
+
+def raising(error: BaseException) -> Callable[..., dict[str, Any]]:
+    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, data: OpenData) -> dict[str, Any]:
+        raise error
+
+    return train
+
+
+PROGRESS = r"\[ *\d+\.\d s\] "
+NOTICE = f"{PROGRESS}checking the data\n{PROGRESS}importing trainer and engine\n"
+CODES = {
+    errors.TpuGrpoError: 1,
+    errors.ConfigError: 2,
+    errors.CheckpointError: 2,
+    errors.DataError: 2,
+    errors.RewardError: 2,
+    errors.EpisodeError: 2,
+    errors.RequestError: 2,
+    errors.WeightsError: 2,
+    errors.NonFiniteError: 1,
+    errors.DiskError: 1,
+    errors.LaunchError: 1,
+    errors.PlanningError: 1,
+    errors.LockstepError: 3,
+    errors.Interrupted: 4,
+}
+
+
+def test_every_error_of_the_package_has_a_code() -> None:
+    defined = {e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, errors.TpuGrpoError)}
+    assert defined == set(CODES)
+
+
+@pytest.mark.parametrize(("error", "code"), CODES.items(), ids=lambda value: getattr(value, "__name__", value))
+def test_exit_codes(
+    pipeline: Any, capsys: pytest.CaptureFixture[str], error: type[errors.TpuGrpoError], code: int
+) -> None:
+    pipeline(raising(error("what is wrong; what to do")))
+    start = "" if error is errors.Interrupted else f"{error.__name__}: "
+    got, out, err = run_main(capsys)
+    assert (got, out) == (code, "")
+    assert re.fullmatch(f"{NOTICE}{start}what is wrong; what to do\n", err)
+
+
+def test_ctrl_c_ends_without_a_traceback(pipeline: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline(raising(KeyboardInterrupt()))
+    code, out, err = run_main(capsys)
+    assert (code, out) == (1, "")
+    assert re.fullmatch(f"{NOTICE}interrupted\n", err)
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), KeyError("x")])
+def test_other_errors_are_bugs_and_keep_their_traceback(pipeline: Any, error: BaseException) -> None:
+    pipeline(raising(error))
+    with pytest.raises(type(error)) as caught:
+        main([])
+    assert caught.value is error
+
+
+def test_training_gets_the_config_and_ends_with_what_it_came_to(
+    pipeline: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[RunConfig] = []
+
+    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, data: OpenData) -> dict[str, Any]:
+        given.append(config)
+        assert data.prompts.size == 7588
+        assert not stop.asked
+        return {"steps": 3, "rewards/first_mean": 0.25, "rewards/last_mean": 0.5}
+
+    pipeline(train)
+    code, out, err = run_main(capsys, "run.max_steps=3", "run.dir=out")
+    assert given == [load_config(REPOSITORY / "configs" / "demo_cpu.yaml", ["run.max_steps=3", "run.dir=out"])]
+    assert code == 0
+    assert re.fullmatch(NOTICE, err)
+    assert out == (
+        "done: 3 steps\nreward, mean of the first five steps 0.250, of the last five 0.500\nlook at out/report.html\n"
+    )
+
+
+def test_what_the_user_set_for_the_platform_is_kept(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    monkeypatch.setattr(starting, "start", lambda *_, **__: Hosts())  # would look for the slice
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    seen: dict[str, str] = {}
+
+    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, data: OpenData) -> dict[str, Any]:
+        seen.update({name: os.environ[name] for name in ("JAX_PLATFORMS", "HF_HUB_OFFLINE")})
+        return {"steps": 0}
+
+    pipeline(train)
+    assert main([]) == 0
+    assert seen == {"JAX_PLATFORMS": "tpu", "HF_HUB_OFFLINE": "0"}
+
+
+def test_closing_lines_compare_held_out_values() -> None:
+    before = {"greedy": {"r": 0.25, "s": 0.0}, "sampled": {"r": 0.125, "s": 0.5}}
+    after = {"greedy": {"r": 0.5, "s": 1.0}, "sampled": {"r": 0.75, "s": 0.5}}
+    summary = {"steps": 2, "evaluation/before": before, "evaluation/after": after}
+    assert closing_lines(load_config(None, ["run.name=x"]), summary).splitlines() == [
+        "done: 2 steps",
+        "held out, r: greedy 0.250 -> 0.500, sampled 0.125 -> 0.750",
+        "held out, s: greedy 0.000 -> 1.000, sampled 0.500 -> 0.500",
+        "look at runs/x/report.html",
+    ]
+
+
+def test_closing_lines_leave_out_what_was_not_measured_twice() -> None:
+    before = {"greedy": {"r": 0.25, "s": 0.0}, "sampled": {"r": 0.125}}
+    after = {"greedy": {"r": 0.5}, "sampled": {"r": 0.75, "s": 0.5}}
+    summary = {"steps": 2, "evaluation/before": before, "evaluation/after": after}
+    assert closing_lines(load_config(None, ["run.name=x"]), summary).splitlines()[1:-1] == [
+        "held out, r: greedy 0.250 -> 0.500, sampled 0.125 -> 0.750"
+    ]
+
+
+# --- dry run, with the real parts ------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_of_the_demo_finds_nothing_wrong_and_says_nothing_about_tpus(tmp_path: Path) -> None:
+    done = run_script("--dry-run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"tpu|grpc|metadata|warning", done.stderr, flags=re.IGNORECASE) is None, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == [
+        *("run.dir", "model", "meshes", "data", "rewards", "algorithm", "objective"),
+        *("evaluation", "trainer", "rollout", "step", "sync"),
+        *("1", *["3"] * 11, "1"),  # kinds of leaves
+        "ok:",
+    ]
+    assert lines[0] == "run.dir    runs/demo_cpu: a run that starts at step 1"
+    assert lines[3] == "data       builtin:addition: 7588 prompts, 0 dropped as too long"
+    assert lines[6] == (
+        "objective  mean_i mean_t [ max(-r*A, -clip(r, 0.8, 1.2)*A) ]; r = p/p_engine; "
+        "A = (R - mean_g(R)) / (std_g(R) + 1e-6); p = softmax(logits)"
+    )
+    assert lines[7] == "evaluation 512 prompts"
+    assert lines[10] == "step       32 prompts x 8 completions"
+    assert lines[11] == "sync       35 leaves, 23 shared, 1.3 MiB move in 1 programs"
+    assert lines[-1] == "ok: nothing wrong found"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("data.path=nosuch.jsonl", ["DataError: data.path: data file not found: nosuch.jsonl", "correct it"]),
+        ("data.path=train.txt", ["DataError: data.path must be a .jsonl, ", "or builtin:addition", "got train.txt"]),
+        (
+            "model.path=/nosuch/model",
+            [
+                "CheckpointError: model.path must be a checkpoint directory on this machine, got /nosuch/model",
+                "name a model of the Hugging Face hub as hf:OWNER/NAME",
+            ],
+        ),
+        (
+            "model.path=builtin:chess",
+            ["ConfigError: model.path=builtin:chess is not built in", "built in: ['addition', 'calculator'"],
+        ),
+        (
+            "rewards=[{name: exact_answe}]",
+            ["RewardError: 'exact_answe' is not a shipped reward", "did you mean exact_answer?", "path.py:function"],
+        ),
+        (
+            "rollout.attention=flash",
+            ["ConfigError: rollout.attention=flash needs a TPU", "devices are cpu", "use gather (any device) or auto"],
+        ),
+        (
+            "meshes.trainer.tp=3",
+            [
+                "ConfigError: meshes.trainer.fsdp x tp must be the number of the trainer's devices, ",
+                "x 3; use one of [(",
+            ],
+        ),
+        (
+            "data.max_prompt_tokens=3",
+            ["DataError: prompts must have at most data.max_prompt_tokens=3 tokens, got 8", "data.too_long=drop"],
+        ),
+        (
+            "data.prompt_template='{nope}'",
+            ["ConfigError: data.prompt_template uses the column 'nope'", "available: question, answer"],
+        ),
+    ],
+)
+def test_a_dry_run_names_the_setting_the_value_and_the_remedy(
+    override: str, parts: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run_main(capsys, "--dry-run", override)
+    assert (code, out) == (2, "")
+    assert err.startswith(parts[0])
+    assert [part for part in parts if part not in err] == []
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_script_only_calls_main() -> None:
+    spec = importlib.util.spec_from_file_location("run_script", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)  # does nothing until it is the main module
+    assert module.main is main
+
+
+# --- what lies in run.dir --------------------------------------------------------------------------------------------
+
+
+def leave_finished(directory: Path, *overrides: str) -> None:
+    config = load_config(REPOSITORY / "configs" / "demo_cpu.yaml", [f"run.dir={directory}", *overrides])
+    directory.mkdir()
+    (directory / "config.yaml").write_text(config.to_yaml())
+    (directory / "metrics.jsonl").write_text('{"step": 3}\n')
+    (directory / "summary.json").write_text('{"steps": 3}\n')
+
+
+def test_a_finished_run_says_so_and_neither_touches_a_file_nor_imports_jax(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    leave_finished(run, "run.max_steps=3", "checkpoint.resume=auto")
+    before = {path: path.stat().st_mtime_ns for path in [run, *run.iterdir()]}
+    words = ("run.max_steps=3", "checkpoint.resume=auto", f"run.dir={run}")
+    done = run_script(*words, cwd=tmp_path, python=("-X", "importtime"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "this run is done: 3 of 3 steps; set run.max_steps higher to go on, or another run.dir\n"
+        f"look at {run}/report.html\n"
+    )
+    imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert imported & (HEAVY - {"numpy"}) == set()
+    assert {path: path.stat().st_mtime_ns for path in [run, *run.iterdir()]} == before
+
+
+def test_another_runs_directory_and_one_in_use_are_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    leave_finished(tmp_path / "run", "checkpoint.resume=auto")
+    words = (f"run.dir={tmp_path}/run", "checkpoint.resume=auto", "optimizer.learning_rate=1e-3")
+    for more in ((), ("--dry-run",)):
+        code, out, err = run_main(capsys, *words, *more)
+        assert (code, out) == (2, "")
+        assert "\n  optimizer.learning_rate: 0.0001 -> 0.001\n" in err
+    lock = RunLock.take(tmp_path / "run")
+    for resume in ("auto", "never"):
+        code, out, err = run_main(capsys, *words, f"checkpoint.resume={resume}")
+        assert (code, out) == (2, "")
+        assert err.startswith(f"ConfigError: run.dir must have one run at a time; {tmp_path}/run is in use by process ")
+    lock.release()
+
+
+def test_who_is_stopped_is_told_the_command_that_continues() -> None:
+    demo = load_config(REPOSITORY / "configs" / "demo_cpu.yaml")
+    assert demo.going_on == (
+        "start the command again with checkpoint.resume=auto to continue; with checkpoint.resume=never, as it is, it "
+        "would start over"
+    )
+    assert RunConfig().going_on == "start the same command again to continue"

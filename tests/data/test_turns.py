@@ -1,0 +1,104 @@
+"""Conversations as data has them: a column of messages, parts of text, tools, and answers at the end."""
+
+import json
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from tpu_grpo.config import DataSection
+from tpu_grpo.data import PromptRenderer
+from tpu_grpo.data.turns import read_messages
+from tpu_grpo.records.errors import ConfigError, DataError
+
+USER = {"role": "user", "content": "2+3?"}
+
+
+def render(tokenizer: PreTrainedTokenizerFast, record: dict[str, Any], **settings: Any) -> str:
+    return PromptRenderer(DataSection(**settings), tokenizer).render(record, "record 0").text
+
+
+def test_a_column_prompt_is_taken_where_there_is_no_question(tokenizer: PreTrainedTokenizerFast) -> None:
+    expected = "<s>user:2+3?</s><s>assistant:"
+    assert render(tokenizer, {"prompt": "2+3?", "answer": 5}) == expected
+    assert render(tokenizer, {"prompt": [USER], "answer": 5}) == expected
+    assert render(tokenizer, {"question": "2+3?", "prompt": "other"}) == expected
+    assert render(tokenizer, {"chat": [USER]}, prompt_template="{chat}") == expected
+    system = {"role": "system", "content": "Add."}
+    assert render(tokenizer, {"prompt": [system, USER]}) == f"<s>system:Add.</s>{expected}"
+
+
+def test_a_conversation_is_not_written_into_a_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(
+        ConfigError, match="the column 'prompt' holds a conversation in record 0; set data.messages=prom"
+    ):
+        render(tokenizer, {"prompt": [USER]}, prompt_template="Q: {prompt}")
+    with pytest.raises(
+        ConfigError, match="uses the column 'question', .*data.messages=chat takes the conversation from"
+    ):
+        render(tokenizer, {"chat": [USER]})
+
+
+def test_parts_of_text_are_joined(tokenizer: PreTrainedTokenizerFast) -> None:
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}]
+    assert render(tokenizer, {"prompt": [{"role": "user", "content": parts}]}) == "<s>user:2+3?</s><s>assistant:"
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "input_audio", "video"])
+def test_what_is_no_text_is_refused_in_words(tokenizer: PreTrainedTokenizerFast, kind: str) -> None:
+    content = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: "x"}]
+    with pytest.raises(
+        DataError, match=f"a prompt must be text, .*of the type '{kind}' in the column 'prompt' of record"
+    ):
+        render(tokenizer, {"prompt": [{"role": "user", "content": content}]})
+    with pytest.raises(DataError, match="whose content is a text or a list of parts"):
+        render(tokenizer, {"prompt": [{"role": "user", "content": {"image": b""}}]})
+
+
+def test_tools_keep_what_templates_need(tokenizer: PreTrainedTokenizerFast) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+    given = [
+        {"role": "user", "content": "2+3?", "tool_calls": None, "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "5", "tool_call_id": "c1", "name": "add"},
+    ]
+    assert read_messages(given, "chat", "record 0") == [
+        {"role": "user", "content": "2+3?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{**call, "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}],
+        },
+        {"role": "tool", "content": "5", "tool_call_id": "c1", "name": "add"},
+    ]
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %};{% endfor %}"
+    )
+    arguments = json.dumps({"a": 2, "b": 3})
+    assert render(tokenizer, {"chat": given}, messages="chat") == f"user:2+3?;assistant:add{arguments};tool:5;"
+
+
+def test_the_assistants_last_messages_are_dropped_or_continued_by_choice(tokenizer: PreTrainedTokenizerFast) -> None:
+    answers = [{"role": "assistant", "content": text} for text in ("Let me see", "It is")]
+    record = {"messages": [USER, *answers]}
+    with pytest.raises(
+        DataError, match="the last role is assistant in the column 'messages' of record 0; data.final_a"
+    ):
+        render(tokenizer, record, messages="messages")
+    dropped = render(tokenizer, record, messages="messages", final_assistant="drop")
+    assert dropped == "<s>user:2+3?</s><s>assistant:"
+    continued = render(tokenizer, record, messages="messages", final_assistant="continue")
+    assert continued == "<s>user:2+3?</s><s>assistant:Let me see</s><s>assistant:It is"
+    assert render(tokenizer, {"messages": [USER]}, messages="messages", final_assistant="continue") == dropped
+    with pytest.raises(DataError, match="the last role is none"):
+        render(tokenizer, {"messages": answers}, messages="messages", final_assistant="drop")
+
+
+def test_prompts_that_end_differently_are_rendered_together(tokenizer: PreTrainedTokenizerFast) -> None:
+    renderer = PromptRenderer(DataSection(messages="m", final_assistant="continue"), tokenizer)
+    prefix = {"role": "assistant", "content": "It is"}
+    records = [{"m": [USER]}, {"m": [USER, prefix]}, {"m": [USER]}]
+    texts = [prompt.text for prompt in renderer.prompts(records, ["a", "b", "c"])]
+    assert texts == [renderer.render(record, "x").text for record in records]
+    assert texts[1].endswith("<s>assistant:It is")

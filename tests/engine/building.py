@@ -1,0 +1,96 @@
+"""Engines on small random checkpoints, and what the trainer says about their tokens."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from tests.models.forward import compiled_logprobs, trainer_mesh
+from tpu_grpo.config import RunConfig
+from tpu_grpo.engine.engine import Engine, engine_mesh
+from tpu_grpo.engine.options import EngineOptions
+from tpu_grpo.models import load_model, read_checkpoint
+from tpu_grpo.records.stages import Completion, Request, SampleKey, SamplingParams
+from tpu_grpo.weights.plan import named_leaves
+from tpu_grpo.weights.sync import WeightSync
+
+CONTEXT = 96
+GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0, ignore_stop=True)
+SAMPLED = SamplingParams(max_new_tokens=16, ignore_stop=True)
+PROMPTS = [tuple(range(5, 15)), tuple(range(20, 57)), (7, 7, 9), tuple(range(100, 131))]
+
+
+def policy(checkpoint: Path, dtype: str = "float32") -> nnx.Module:
+    """The trainer's model on one device."""
+    return load_model(read_checkpoint(checkpoint), trainer_mesh(1, 1), dtype=jnp.dtype(dtype), remat="none")
+
+
+def engine_options(**changed: Any) -> EngineOptions:
+    """The options of a run without settings on a CPU, but for 8 rows of CONTEXT tokens, and as changed."""
+    options = EngineOptions.from_config(RunConfig(), [1], replicas=1, platform="cpu")
+    return replace(options, **({"context_tokens": CONTEXT, "max_running_requests": 8} | changed))
+
+
+def build_engine(checkpoint: Path, model: nnx.Module | None = None, tensor: int = 1, **options: Any) -> Engine:
+    """An engine with the checkpoint's (or the model's) weights."""
+    engine = Engine.build(checkpoint, engine_mesh(jax.devices()[:tensor]), engine_options(**options))
+    install(engine, model if model is not None else policy(checkpoint, options.get("dtype", "float32")))
+    return engine
+
+
+def install(engine: Engine, model: nnx.Module) -> None:
+    """Sync the model's weights into the engine."""
+    mesh = jax.tree.leaves(engine.weight_specs)[0].sharding.mesh
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    leaves = {k: jax.device_put(v, replicated) for k, v in named_leaves(nnx.state(model, nnx.Param)).items()}
+    rules = read_checkpoint(engine.checkpoint).weight_rules
+    engine.install_weights(WeightSync(rules, leaves, engine.weight_specs)(leaves)[0])
+
+
+def requests(
+    prompts: Sequence[Sequence[int]] = PROMPTS, sampling: SamplingParams = SAMPLED, group: int = 1, step: int = 0
+) -> list[Request]:
+    """``group`` requests per prompt, keyed by prompt and sample."""
+    return [
+        Request(tuple(prompt), sampling, SampleKey(seed=3, step=step, prompt=p, sample=g))
+        for p, prompt in enumerate(prompts)
+        for g in range(group)
+    ]
+
+
+def trainer_logprobs(
+    model: nnx.Module, asked: Sequence[Request], completions: Sequence[Completion]
+) -> list[np.ndarray]:
+    """Full log-probabilities [T, V] that the trainer gives at every sampled position, at the request's temperature."""
+    width = max(len(r.token_ids) + len(c.token_ids) for r, c in zip(asked, completions, strict=True))
+    rows = np.zeros((len(asked), width), np.int32)
+    for row, request, completion in zip(rows, asked, completions, strict=True):
+        ids = [*request.token_ids, *completion.token_ids]
+        row[: len(ids)] = ids
+    full = compiled_logprobs(model, rows)
+    picked = []
+    for index, (request, completion) in enumerate(zip(asked, completions, strict=True)):
+        first = len(request.token_ids) - 1
+        logits = full[index, first : first + len(completion.token_ids)] / (request.sampling.temperature or 1.0)
+        picked.append(np.asarray(jax.nn.log_softmax(logits)))
+    return picked
+
+
+def disagreement(model: nnx.Module, asked: Sequence[Request], completions: Sequence[Completion]) -> float:
+    """Largest difference between the engine's log-probabilities and the trainer's."""
+    reference = trainer_logprobs(model, asked, completions)
+    gaps = [
+        np.abs(full[np.arange(len(c.token_ids)), c.token_ids] - c.logprobs).max()
+        for full, c in zip(reference, completions, strict=True)
+    ]
+    return float(max(gaps))
+
+
+def tokens(completions: Sequence[Completion]) -> list[list[int]]:
+    """The sampled ids as plain lists."""
+    return [c.token_ids.tolist() for c in completions]

@@ -1,0 +1,84 @@
+"""Every family from its files into the trainer and through the sync into the engine, against float64 NumPy."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.building import PROMPTS, build_engine, policy, requests, trainer_logprobs
+from tests.models.random_checkpoint import LLAMA3_SCALING, write_random
+from tests.models.reference import reference_logprobs
+from tpu_grpo.models.families import FAMILIES
+
+ENGINE_AGAINST_TRAINER, AGAINST_REFERENCE = 1e-4, 3e-4
+"""The contract's bounds in float32; measured 8e-6 to 2e-5, and 6e-6 to 8e-5."""
+LONG = tuple(np.random.default_rng(0).integers(2, 300, 110).tolist())
+"""Beyond the original context of LLAMA3_SCALING."""
+
+CASES: list[tuple[str, dict[str, Any], int]] = [
+    ("qwen2", {"tied": False}, 4),  # two key-value heads: weights and biases are repeated
+    ("qwen3", {"tied": False}, 2),
+    ("qwen3_moe", {"tied": False}, 4),
+    ("llama", {"tied": True, "rope_scaling": LLAMA3_SCALING}, 2),
+    ("gemma2", {"tied": True}, 4),
+]
+MORE_CASES: list[tuple[str, dict[str, Any], int]] = [
+    ("qwen2", {"tied": True}, 1),
+    ("qwen3_moe", {"tied": False}, 1),
+    ("llama", {"tied": False}, 1),
+    ("gemma2", {"tied": True, "kv_heads": 1}, 1),
+    ("gemma2", {"tied": True, "kv_heads": 4}, 2),  # queries, keys and values are one weight in Tunix
+]
+"""Of families that are in CASES already."""
+
+
+def name_of(family: str, options: dict[str, Any], tensor: int) -> str:
+    heads = f" kv_heads {options['kv_heads']}" if "kv_heads" in options else ""
+    return f"{family} {'tied' if options['tied'] else 'untied'} tensor {tensor}{heads}"
+
+
+def test_every_family_is_here() -> None:
+    assert {family for family, _, _ in CASES} == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "tensor"),
+    [
+        *(pytest.param(*case, id=name_of(*case)) for case in CASES),
+        *(pytest.param(*case, id=name_of(*case), marks=pytest.mark.slow) for case in MORE_CASES),
+    ],
+)
+def test_engine_trainer_and_reference_agree(tmp_path: Path, family: str, options: dict[str, Any], tensor: int) -> None:
+    directory = write_random(family, tmp_path / "model", scale=0.3, **options)
+    model = policy(directory)
+    engine = build_engine(
+        directory, model, tensor, context_tokens=128, batch_paddings=(8,), prefill_tokens=64, max_running_requests=8
+    )
+    asked = requests([*PROMPTS[:3], LONG])
+    completions = engine.generate(asked)
+    trainer = trainer_logprobs(model, asked, completions)
+    for request, completion, trainer_TV in zip(asked, completions, trainer, strict=True):
+        ids, first = [*request.token_ids, *completion.token_ids], len(request.token_ids) - 1
+        reference_TV = reference_logprobs(directory, np.array([ids]))[0, first:-1]
+        sampled = np.arange(len(completion.token_ids)), completion.token_ids
+        assert np.abs(completion.logprobs - trainer_TV[sampled]).max() <= ENGINE_AGAINST_TRAINER
+        assert np.abs(completion.logprobs - reference_TV[sampled]).max() <= AGAINST_REFERENCE
+        assert np.abs(trainer_TV - reference_TV).max() <= AGAINST_REFERENCE
+
+
+def test_the_engine_reads_what_transformers_5_writes(tmp_path: Path) -> None:
+    """The library's transformers would take 10,000 for the base of positions, and no scaling."""
+    directory = write_random("llama", tmp_path / "model", scale=0.3, layers=1, rope_scaling=LLAMA3_SCALING)
+    options: dict[str, Any] = {"context_tokens": 128, "batch_paddings": (8,), "prefill_tokens": 64}
+    asked = requests([LONG])
+    [expected] = build_engine(directory, **options).generate(asked)
+    config = json.loads((directory / "config.json").read_text())
+    config["rope_parameters"] = {"rope_theta": config.pop("rope_theta"), **config.pop("rope_scaling")}
+    newer = shutil.copytree(directory, tmp_path / "newer")  # the library remembers what it has read of a path
+    (newer / "config.json").write_text(json.dumps(config))
+    [found] = build_engine(newer, **options).generate(asked)
+    np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+    np.testing.assert_array_equal(found.logprobs, expected.logprobs)

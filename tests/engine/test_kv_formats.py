@@ -1,0 +1,263 @@
+"""A KV cache of 8 bits: what it keeps of a number, and attention over it, against float64 and numpy's own types."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import ragged_paged_attention
+from sgl_jax.srt.managers.schedule_batch import global_config
+
+from tests.engine.building import PROMPTS, build_engine, disagreement, engine_options, policy, requests, tokens
+from tests.engine.interpreter import interpreted_kernels
+from tests.engine.test_gather_attention import plain_attention
+from tests.models.random_checkpoint import write_random_qwen3
+from tpu_grpo.config import parse_config
+from tpu_grpo.engine.flash_attention import check_fp8
+from tpu_grpo.engine.flash_blocks import choose_blocks
+from tpu_grpo.engine.gather_attention import Scoring, decode_attention, write_cache
+from tpu_grpo.engine.kv_formats import FP8, INT8, KVDtype, bits_of, cache_width, decode, encode
+from tpu_grpo.engine.options import EngineOptions
+from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.records.stages import SamplingParams
+
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+def kept(numbers: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """What a cache of this type says of keys or values [..., D], in float64."""
+    if dtype == FP8:
+        return np.clip(numbers, -448, 448).astype(E4M3).astype(np.float64)
+    if dtype == jnp.bfloat16:
+        return numbers.astype(dtype).astype(np.float64)
+    scale = (np.abs(numbers).max(-1, keepdims=True) / np.float32(127)).astype(np.float64)
+    return np.rint(numbers / np.where(scale == 0, 1, scale)) * scale
+
+
+# --- numbers ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["float32", "bfloat16"])
+def test_fp8_is_numpys_own_and_saturates(model: str) -> None:
+    sizes = 10.0 ** np.random.default_rng(0).uniform(-4, 4, (50, 64))
+    numbers = np.asarray(jnp.asarray(sizes * np.where(np.arange(64) % 2, 1, -1), model))
+    found = np.asarray(decode(encode(jnp.asarray(numbers), FP8)), np.float64)
+    np.testing.assert_array_equal(found, kept(numbers.astype(np.float64), FP8))
+    exact = numbers.astype(np.float64)
+    normal = (np.abs(exact) >= 2**-6) & (np.abs(exact) <= 448)
+    assert (np.abs(found - exact) <= np.abs(exact) / 16)[normal].all()
+    assert (np.abs(found - exact) <= 2**-10)[np.abs(exact) < 2**-6].all()
+    assert (np.abs(found) == 448)[np.abs(exact) > 448].all()
+
+
+def test_int8_is_off_by_half_a_step_of_its_own_head() -> None:
+    rng = np.random.default_rng(1)
+    numbers = (rng.normal(size=(40, 3, 64)) * 10.0 ** rng.uniform(-6, 6, (40, 3, 1))).astype(np.float32)
+    numbers[0, 0] = 0.0
+    cached = encode(jnp.asarray(numbers), INT8)
+    assert cached.shape == (40, 3, cache_width(64, INT8)) == (40, 3, 68)
+    found = np.asarray(decode(cached), np.float64)
+    largest = np.abs(numbers).max(-1, keepdims=True).astype(np.float64)
+    assert (np.abs(found - numbers) <= largest / 253.9).all()
+    np.testing.assert_allclose(found, kept(numbers.astype(np.float64), INT8), rtol=1e-6, atol=0)
+    assert not found[0, 0].any()
+
+
+def test_int8_by_hand() -> None:
+    """The largest number is 2.54, so that a step is 0.02: 1, 1.009 and 1.011 steps of 50, 50.45 and 50.55."""
+    numbers = jnp.asarray([[2.54, -2.54, 1.0, 1.009, 1.011, 0.0]], jnp.float32)
+    assert np.asarray(encode(numbers, INT8))[0, :6].tolist() == [127, -127, 50, 50, 51, 0]
+    np.testing.assert_allclose(decode(encode(numbers, INT8))[0], [2.54, -2.54, 1.0, 1.0, 1.02, 0.0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [FP8, INT8], ids=str)
+@pytest.mark.parametrize("broken", [np.nan, np.inf, -np.inf])
+def test_what_is_broken_stays_broken(dtype: np.dtype, broken: float) -> None:
+    """A NaN is found in the log-probabilities, and ends the run; 448 would not be."""
+    found = np.asarray(decode(encode(jnp.asarray([1.0, broken, 2.0], jnp.float32), dtype)))
+    assert np.isnan(found[1])
+
+
+# --- attention -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [jnp.dtype("bfloat16"), FP8, INT8], ids=str)
+@pytest.mark.parametrize("page", [1, 4])
+def test_gather_attends_to_what_is_kept(dtype: np.dtype, page: int) -> None:
+    """Tokens are written page by page, and read against a plain softmax in float64 over what numpy keeps of them."""
+    rng, heads, width, lengths = np.random.default_rng(page), 2, 8, np.array([1, 31, 40, 7], np.int32)
+    per_row = -(-40 // page)
+    pages = 1 + rng.permutation(len(lengths) * per_row).reshape(len(lengths), per_row).astype(np.int32)
+    k, v = rng.normal(size=(2, len(lengths), 40, heads, width)).astype(np.float32)
+    slots = (pages[:, :, None] * page + np.arange(page)).reshape(len(lengths), -1)[:, :40].astype(np.int32)
+    cache = jnp.zeros((1 + pages.size, page, heads, 2, cache_width(width, dtype)), bits_of(dtype))
+    flat = (slots.ravel(), k.reshape(-1, heads, width), v.reshape(-1, heads, width))
+    cache = jax.jit(write_cache)(cache, *flat)
+    q = rng.normal(size=(len(lengths), heads, 3, width)).astype(np.float32)
+    scoring = Scoring(width**-0.5)
+    out = np.asarray(jax.jit(partial(decode_attention, scoring=scoring))(q, cache, pages, lengths))
+    for row, length in enumerate(lengths):
+        cached = np.stack([kept(each[row, :length].astype(np.float64), dtype) for each in (k, v)], axis=2)
+        np.testing.assert_allclose(out[row], plain_attention(q[row], cached, scoring), atol=3e-6)
+
+
+def test_the_kernel_attends_to_what_is_kept() -> None:
+    """A row of 96 tokens, the last of which is new: a softmax in float64 over what numpy keeps of keys and values."""
+    rng, length, page, heads = np.random.default_rng(0), 96, 16, 2
+    q, k, v = (
+        rng.normal(size=shape).astype(np.float32) for shape in ((1, 4, 128), (length, heads, 128), (length, heads, 128))
+    )
+    packed = encode(jnp.stack([jnp.asarray(k), jnp.asarray(v)], axis=2), FP8).reshape(-1, page, 1, 4, 128)
+    cache = jnp.concatenate([jnp.zeros_like(packed[:1]), packed]).at[-1, -1].set(0.0)
+    new = (encode(jnp.asarray(each[-1:]), FP8) for each in (k, v))
+    pages = np.arange(1, len(cache), dtype=np.int32)
+    with interpreted_kernels():
+        out, cache = ragged_paged_attention(
+            *(jnp.asarray(q), *new, cache, np.array([length], np.int32), pages, np.array([0, 1], np.int32)),
+            *(np.array([0, length], np.int32), np.ones(3, np.int32), None),
+            sm_scale=128**-0.5,
+            d_block_sizes=(1, page, 1, page),
+            m_block_sizes=(1, page, 1, page),
+            vmem_limit_bytes=2**25,
+        )
+    cached = np.stack([kept(each.astype(np.float64), FP8) for each in (k, v)], axis=2)
+    scores = np.einsum("kgd,lkd->kgl", q.reshape(heads, 2, 128), cached[:, :, 0]) * 128**-0.5
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    expected = np.einsum("kgl,lkd->kgd", weights / weights.sum(-1, keepdims=True), cached[:, :, 1])
+    np.testing.assert_allclose(out.reshape(heads, 2, 128), expected, atol=3e-6)
+    np.testing.assert_array_equal(cache[1:], packed)
+
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_qwen3(tmp_path_factory.mktemp("kv") / "model", layers=2, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> nnx.Module:
+    return policy(checkpoint)
+
+
+SMALL: dict[str, Any] = {"batch_paddings": (8,), "prefill_tokens": 64}
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtype", "width"), [("auto", "float32", 0), ("fp8", "uint8", 0), ("int8", "int8", 4)]
+)
+def test_the_cache_has_this_type(
+    checkpoint: Path, model: nnx.Module, kv_dtype: KVDtype, dtype: Any, width: int
+) -> None:
+    """Gather keeps the bits of float8."""
+    plain = build_engine(checkpoint, model, **SMALL)
+    engine = build_engine(checkpoint, model, kv_dtype=kv_dtype, **SMALL)
+    *sizes, head_dim = plain.cache_specs[0].shape
+    for layer in (*engine.cache_specs, *engine.cache):
+        assert (layer.shape, layer.dtype) == ((*sizes, head_dim + width), jnp.dtype(dtype))
+    assert engine.options.cache_tokens == plain.options.cache_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kv_dtype", "most"), [("fp8", 0.2), ("int8", 0.02)])
+def test_tokens_do_not_depend_on_prefixes_pages_or_room(
+    checkpoint: Path, model: nnx.Module, kv_dtype: KVDtype, most: float
+) -> None:
+    """With hardly any room requests are put back, and their prompts and tokens are computed again, in chunks of 16."""
+    asked = requests(sampling=SamplingParams(16), group=4)  # which may stop, else room for all tokens is kept free
+    endless: dict[str, Any] = {"kv_dtype": kv_dtype, "stop_token_ids": frozenset()}
+    engine = build_engine(checkpoint, model, **SMALL, **endless)
+    completions = engine.generate(asked)
+    assert any(completion.cached_tokens for completion in completions)
+    assert 1e-4 < disagreement(model, asked, completions) < most
+    small: dict[str, Any] = {"prefix_cache": False, "page_size": 4, "kv_tokens": 120, "prefill_tokens": 16}
+    with mock.patch.object(global_config, "default_init_new_token_ratio", 0.01):
+        other = build_engine(checkpoint, model, **(SMALL | small), **endless)
+        assert tokens(other.generate(asked)) == tokens(completions)
+    assert other.retractions > 0
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "kv_heads", "page", "tensor"),
+    [
+        (64, 2, 16, 1),
+        (128, 3, 1, 1),  # the last word of 32 bits is half empty
+        (128, 4, 16, 2),
+        (128, 2, 16, 2),  # a head a device
+    ],
+)
+@pytest.mark.slow
+def test_flash_samples_what_gather_does_in_fp8(
+    tmp_path: Path, head_dim: int, kv_heads: int, page: int, tensor: int
+) -> None:
+    checkpoint = write_random_qwen3(
+        tmp_path / "model", layers=1, head_dim=head_dim, heads=2 * kv_heads, kv_heads=kv_heads
+    )
+    model, sizes = policy(checkpoint), {"max_running_requests": 4, "prefill_tokens": 64}
+    asked = requests([PROMPTS[0], PROMPTS[1]], SamplingParams(5, ignore_stop=True), group=2)
+    gather = build_engine(checkpoint, model, kv_dtype="fp8", **sizes).generate(asked)
+    with interpreted_kernels():
+        engine = build_engine(
+            checkpoint, model, tensor=tensor, attention="flash", page_size=page, kv_dtype="fp8", **sizes
+        )
+        completions = engine.generate(asked)
+    assert engine.cache_specs[0].dtype == FP8
+    assert any(completion.cached_tokens for completion in completions)
+    assert tokens(completions) == tokens(gather)
+    for ours, theirs in zip(completions, gather, strict=True):
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("attention", "kv_dtype", "platform", "said"),
+    [
+        ("native", "fp8", "cpu", "rollout.kv_dtype=fp8 needs rollout.attention=flash or gather, got native"),
+        ("native", "int8", "cpu", "rollout.kv_dtype=int8 needs rollout.attention=flash or gather, got native"),
+        ("auto", "int8", "tpu", "int8 needs rollout.attention=gather, got flash, .*; use rollout.kv_dtype=fp8, or"),
+    ],
+)
+def test_attention_that_cannot_read_it_is_refused(attention: str, kv_dtype: str, platform: str, said: str) -> None:
+    config = parse_config({"rollout": {"attention": attention, "kv_dtype": kv_dtype}})
+    with pytest.raises(ConfigError, match=said):
+        EngineOptions.from_config(config, [1], replicas=1, platform=platform)
+
+
+def test_options_take_it_from_the_config() -> None:
+    assert engine_options().kv_dtype == "auto"
+    config = parse_config({"rollout": {"kv_dtype": "int8"}})
+    assert EngineOptions.from_config(config, [1], replicas=1, platform="cpu").kv_dtype == "int8"
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype", "device", "said"),
+    [
+        (1, "bfloat16", "TPU v5e", "needs two key-value heads on a device, .* got 1, .* as much memory as in bfloat16"),
+        (1, "float32", "TPU v5e", None),  # half of it
+        (2, "bfloat16", "TPU v6 lite", None),
+        (3, "bfloat16", "TPU v5", None),  # 8 rows for 6
+        (8, "bfloat16", "TPU v4", "needs a TPU from v5 on, got TPU v4"),
+    ],
+)
+def test_the_kernel_takes_fp8_where_it_saves_memory(heads: int, dtype: str, device: str, said: str | None) -> None:
+    if said is None:
+        check_fp8(heads, jnp.dtype(dtype), device)
+    else:
+        with pytest.raises(ConfigError, match=said):
+            check_fp8(heads, jnp.dtype(dtype), device)
+
+
+def test_blocks_of_8_bits_hold_more_keys() -> None:
+    """With 8 heads of 128, 20 rows of 128 bytes a key and two buffers: 5 MiB hold 1,024 keys, where bfloat16's hold
+    568; with one head, 8 rows."""
+    found = choose_blocks("TPU v5e", kv_heads=8, head_dim=128, page_size=64, context_tokens=4096, dtype=FP8)
+    assert (found.decode, found.prefill) == ((1, 1024, 1, 256), (32, 512, 32, 256))

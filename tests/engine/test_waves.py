@@ -1,0 +1,262 @@
+"""Conversations in the engine: every turn is what a plain request for it would give, and no delay changes a bit."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from flax import nnx
+from sgl_jax.srt.managers.schedule_batch import global_config
+
+from tests.engine.building import PROMPTS, SAMPLED, build_engine, engine_options, policy, requests, tokens
+from tests.engine.scripted import Delay, Played, Script, ScriptedConversations, at_once, script
+from tests.engine.test_replicas import build
+from tests.models.random_checkpoint import write_random_qwen3
+from tpu_grpo.engine.dealing import make_groups
+from tpu_grpo.engine.engine import Engine
+from tpu_grpo.engine.scheduler import SteppedScheduler
+from tpu_grpo.engine.waves import Waves
+from tpu_grpo.records.errors import RequestError
+from tpu_grpo.records.stages import Completion, Request
+
+SMALL: dict[str, Any] = {"context_tokens": 128, "batch_paddings": (8,), "prefill_tokens": 64, "page_size": 1}
+GROUP = 3
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_random_qwen3(tmp_path_factory.mktemp("waves") / "model", layers=1, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> nnx.Module:
+    return policy(checkpoint)
+
+
+def asked(**sampling: Any) -> list[Request]:
+    return requests(sampling=replace(SAMPLED, max_new_tokens=80, **sampling), group=GROUP)
+
+
+def scripts(rows: Sequence[Request]) -> list[Script]:
+    return [script(index, request.key.prompt) for index, request in enumerate(rows)]
+
+
+def random_delays(seed: int, most: float = 0.03) -> Delay:
+    rng = np.random.default_rng(seed)
+    return lambda: float(rng.random() * most)
+
+
+def converse(
+    engine: Any, delay: Delay = at_once, plays: Sequence[Script] | None = None, **sampling: Any
+) -> tuple[list[Completion], ScriptedConversations]:
+    """Have the twelve conversations with an engine."""
+    rows = asked(**sampling)
+    conversations = ScriptedConversations(rows, plays or scripts(rows), delay)
+    return engine.generate(rows, conversations=conversations), conversations
+
+
+def bits(completions: Sequence[Completion]) -> list[tuple[list[int], bytes, list[bool]]]:
+    return [
+        (c.token_ids.tolist(), c.logprobs.tobytes(), c.sampled.tolist() if c.sampled is not None else [])
+        for c in completions
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(checkpoint: Path, model: nnx.Module) -> Engine:
+    """An engine without prefix cache that decodes one step at a time."""
+    return build_engine(checkpoint, model, prefix_cache=False, steps_per_launch=1, **SMALL)
+
+
+@pytest.fixture(scope="module")
+def told(plain: Engine) -> list[Completion]:
+    """The conversations as that engine has them."""
+    return converse(plain)[0]
+
+
+def test_scripts_have_what_is_wanted_of_them() -> None:
+    rows = scripts(asked())
+    assert [len(rows[row].turns) for row in (1, 2, 3)] == [0, 1, 8]
+    assert len(rows) == 12
+    assert sum(len(row.turns) for row in rows) > 40
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"steps_per_launch": 16},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"steps_per_launch": 1},
+                {"steps_per_launch": 3, "page_size": 4},
+                {"steps_per_launch": 16, "prefix_cache": False},
+                {"steps_per_launch": 16, "tool_steps": 1},
+                {"steps_per_launch": 16, "tool_steps": 100},
+                {"steps_per_launch": 16, "max_running_requests": 2, "batch_paddings": None, "kv_tokens": 2000},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_turns_are_those_of_plain_requests(
+    checkpoint: Path, model: nnx.Module, plain: Engine, told: list[Completion], options: dict[str, Any]
+) -> None:
+    """The prompt of the plain request is the whole conversation so far, and its engine keeps no prefix."""
+    engine = build_engine(checkpoint, model, **(SMALL | options))
+    found, conversations = converse(engine, random_delays(1))
+    played = conversations.played
+    assert len(played) == sum(len(row.turns) for row in scripts(asked()))
+    plain.forget_prefixes()
+    for one, other in zip(played, plain.generate([turn.request for turn in played]), strict=True):
+        assert one.completion.token_ids.tolist() == other.token_ids.tolist()
+        assert one.completion.finish_reason == other.finish_reason
+        np.testing.assert_allclose(one.completion.logprobs, other.logprobs, rtol=0, atol=1e-5)
+    assert tokens(found) == tokens(told)
+    for one, other in zip(found, told, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+    assert_that_prefixes_are_kept(engine, played)
+
+
+def assert_that_prefixes_are_kept(engine: Engine, played: Sequence[Played]) -> None:
+    """What a turn has in common with the one before has whole pages in the cache, but for the last token sampled."""
+    options, before, found = engine.options, dict[int, tuple[int, ...]](), []
+    for turn in played:
+        ids, past = turn.request.token_ids, before.get(turn.row, ())
+        if past and ids[: len(past)] == past:
+            found.append((turn.completion.cached_tokens, (len(past) - 1) // options.page_size * options.page_size))
+        before[turn.row] = (*ids, *turn.completion.token_ids.tolist())
+    assert len(found) > 30
+    if options.prefix_cache:
+        assert all(cached >= kept for cached, kept in found)
+    else:
+        assert not any(cached for cached, _ in found)
+
+
+def test_no_delay_changes_a_bit_nor_a_decision(checkpoint: Path, model: nnx.Module) -> None:
+    engine = build_engine(checkpoint, model, steps_per_launch=3, **SMALL)
+    seen = []
+    for delay in (at_once, random_delays(1), random_delays(2, most=0.1)):
+        engine.forget_prefixes()
+        before = engine.use
+        completions, conversations = converse(engine, delay)
+        use = engine.use - before
+        counted = use.steps, use.launches, use.prefills, use.turns, use.later_tokens, use.later_cached
+        seen.append((bits(completions), conversations.asked, counted))
+    assert seen[1:] == [seen[0], seen[0]]
+    assert engine.figures["rollout/environment_wait_seconds"] > 0.05
+    assert engine.figures["rollout/served_turns"] == sum(len(row.turns) for row in scripts(asked()))
+
+
+def test_a_group_prefills_its_first_prompt_once(checkpoint: Path, model: nnx.Module) -> None:
+    """Twelve rows of one prompt have their first turns in one wave; the others find the whole prompt but a token."""
+    rows = requests(PROMPTS[1:2], replace(SAMPLED, max_new_tokens=80), group=12)
+    conversations = ScriptedConversations(rows, scripts(rows), random_delays(3))
+    engine = build_engine(checkpoint, model, **(SMALL | {"max_running_requests": 16, "batch_paddings": (16,)}))
+    engine.generate(rows, conversations=conversations)
+    first: dict[int, Played] = {}
+    for turn in conversations.played:
+        first.setdefault(turn.row, turn)
+    assert conversations.asked[:12] == list(range(12))
+    assert [first[row].completion.cached_tokens for row in sorted(first)] == [0, *[len(PROMPTS[1]) + 3] * 10]
+
+
+@pytest.mark.parametrize("steps", [16, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (1, 3))])
+def test_rows_are_put_back_in_the_middle_of_a_conversation(
+    checkpoint: Path, model: nnx.Module, plain: Engine, steps: int
+) -> None:
+    """The cache is so small that rows are put back and prefixes evicted, and the same ones at any delay.
+
+    Turns of 20 to 25 tokens, or up to a stop token; where there are any the scheduler is bold about memory.
+    """
+    seen, plays = [], [script(row, row // GROUP, longest=3, tokens=(20, 26)) for row in range(12)]
+    put_back, queue = list[int](), SteppedScheduler._extend_requests_to_queue
+
+    def counted(self: SteppedScheduler, reqs: list[Any], is_retracted: bool = False) -> None:
+        put_back.extend(len(req.origin_input_ids) for req in reqs if is_retracted)
+        queue(self, reqs, is_retracted)
+
+    plain.forget_prefixes()
+    told, _ = converse(plain, plays=plays, ignore_stop=False)
+    bold = mock.patch.object(global_config, "default_init_new_token_ratio", 0.01)
+    for delay in (at_once, random_delays(5)):
+        sizes = {"kv_tokens": 140, "prefill_tokens": 16, "steps_per_launch": steps}
+        with bold, mock.patch.object(SteppedScheduler, "_extend_requests_to_queue", counted):
+            engine = build_engine(checkpoint, model, **(SMALL | sizes))
+            found, conversations = converse(engine, delay, plays, ignore_stop=False)
+        seen.append((bits(found), conversations.asked, engine.retractions, engine.digest))
+    assert seen[0] == seen[1]
+    assert len(put_back) == 2 * engine.retractions > 0
+    assert max(put_back) > max(map(len, PROMPTS)) + 4  # it had a turn behind it
+    assert tokens(found) == tokens(told)
+    for one, other in zip(found, told, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "places"),
+    [(2, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((1, 2), (1, 8), (4, 8)))],
+)
+def test_replicas_have_the_same_conversations(
+    checkpoint: Path, model: nnx.Module, told: list[Completion], tensor: int, places: int
+) -> None:
+    """With few places groups wait, so that replicas stop at agreed points while rows are out."""
+    sizes = SMALL | {"max_running_requests": places, "batch_paddings": (places,), "kv_tokens": 160 * places}
+    replicas, _ = build(checkpoint, model, tensor, engine_options(**sizes))
+    seen, heard = [], dict[int, list[int]]()
+    for delay in (at_once, random_delays(7, most=0.1)):
+        replicas.forget_prefixes()
+        rows = asked()
+        conversations = ScriptedConversations(rows, scripts(rows), delay)
+        found = replicas.generate(
+            rows, lambda row, whole: heard.update({row: whole.token_ids.tolist()}), conversations=conversations
+        )
+        seen.append(bits(found))
+        assert heard == dict(enumerate(tokens(found)))
+    assert seen[0] == seen[1]
+    assert tokens(found) == tokens(told)
+    assert replicas.figures["rollout/environment_wait_seconds"] > 0
+
+
+@pytest.mark.parametrize("places", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_no_more_conversations_are_begun_at_once_than_have_places(
+    checkpoint: Path, model: nnx.Module, told: list[Completion], places: int
+) -> None:
+    """Two are fewer than a group has, four are a part of the next one; the engine would run eight rows."""
+    engine, seen = build_engine(checkpoint, model, steps_per_launch=3, **SMALL), []
+    for delay in (at_once, random_delays(9)):
+        engine.forget_prefixes()
+        rows = asked()
+        conversations = ScriptedConversations(rows, scripts(rows), delay, places)
+        seen.append((bits(engine.generate(rows, conversations=conversations)), conversations.asked))
+        assert conversations.most_at_once == places
+    assert seen[0] == seen[1]
+    assert [row[0] for row in seen[0][0]] == tokens(told)
+
+
+def test_a_turn_that_no_engine_can_serve_is_refused(plain: Engine) -> None:
+    rows = asked()[:1]
+    conversations = ScriptedConversations(rows, [Script((5, 6), (3, 120), ((7,),))])
+    with pytest.raises(RequestError, match="request 0: 16 prompt tokens and max_new_tokens=120 exceed .* 128"):
+        plain.generate(rows, conversations=conversations)
+    plain.generate(rows)  # the engine has nothing left of it
+
+
+def test_cancelled_conversations_end_where_they_are(checkpoint: Path, model: nnx.Module) -> None:
+    rows = asked()
+    engine = build_engine(checkpoint, model, steps_per_launch=1, **SMALL)
+    conversations = ScriptedConversations(rows, scripts(rows))
+    generation = engine.begin(rows, [40] * len(rows), None, Waves(conversations, engine.limits(rows, [40] * len(rows))))
+    generation.hold(make_groups(rows, [40] * len(rows), converse=True))
+    for _ in range(40):
+        assert generation.advance()
+    ended, turns = len(generation.completions), len(conversations.played)
+    assert (ended > 0, turns > 8) == (True, True)
+    generation.cancel()
+    while generation.advance():
+        pass
+    assert (len(generation.completions), len(conversations.played)) == (ended, turns)
+    engine.forget_prefixes()  # nothing of them is left

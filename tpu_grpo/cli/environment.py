@@ -1,0 +1,206 @@
+"""This is the command line of ``scripts/environment.py``: it parses, calls, prints and returns an exit code.
+
+Nothing that imports jax is imported before ``prepare`` has chosen jax's platform.
+"""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tpu_grpo.cli.naming import NamedModel, named_models
+from tpu_grpo.cli.starting import config_from_words, exit_code_of, prepare
+from tpu_grpo.records.errors import ConfigError, without_controls
+
+if TYPE_CHECKING:
+    from tpu_grpo.cli.playing import Game, Model, Policy, Stretch
+    from tpu_grpo.data import PromptStream
+    from tpu_grpo.records.stages import Completion, Prompt
+
+ABOUT = """Plays an environment of a config: you write what the policy would write, or let a model do it.
+
+Shows the prompt with its tools, what the environment answers, which tokens would be trained on (those that the policy
+wrote, in bold), and at the end the rewards. A turn ends with an empty line, and the conversation with Ctrl-D; or turns
+come from a file, a function or a model:
+
+  --turns FILE                 turns with a line --- between them
+  --policy path.py:function    policy(messages) -> the next turn's text
+  --model                      the model of the config writes them, or the checkpoint of the run
+
+A run is named as for scripts/sample.py: runs/mine, runs/mine@best, runs/mine@40."""
+USAGE = """python scripts/environment.py CONFIG.yaml [--record 0] [--turns FILE] [--tokens] [section.key=value ...]
+       python scripts/environment.py RUN --model [--record 0] [--tokens] [section.key=value ...]"""
+RECORD_HELP = "play this prompt of the data; they are counted from 0, those of several sources source after source"
+SAMPLED, OBSERVED = "bold green", "dim"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = _parser().parse_intermixed_args(arguments)
+    try:
+        return exit_code_of(lambda: _play(_named(options.words), Console(highlight=False), options))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        usage=USAGE, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="*", metavar="CONFIG.yaml section.key=value", help="config or run, and settings")
+    parser.add_argument("--record", type=int, default=0, metavar="N", help=RECORD_HELP)
+    parser.add_argument("--turns", type=Path, metavar="FILE", help="take the turns from a file")
+    parser.add_argument("--policy", metavar="path.py:function", help="take the turns from a function")
+    parser.add_argument("--model", action="store_true", help="let the model play, sampling as in the run")
+    parser.add_argument("--tokens", action="store_true", help="show every token with its id and whether it is trained")
+    return parser
+
+
+def _named(words: Sequence[str]) -> NamedModel:
+    """Find the config, and the model that goes with it."""
+    if words and "=" not in words[0] and not words[0].endswith((".yaml", ".yml")):
+        [named] = named_models(words[:1], words[1:])
+        return named
+    config = config_from_words(words)
+    return NamedModel(config.model.path, config, "initial")
+
+
+def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> None:
+    """Play one conversation, and show it.
+
+    Raises:
+        ConfigError: for a config without environments, or a record that is not there.
+        TpuGrpoError: for data, templates, an environment or a policy that do not fit.
+    """
+    config = named.config
+    if not config.environment.is_on:
+        raise ConfigError("environment.name must be set to play an environment, got none; name one")
+    given = {"--turns": options.turns is not None, "--policy": options.policy is not None, "--model": options.model}
+    if sum(given.values()) > 1:
+        both = " and ".join(name for name, is_given in given.items() if is_given)
+        raise ConfigError(f"turns come from a file, from a function or from the model, got {both}; drop one")
+    prepare(config)
+    from tpu_grpo.cli.playing import Game
+    from tpu_grpo.hosts import Hosts
+    from tpu_grpo.run.model import open_tokenizer
+    from tpu_grpo.run.task import open_task
+
+    tokenizer = open_tokenizer(config)
+    with closing(open_task(config, tokenizer, Hosts())) as task:
+        assert task.environments is not None
+        prompt = _recorded(task.prompts, options.record)
+        with closing(Game(config, prompt, task.environments, tokenizer, options.record)) as game:
+            model = _model(named) if options.model else game.writing(_policy(options, console))
+            show(game, model, console, tokens=options.tokens)
+            console.print(outcome(game, task.rewards, prompt, tokenizer))
+
+
+def _recorded(prompts: "PromptStream", record: int) -> "Prompt":
+    if 0 <= record < prompts.size:
+        return prompts.prompt(record)
+    ranges: list[str] = []
+    begin = 0
+    for part in prompts.parts:
+        end = begin + len(part.rendered.prompts)
+        ranges.append(f"{begin} to {end - 1} of {part.name}")
+        begin = end
+    sources = f" ({', '.join(ranges)})" if len(ranges) > 1 else ""
+    raise ConfigError(f"--record must be one of 0 to {prompts.size - 1}{sources}, got {record}; name one of these")
+
+
+def _model(named: NamedModel) -> "Model":
+    """Load the model, and build an engine for conversations as long as those of the run."""
+    from tpu_grpo.run.answering import Asked, Speaker
+    from tpu_grpo.run.saved import choose
+
+    asked = Asked(context=named.config.context_tokens)
+    speaker = Speaker.open(named.config, choose(named.config, named.which), asked)
+    print(f"loading {named.name}", file=sys.stderr)
+    speaker.start()
+    return speaker.complete
+
+
+def _policy(options: argparse.Namespace, console: Console) -> "Policy":
+    from tpu_grpo.cli.playing import policy_of_file, policy_of_function
+
+    if options.turns is not None:
+        return policy_of_file(options.turns)
+    if options.policy is not None:
+        return policy_of_function(options.policy)
+    return lambda messages: typed(console)
+
+
+def typed(console: Console) -> str | None:
+    """Read a turn that a person types, up to an empty line; None at the end of the input."""
+    console.print(Text("your turn; an empty line ends it, Ctrl-D the conversation", style="italic"))
+    lines: list[str] = []
+    for line in sys.stdin:
+        if not line.strip():
+            return "\n".join(lines)
+        lines.append(line.rstrip("\n"))
+    console.print()  # the terminal has not begun a new line
+    return "\n".join(lines) if lines else None
+
+
+def show(game: "Game", model: "Model", console: Console, *, tokens: bool) -> None:
+    """Play the game, and show what every request and every turn adds."""
+    turn = 0
+    for stretches in game.play(model):
+        turn += stretches[0].sampled
+        what = f"turn {turn}, which the policy wrote" if stretches[0].sampled else "what the policy sees"
+        console.rule(what, align="left")
+        for stretch in stretches:
+            console.print(Text(without_controls(stretch.text), style=SAMPLED if stretch.sampled else OBSERVED))
+            if tokens:
+                console.print(_tokens(stretch))
+
+
+def _tokens(stretch: "Stretch") -> Text:
+    """Show the ids of tokens, and whether they are trained on: 1 or 0."""
+    mark = "1" if stretch.sampled else "0"
+    return Text(" ".join(f"{token}/{mark}" for token in stretch.token_ids), style="dim")
+
+
+def outcome(game: "Game", rewards: Any, prompt: Any, tokenizer: Any) -> Table:
+    """Show how the conversation ended, what it counts for, and what the rewards give."""
+    completion = game.completion
+    episode = completion.episode
+    assert episode is not None
+    failure = "" if episode.failure is None else f": {episode.failure.text}"
+    calls = [name or "(unreadable)" for turn in episode.turns for name in turn.calls]
+    found = {
+        "ended": "stopped" if game.was_stopped else f"{episode.ending}{failure}",
+        "turns": str(len(episode.turns)),
+        "tokens trained on": f"{completion.sampled_tokens} of {len(completion.token_ids)} after the prompt",
+        "training samples": str(len(episode.branches)),
+        "calls": ", ".join(calls) or "none",
+        "environment's reward": _number(episode.reward),
+        **(_scores(completion, rewards, prompt, tokenizer) if episode.turns or episode.failure is not None else {}),
+    }
+    table = Table("", "", title="The conversation", show_header=False)
+    for name, value in found.items():
+        table.add_row(Text(name), Text(without_controls(value)))
+    return table
+
+
+def _scores(completion: "Completion", rewards: Any, prompt: Any, tokenizer: Any) -> dict[str, str]:
+    """Return what the rewards of the run give a conversation, and their total."""
+    from tpu_grpo.engine.sampler import completion_text
+    from tpu_grpo.records.stages import PromptBatch, Rollout
+
+    text = completion_text(tokenizer, completion)
+    scores = rewards.score(Rollout(PromptBatch(1, (prompt,)), 1, (completion,), (text,), seconds=0.0))
+    named: Mapping[str, Any] = scores.by_name
+    by_name = {f"reward {name}": _number(float(values[0])) for name, values in named.items()}
+    return {**by_name, "total reward": _number(float(scores.total[0]) if scores.scored[0] else None)}
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None or value != value else f"{value:g}"

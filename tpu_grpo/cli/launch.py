@@ -1,0 +1,130 @@
+"""Runs the command line of ``scripts/launch.py``: parse, call, print, exit."""
+
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tpu_grpo.launching.babysit import Babysitter
+from tpu_grpo.launching.jobs import (
+    RUN_SCRIPT,
+    Job,
+    checked_config,
+    lost_with_the_machine,
+    require_resumable,
+    secrets_here,
+    variables_from,
+)
+from tpu_grpo.launching.launcher import Launcher, status_lines
+from tpu_grpo.launching.options import Options, RetryPolicy, parse
+from tpu_grpo.launching.tpu_slice import SliceState
+from tpu_grpo.records.errors import ConfigError, TpuGrpoError
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit code: 0, 2 for bad input, 1 else, and for babysit that of the run."""
+    try:
+        options = parse(arguments)
+        with tempfile.TemporaryDirectory(prefix="tpu_grpo_launch_") as scratch:
+            return VERBS[options.verb](Launcher(options, Path(scratch)), options)
+    except KeyboardInterrupt:
+        print("interrupted; what runs on the workers goes on, `status` shows it", file=sys.stderr)
+        return 1
+    except TpuGrpoError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _create(launcher: Launcher, options: Options) -> int:
+    launcher.tpu.create()
+    if not options.no_wait:
+        launcher.tpu.wait()
+    return 0
+
+
+def _setup(launcher: Launcher, options: Options) -> int:
+    launcher.tpu.require_ready()
+    launcher.setup()
+    return 0
+
+
+def _run(launcher: Launcher, options: Options) -> int:
+    job = _job(options)
+    config = checked_config(job)
+    state = launcher.tpu.require_ready()
+    if config is not None and state.workers > 1 and (why := lost_with_the_machine(config.run_dir)):
+        launcher.gcloud.say(
+            f"careful: run.dir={config.run_dir} {why}, and workers share none: each would write its part of the "
+            "checkpoints to its own; give a directory that all of them mount"
+        )
+    job_id = launcher.start(job, state)
+    launcher.gcloud.say(f"started {job_id}; `logs --follow` shows it, `status` says how it stands")
+    return 0
+
+
+def _status(launcher: Launcher, options: Options) -> int:
+    state = launcher.tpu.look()
+    workers = launcher.workers.status() if state.condition == "ready" else {}
+    print("\n".join(status_lines(state, workers)))
+    return 0
+
+
+def _logs(launcher: Launcher, options: Options) -> int:
+    if options.follow:
+        launcher.workers.follow(options.lines, launcher.tpu.require_ready().workers)
+    elif text := launcher.logs(options.lines):
+        print(text)
+    return 0
+
+
+def _stop(launcher: Launcher, options: Options) -> int:
+    after = launcher.stop(options.grace)
+    print("\n".join(status_lines(SliceState("ready", "stopped"), after)))
+    return 0
+
+
+def _delete(launcher: Launcher, options: Options) -> int:
+    launcher.tpu.delete()
+    return 0
+
+
+def _babysit(launcher: Launcher, options: Options) -> int:
+    job = _job(options, "checkpoint.resume=auto")
+    config = checked_config(job)
+    if config is None:
+        raise ConfigError(
+            f"--script must be {RUN_SCRIPT} for babysit, which relies on its exit codes, got {job.script}"
+        )
+    require_resumable(config, survives=options.run_dir_survives)
+    policy = RetryPolicy(options.poll, options.restarts)
+    run_dir = None if options.run_dir_survives else config.run_dir
+    babysitter = Babysitter(launcher, job, policy, time.sleep, launcher.gcloud.say, run_dir)
+    if options.dry_run:
+        babysitter.rehearse()
+        return 0
+    return babysitter.run()
+
+
+def _job(options: Options, *more: str) -> Job:
+    return Job(
+        options.config,
+        (*options.words, *more),
+        options.script,
+        variables_from(options.env),
+        secrets_here(options.secret),
+        options.compilation_cache,
+        options.libtpu_args,
+    )
+
+
+VERBS = {
+    "create": _create,
+    "setup": _setup,
+    "run": _run,
+    "status": _status,
+    "logs": _logs,
+    "stop": _stop,
+    "delete": _delete,
+    "babysit": _babysit,
+}

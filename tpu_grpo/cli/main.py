@@ -1,0 +1,49 @@
+"""Every command behind one name: ``tpu-grpo COMMAND ...``, or ``python -m tpu_grpo COMMAND ...``.
+
+    tpu-grpo run configs/demo_cpu.yaml run.seed=1      is  python scripts/run.py configs/demo_cpu.yaml run.seed=1
+    tpu-grpo rewards my.yaml --completions some.jsonl  is  python scripts/rewards.py my.yaml --completions some.jsonl
+
+A command's module is imported once the command is known, so that help and typing errors answer at once.
+"""
+
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+COMMANDS = {
+    "run": ("train", "train by GRPO with the rewards of a config"),
+    "plan": ("plan", "say whether a run fits a TPU slice, and how long a step takes; no TPU needed"),
+    "eval": ("evaluate", "evaluate a checkpoint of a run on held-out prompts, without training"),
+    "export": ("export", "write the model of a checkpoint as a Hugging Face directory"),
+    "report": ("report", "write a page that shows a run, or compares several; also while they go on"),
+    "sample": ("sample", "let the model of a run, an export or any other answer prompts, or talk"),
+    "data": ("data", "show the first prompts of a config as the model will see them"),
+    "environment": ("environment", "play an environment of a config, with tokens, masks and rewards"),
+    "rewards": ("rewards", "try the rewards of a config on completions of a file"),
+    "launch": ("launch", "run on a Cloud TPU slice: create, setup, run, status, logs, stop, delete, babysit"),
+}
+"""What each command does, and the module of this package whose ``main`` does it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code, and 2 for a command that there is not.
+
+    Args:
+        arguments: the command and its own arguments; those of the process when None, as an entry point calls it.
+    """
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if command in ("--help", "-h"):
+        print(help_text())
+        return 0
+    if command not in COMMANDS:
+        print(f"a command must be one of {', '.join(COMMANDS)}, got {command!r}; see tpu-grpo --help", file=sys.stderr)
+        return 2
+    module, _ = COMMANDS[command]
+    return import_module(f"tpu_grpo.cli.{module}").main(rest)
+
+
+def help_text() -> str:
+    """Usage, and what each command does."""
+    named = [f"  {name:11} {what}" for name, (_, what) in COMMANDS.items()]
+    more = "tpu-grpo COMMAND --help explains a command; tpu-grpo run --help lists every setting."
+    return "\n".join(["usage: tpu-grpo COMMAND ...", "", "Commands:", "", *named, "", more])

@@ -1,0 +1,103 @@
+"""Finds the model that a person names, and the config that says how it is spoken to.
+
+    runs/mine              a run: its newest checkpoint;  runs/mine@best, runs/mine@40, runs/mine@initial
+    my_model               what scripts/export.py wrote, a model or adapters
+    Qwen3-0.6B             any other Hugging Face checkpoint directory
+    builtin:addition       a built-in model
+
+A run and an export bring their config; another model takes that of the first one which has one.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tpu_grpo.config import (
+    BUILTIN,
+    ExportSection,
+    HostsSection,
+    LoraSection,
+    MeshesSection,
+    RunConfig,
+    changed_config,
+    load_config,
+)
+from tpu_grpo.observe.metrics.run_files import CONFIG_FILE, EXPORTED_CONFIG_FILE
+from tpu_grpo.records.errors import ConfigError
+
+MODEL_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """Holds a model that was named, and its config on this machine."""
+
+    name: str
+    config: RunConfig
+    which: str
+    """The checkpoint: a step, latest, best, or initial for the model at ``model.path``."""
+
+
+def named_models(names: Sequence[str], words: Sequence[str]) -> list[NamedModel]:
+    """Find all models; ``words`` are settings that are changed for each.
+
+    Raises:
+        ConfigError: for a name that is no model's, or settings that are wrong.
+    """
+    known = [_own_config(name) for name in names]
+    first = next((config for config, _ in known if config is not None), RunConfig())
+    return [
+        NamedModel(name, _here(config or _of_model(first, name), words), which)
+        for name, (config, which) in zip(names, known, strict=True)
+    ]
+
+
+def _own_config(name: str) -> tuple[RunConfig | None, str]:
+    """Return the config that comes with a model, if one does, and which checkpoint is meant."""
+    if name.startswith(BUILTIN):
+        return None, "initial"
+    text, which = name, "latest"
+    if not Path(name).exists() and (found := re.fullmatch(r"(.+)@(latest|best|initial|\d+)", name)):
+        text, which = found[1], found[2]
+    directory = Path(text).expanduser()
+    if (directory / CONFIG_FILE).is_file():
+        return load_config(directory / CONFIG_FILE, [f"run.dir={json.dumps(str(directory))}"]), which
+    if text == name and (directory / EXPORTED_CONFIG_FILE).is_file():
+        return _of_export(directory), "initial"
+    if text == name and (directory / MODEL_FILE).is_file():
+        return None, "initial"
+    raise ConfigError(
+        f"a model must be the directory of a run, also as RUN@best or RUN@STEP, one that scripts/export.py wrote, a "
+        f"Hugging Face checkpoint directory, or builtin:NAME, got {name}; correct the path"
+    )
+
+
+def _of_export(directory: Path) -> RunConfig:
+    config, adapters = load_config(directory / EXPORTED_CONFIG_FILE), directory / ADAPTER_FILE
+    if not adapters.is_file():
+        return _of_model(config, str(directory))
+    base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    lora = config.model.lora.model_copy(update={"path": directory})
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": base, "lora": lora})})
+
+
+def _of_model(config: RunConfig, path: str) -> RunConfig:
+    """Put a whole model in the place of a run's."""
+    changes: dict[str, Any] = {"path": path, "lora": LoraSection(), "train_layers": None}
+    model = config.model.model_copy(update=changes)
+    return config.model_copy(update={"model": model, "export": ExportSection()})
+
+
+def _here(config: RunConfig, words: Sequence[str]) -> RunConfig:
+    """Leave out what the slice of the run decided, and apply the changes."""
+    changes = {
+        "meshes": MeshesSection(),
+        "hosts": HostsSection(),
+        "rollout": config.rollout.model_copy(update={"attention": "auto", "experts": "ragged", "kv_dtype": "auto"}),
+        "algorithm": config.algorithm.model_copy(update={"routing_replay": False}),
+    }
+    on_this_machine = config.model_copy(update=changes)
+    return changed_config(on_this_machine.model_dump(mode="json"), words)

@@ -1,0 +1,182 @@
+"""Tells people how a run ended (``logging.on_end``): a command gets a JSON object on stdin, an address gets it by POST.
+
+Whoever is told finds the report written. A command or an address that fails is one line on stderr, and changes nothing
+of how the run ends.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from http.client import HTTPException
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.hosts import End, Hosts, here
+from tpu_grpo.observe.metrics.run_files import BEST_FILE, METRICS_FILE, REPORT_FILE
+from tpu_grpo.records.errors import ConfigError, DataError
+
+SECONDS = 10.0
+"""A command or an address has so long."""
+NAME = "logging.on_end"
+
+
+class PeopleTold:
+    """Tells people once how the run of this block ended, whatever ends it; on host 0, once the hosts have met.
+
+    with PeopleTold(config) as told, joined_hosts(config) as (hosts, watch):
+        told.begin(hosts)
+        ...
+
+    A thread that ends the process tells them, too.
+    """
+
+    def __init__(self, config: RunConfig, seconds: float = SECONDS):
+        self._config, self._seconds = config, seconds
+        self._lock = threading.Lock()
+        self._due = False
+
+    def begin(self, hosts: Hosts) -> None:
+        """From now on there is something to tell.
+
+        Raises:
+            ConfigError: for a variable that the environment does not have.
+        """
+        if hosts.is_first and self._config.logging.on_end is not None:
+            _address(self._config.logging.on_end)
+            self._due = True
+            here.at_end[NAME] = self.tell
+
+    def tell(self, end: End) -> None:
+        """Tell people, unless somebody has begun to."""
+        with self._lock:
+            due, self._due = self._due, False
+        if due:
+            told = description(self._config, end)
+            _tell(_address(self._config.logging.on_end or ""), self._config, told, self._seconds)
+
+    def __enter__(self) -> Self:
+        here.step = None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.tell(End.by(error))
+        here.at_end.pop(NAME, None)
+
+
+def description(config: RunConfig, end: End) -> dict[str, Any]:
+    """Describe an end: ``text`` in one line, as chats show it, and its parts."""
+    from tpu_grpo.observe.metrics.jsonl import jsonable, read_records  # with numpy, which takes a moment to import
+    from tpu_grpo.observe.metrics.lines import numbers
+    from tpu_grpo.observe.metrics.summary import edge_means
+
+    directory, steps = config.run_dir.resolve(), here.step
+    known: dict[str, Any] = {}
+    if steps is not None:  # the files in the directory are this run's
+        known["report"] = str(directory / REPORT_FILE)
+        with suppress(DataError, OSError):
+            if rewards := numbers(read_records(directory / METRICS_FILE, missing_ok=True), "rewards/mean"):
+                known["rewards/first_mean"], known["rewards/last_mean"] = edge_means(rewards)
+        with suppress(ValueError, OSError):
+            known["evaluation/best"] = json.loads((directory / BEST_FILE).read_bytes())
+    told = {
+        "text": _line(config, end, steps, known),
+        "status": end.outcome,
+        "exit_code": end.code,
+        "message": end.message,
+        "run": config.run.name,
+        "dir": str(directory),
+        "step": steps,
+        "max_steps": config.run.max_steps,
+        "host": socket.gethostname(),
+        **known,
+    }
+    return jsonable(told)
+
+
+def _line(config: RunConfig, end: End, steps: int | None, known: dict[str, Any]) -> str:
+    line = f"{config.run.name} {end.outcome} "
+    line += "before its first step" if not steps else f"after step {steps} of {config.run.max_steps}"
+    if "rewards/last_mean" in known:
+        line += f", reward {known['rewards/first_mean']:.3f} -> {known['rewards/last_mean']:.3f}"
+    return f"{line}: {end.message}" if end.message else line
+
+
+def _address(setting: str) -> str:
+    """Return the setting, or for ``$NAME`` what the environment holds under that name."""
+    if not (named := re.fullmatch(r"\$(\w+|\{\w+\})", setting.strip())):
+        return setting.strip()
+    name = named[1].strip("{}")
+    if not (found := os.environ.get(name, "").strip()):
+        raise ConfigError(
+            f"{NAME}={setting} needs the variable {name}, which the environment of host 0 does not have; set it to an "
+            "address or a command, or leave the setting out"
+        )
+    return found
+
+
+def _tell(where: str, config: RunConfig, told: dict[str, Any], seconds: float) -> None:
+    data = json.dumps(told, ensure_ascii=False, allow_nan=False).encode(errors="backslashreplace")
+    if where.startswith(("http://", "https://")):
+        problem = _post(where, data, seconds)
+    else:
+        problem = _run(where, data, told, seconds)
+    if problem:
+        print(f"{NAME} was not told how {config.run.name} ended: {problem}", file=sys.stderr, flush=True)
+
+
+def _post(address: str, data: bytes, seconds: float) -> str:
+    """Return what went wrong, without the address, which is often a secret."""
+    try:
+        shown = f"{urlsplit(address).scheme}://{urlsplit(address).hostname}"
+    except ValueError:
+        return "it must be an address such as https://example.org/hook, got one that cannot be read"
+    answer: list[str] = []
+
+    def post() -> None:
+        try:
+            request = urllib.request.Request(address, data, {"Content-Type": "application/json"}, method="POST")
+            with urllib.request.urlopen(request, timeout=seconds):
+                answer.append("")
+        except urllib.error.HTTPError as error:
+            answer.append(f"{shown} answered {error.code} {error.reason}")
+        except (OSError, HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", None)
+            if not isinstance(reason or error, TimeoutError):  # that is what no answer means
+                answer.append(f"{shown} did not take it: {reason or type(error).__name__}")
+
+    thread = threading.Thread(target=post, daemon=True)  # a server that answers a byte at a time meets no timeout
+    thread.start()
+    thread.join(seconds)
+    return answer[0] if answer else f"{shown} did not answer within {seconds:g} s"
+
+
+def _run(command: str, data: bytes, told: dict[str, Any], seconds: float) -> str:
+    """Run a command by the shell, with its output on stderr; returns what went wrong."""
+    names = {"STATUS": "status", "EXIT_CODE": "exit_code", "MESSAGE": "message", "RUN": "run", "RUN_DIR": "dir"}
+    environment = os.environ | {f"TPU_GRPO_{name}": str(told[key]) for name, key in names.items()}
+    try:
+        process = subprocess.Popen(
+            command, shell=True, stdin=subprocess.PIPE, stdout=2, env=environment, start_new_session=True
+        )
+    except (OSError, ValueError) as error:
+        return f"its command cannot be started: {error}"
+    try:
+        process.communicate(data, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return f"its command did not end within {seconds:g} s and was killed"
+    return f"its command ended with exit code {process.returncode}" if process.returncode else ""

@@ -1,0 +1,106 @@
+"""The command line of ``scripts/plan.py``: parse, plan in a child process, print."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tpu_grpo.cli.starting import prepare
+from tpu_grpo.config import RunConfig, load_config
+from tpu_grpo.planning.child_process import run_in_child
+from tpu_grpo.planning.lengths import check_mean
+from tpu_grpo.planning.slices import open_slice
+from tpu_grpo.planning.slices import prepare as prepare_slice
+from tpu_grpo.records.errors import TpuGrpoError, say
+
+ABOUT = """Says whether a run fits a TPU slice, by compiling the run's own programs for it; no TPU is needed.
+
+Exit codes: 0 it fits; 2 it does not, or the configuration is bad; 1 compiling did not come to an end."""
+USAGE = (
+    "python scripts/plan.py CONFIG.yaml [section.key=value ...] --slice v5e-16 [--mean-new-tokens N] [--fast] [--json] "
+    "[--no-suggestion]"
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    options = _parser().parse_intermixed_args(arguments)
+    try:
+        config = load_config(Path(options.config), options.overrides)
+        if options.mean_new_tokens is not None:
+            check_mean(options.mean_new_tokens, config.rollout.max_new_tokens)
+        if (code := run_in_child()) is not None:
+            return code
+        return plan_and_print(
+            config,
+            options.slice,
+            fast=options.fast,
+            as_json=options.json,
+            suggesting=not options.no_suggestion,
+            mean_new_tokens=options.mean_new_tokens,
+        )
+    except TpuGrpoError as error:
+        say(error)
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        usage=USAGE, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("config", help="a run's config")
+    parser.add_argument("overrides", nargs="*", help="settings, as scripts/run.py takes them")
+    parser.add_argument("--slice", required=True, help="such as v5e-16, v5p-8, v6e-8")
+    parser.add_argument(
+        "--mean-new-tokens", type=float, metavar="N", help="also estimate a step with completions of this mean length"
+    )
+    parser.add_argument("--fast", action="store_true", help="compile models of 2 and 4 layers and extrapolate")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--no-suggestion", action="store_true", help="do not look for what would fit")
+    return parser
+
+
+def plan_and_print(
+    config: RunConfig,
+    slice_name: str,
+    *,
+    fast: bool,
+    as_json: bool,
+    suggesting: bool,
+    mean_new_tokens: float | None = None,
+) -> int:
+    """Plan and print; look for changes where the run does not fit. Returns the exit code.
+
+    With ``mean_new_tokens`` a step with completions of this mean length is estimated as well.
+
+    Raises:
+        TpuGrpoError: for a run that would be wrong with any amount of memory.
+    """
+    prepare_slice(slice_name)
+    prepare(config)
+    from tpu_grpo.planning.plan import make_plan
+    from tpu_grpo.planning.report import plan_as_json, plan_lines, suggestion_line
+    from tpu_grpo.planning.suggestions import suggest
+
+    plan = make_plan(config, open_slice(slice_name), fast=fast, say=report_progress)
+    shown = plan_as_json(plan, mean_new_tokens)
+    if not as_json:
+        print("\n".join(plan_lines(plan, mean_new_tokens)))
+    if not plan.fits and suggesting:
+        suggestion = suggest(plan, report_progress)
+        shown["suggestion"] = None if suggestion is None else list(suggestion.overrides)
+        if not as_json:
+            print(suggestion_line(suggestion))
+    if as_json:
+        print(json.dumps(shown, indent=1))
+    return 0 if plan.fits else 2
+
+
+_STARTED = time.perf_counter()
+
+
+def report_progress(what: str) -> None:
+    """Print what is under way to stderr, with the seconds since the start."""
+    print(f"[{time.perf_counter() - _STARTED:6.1f} s] {what}", file=sys.stderr, flush=True)

@@ -1,0 +1,184 @@
+"""An environment is played without a model: a person, a file or a function takes the policy's part.
+
+    game = Game(config, prompt, environments, tokenizer, number)
+    for stretches in game.play(game.writing(policy)):      # what a request, or a turn, adds to the tokens
+        ...
+    game.completion                          # the conversation, as a run would have it
+
+What is shown is what a run would make of it: the same prompt, the same tokens and masks, the same rewards.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerFast
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.config.plugins import find_function
+from tpu_grpo.engine.sampler import sampling_params
+from tpu_grpo.environments.episodes import Environments, Episodes
+from tpu_grpo.records.errors import ConfigError, EpisodeError
+from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey
+
+Policy = Callable[[Sequence[Mapping[str, Any]]], str | None]
+"""Gets the conversation so far as messages, and returns what the policy writes next; None ends the conversation."""
+Model = Callable[[Request], Completion]
+"""Samples a turn."""
+BETWEEN_TURNS = "---"
+"""A line like this stands between the turns of a file."""
+
+
+class Stopped(Exception):
+    """Whoever plays ends the conversation before its next turn."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens that were sampled, or that were not, after each other."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    sampled: bool
+
+
+def policy_of_file(path: Path) -> Policy:
+    """Make a policy that writes the turns of a file, one after the other; after the last it raises an EpisodeError.
+
+    Raises:
+        ConfigError: for a file that cannot be read.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"turns must be in a readable UTF-8 file, got {error}; correct the path") from error
+    turns: list[list[str]] = [[]]
+    for line in lines:
+        if line.strip() == BETWEEN_TURNS:
+            turns.append([])
+        else:
+            turns[-1].append(line)
+    left = iter(["\n".join(turn) for turn in turns])
+
+    def policy(messages: Sequence[Mapping[str, Any]]) -> str:
+        if (text := next(left, None)) is None:
+            raise EpisodeError(
+                f"a conversation must be played to its end, which it has not reached after {len(turns)} turns; write "
+                "one more, or lower environment.max_turns"
+            )
+        return text
+
+    return policy
+
+
+def policy_of_function(name: str) -> Policy:
+    """Find a function of the user's own that takes the messages so far and returns the next turn's text.
+
+    The policy raises an EpisodeError where the function returns something else.
+
+    Raises:
+        EpisodeError: for one that is not there, or takes something else.
+    """
+    found: Any = find_function(name, "policy", EpisodeError)
+    if not _takes_one(found):
+        raise EpisodeError(
+            f"a policy must be a function of the messages so far that returns the next turn, got {name}; write def "
+            "policy(messages): ..."
+        )
+
+    def policy(messages: Sequence[Mapping[str, Any]]) -> str:
+        if not isinstance(text := found(messages), str):
+            raise EpisodeError(
+                f"a policy must return the text of the next turn as a str, got {type(text).__name__} {text!r:.100} "
+                f"from {name}; correct it, or lower environment.max_turns if the conversation is to end there"
+            )
+        return text
+
+    return policy
+
+
+def _takes_one(found: Any) -> bool:
+    return callable(found) and len(inspect.signature(found).parameters) == 1
+
+
+class Game:
+    """One conversation that is played, and closed.
+
+    Args:
+        config: the run's, whose limits hold.
+        prompt: what the conversation begins with.
+        environments: of the run.
+        tokenizer: of its model.
+        number: the prompt's in the data, which decides the environment's seed.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        prompt: Prompt,
+        environments: Environments,
+        tokenizer: PreTrainedTokenizerFast,
+        number: int,
+    ):
+        self._tokenizer = tokenizer
+        self._prompt = prompt
+        request = Request(prompt.token_ids, sampling_params(config), SampleKey(config.run.seed, 1, number, 0))
+        self._episodes: Episodes = environments([prompt], [request])
+        self._seen: tuple[int, ...] = ()
+        self.was_stopped = False
+        """Whether the policy ended the conversation before it was over."""
+
+    def play(self, model: Model) -> Iterator[list[Stretch]]:
+        """Play to the end, and yield what each turn's request and answer add to the tokens."""
+        episodes = self._episodes
+        episodes.begin(0)
+        while (request := episodes.next(0)) is not None:
+            yield self._new(request)
+            try:
+                completion = model(request)
+            except Stopped:
+                self.was_stopped = True
+                episodes.stop(0)
+                continue
+            self._seen = (*request.token_ids, *completion.token_ids.tolist())
+            yield [self._stretch(completion.token_ids.tolist(), sampled=True)]
+            episodes.ended(0, completion)
+
+    @property
+    def completion(self) -> Completion:
+        """The whole conversation, once it is over."""
+        return self._episodes.result(0)
+
+    def close(self) -> None:
+        """Give the conversation up, if it is not over."""
+        self._episodes.close()
+
+    def writing(self, policy: Policy) -> Model:
+        """Make a model of a policy that writes texts."""
+
+        def model(request: Request) -> Completion:
+            if (text := policy(self._episodes.messages(0))) is None:
+                raise Stopped
+            return self._written(text, request)
+
+        return model
+
+    def _written(self, text: str, request: Request) -> Completion:
+        """Make the tokens of a turn, as if the policy had sampled them, cut where it would be cut."""
+        ids = [*self._tokenizer.encode(text, add_special_tokens=False), self._episodes.end_id(0)]
+        most = request.sampling.max_new_tokens
+        cut = len(ids) > most
+        logprobs = np.zeros(min(len(ids), most), np.float32)
+        return Completion(np.asarray(ids[:most], np.int32), logprobs, "length" if cut else "stop", cached_tokens=0)
+
+    def _new(self, request: Request) -> list[Stretch]:
+        """Return what a request adds to what was seen; all of it, if its past is another one."""
+        ids, seen = request.token_ids, self._seen
+        start = len(seen) if ids[: len(seen)] == seen else 0
+        return [self._stretch(ids[start:], sampled=False)]
+
+    def _stretch(self, ids: Sequence[int], *, sampled: bool) -> Stretch:
+        return Stretch(tuple(ids), self._tokenizer.decode(ids), sampled)

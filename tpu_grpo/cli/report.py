@@ -1,0 +1,51 @@
+"""This is the command line of ``scripts/report.py``: it parses, calls, prints and returns an exit code.
+
+It imports no jax, and only reads the directories of runs, so that it can be called beside runs that go on.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from tpu_grpo.cli.starting import exit_code_of
+from tpu_grpo.observe.metrics.run_files import COMPARISON_FILE
+from tpu_grpo.observe.report.comparison import write_comparison
+from tpu_grpo.observe.report.page import write_report
+from tpu_grpo.observe.report.reading import read_run
+from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.run.lock import holder
+
+ABOUT = """Writes a page that shows a run (report.html in its directory), or compares several (comparison.html here).
+
+Runs may still go on, may have been stopped or killed, and may differ in length, metrics and settings."""
+USAGE = "python scripts/report.py RUN [RUN ...] [--output FILE.html]"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns its exit code."""
+    options = _parser().parse_args(arguments)
+    return exit_code_of(lambda: _write(options.runs, options.output))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        usage=USAGE, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the directory of a run (run.dir)")
+    parser.add_argument("--output", type=Path, metavar="FILE.html", help="write the page here")
+    return parser
+
+
+def _write(directories: Sequence[Path], output: Path | None) -> None:
+    if output is not None and not output.parent.is_dir():
+        raise ConfigError(f"--output must lie in a directory that is there, got {output}; make {output.parent} first")
+    if len(directories) == 1:
+        print(write_report(directories[0], goes_on=_goes_on(directories[0]), path=output))
+        return
+    runs = [read_run(directory, goes_on=_goes_on(directory)) for directory in directories]
+    print(write_comparison(runs, output or Path(COMPARISON_FILE)))
+
+
+def _goes_on(directory: Path) -> bool:
+    """Say whether a process has the directory, on this machine or on another one."""
+    return directory.is_dir() and holder(directory, guess=True) is not None

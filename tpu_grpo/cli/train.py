@@ -1,0 +1,167 @@
+"""This is the command line of ``scripts/run.py``: it parses, calls, prints and returns an exit code.
+
+Nothing heavy is imported before it is needed, so that help and typing errors answer at once.
+"""
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tpu_grpo.cli.on_end import PeopleTold
+from tpu_grpo.cli.starting import config_from_words, exit_code_of, joined_hosts, opened_data, prepare
+from tpu_grpo.config import RunConfig, settings
+from tpu_grpo.hosts import SignalledStop, announce
+from tpu_grpo.observe.metrics.run_files import REPORT_FILE
+from tpu_grpo.records.errors import ConfigError
+
+ABOUT = """Trains a language model by GRPO with the rewards of the config.
+
+Without a config it runs configs/demo_cpu.yaml, which shows a small model learning on a CPU within minutes.
+--print-config shows the resolved config; --dry-run checks everything that can be checked without generating a token,
+with --slice also whether the run fits that TPU slice, which need not be there. --replay does an update of a run again
+whose loss or gradient was not finite, and says where that comes from."""
+USAGE = """python scripts/run.py [CONFIG.yaml] [section.key=value ...] [--dry-run [--slice v5e-16] | --print-config]
+       python scripts/run.py --replay runs/NAME/non_finite/STEP.npz [section.key=value ...]"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; returns the exit code: 0 done, 2 bad input, 3 hosts disagree, 4 stopped as asked."""
+    options = _parser().parse_intermixed_args(arguments)
+    if options.help:
+        print(help_text())
+        return 0
+    try:
+        return exit_code_of(
+            lambda: _replay(options) if options.replay else _run(config_from_words(options.words), options)
+        )
+    except KeyboardInterrupt:  # a dry run or a replay, which has nothing to lose
+        print("interrupted", file=sys.stderr)
+        return 1
+
+
+def _run(config: RunConfig, options: argparse.Namespace) -> int:
+    if options.print_config:
+        print(config.to_yaml(), end="")
+        return 0
+    if options.slice and not options.dry_run:
+        raise ConfigError(f"--slice needs --dry-run, got --slice {options.slice} alone; a run finds its own devices")
+    if options.slice:
+        return _dry_run_on(config, options.slice)
+    return _dry_run(config) if options.dry_run else _train(config)
+
+
+def _replay(options: argparse.Namespace) -> int:
+    """Do an update again that was not finite."""
+    if others := [name for name in ("print_config", "dry_run", "slice") if getattr(options, name)]:
+        flag = f"--{others[0].replace('_', '-')}"
+        raise ConfigError(f"--replay does an update of a run again and goes with no other option, got {flag}; drop one")
+    from tpu_grpo.cli.replay import replay_and_print
+
+    return replay_and_print(options.replay, options.words)
+
+
+def help_text() -> str:
+    """Describe the usage, and every setting with its values, default and meaning."""
+    lines = [f"usage: {USAGE}", "", ABOUT, "", "Settings (name, values, default):", ""]
+    for name, kind, default, meaning in settings():
+        lines.append(f"  {name}  ({kind}; default {default})")
+        lines += textwrap.wrap(meaning, width=110, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(usage=USAGE, add_help=False, allow_abbrev=False)
+    parser.add_argument("words", nargs="*")
+    for flag in ("--help", "--print-config", "--dry-run"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument("-h", dest="help", action="store_true")
+    parser.add_argument("--slice")
+    parser.add_argument("--replay", type=Path)
+    return parser
+
+
+def _dry_run(config: RunConfig) -> int:
+    prepare(config)
+    with joined_hosts(config) as (hosts, _):
+        from tpu_grpo.run.earlier import describe
+
+        there = describe(config, hosts)
+        data = opened_data(config, hosts, announced=False)
+        from tpu_grpo.cli.dry_run import check
+
+        found = check(config, data=data)
+        if hosts.is_first:
+            print("\n".join([*there, *found, "ok: nothing wrong found"]))
+    return 0
+
+
+def _dry_run_on(config: RunConfig, slice_name: str) -> int:
+    """Check the config as on a slice that is not here, and say whether the run fits it."""
+    from tpu_grpo.cli.plan import plan_and_print
+    from tpu_grpo.planning.child_process import run_in_child
+    from tpu_grpo.planning.slices import open_slice
+    from tpu_grpo.planning.slices import prepare as prepare_slice
+
+    if (code := run_in_child()) is not None:
+        return code
+    prepare_slice(slice_name)
+    prepare(config)
+    target = open_slice(slice_name)
+    from tpu_grpo.cli.dry_run import check
+
+    with target.as_jax_devices():
+        print("\n".join([*check(config, target.devices), ""]))
+    code = plan_and_print(config, slice_name, fast=True, as_json=False, suggesting=False)
+    print(
+        f"no: it does not fit; `python scripts/plan.py CONFIG --slice {slice_name}` looks for changes that would"
+        if code
+        else "ok: nothing wrong found"
+    )
+    return code
+
+
+def _train(config: RunConfig) -> int:
+    with SignalledStop() as stop:
+        prepare(config)
+        return _train_until(config, stop)
+
+
+def _train_until(config: RunConfig, stop: SignalledStop) -> int:
+    with PeopleTold(config) as told, joined_hosts(config) as (hosts, watch):
+        from tpu_grpo.run.earlier import finished, how_it_ended
+
+        if (summary := finished(config, hosts)) is not None:
+            if hosts.is_first:
+                print(f"{how_it_ended(config, summary)}\nlook at {config.run_dir}/{REPORT_FILE}")
+            return 0
+        told.begin(hosts)
+        stop.tell_others = watch.report_failure
+        data = opened_data(config, hosts, announced=True)
+        announce(hosts, "importing trainer and engine")
+        from tpu_grpo.run.pipeline import train
+
+        summary = train(config, hosts, watch, stop, data)
+    if hosts.is_first:
+        print(closing_lines(config, summary))
+    return 0
+
+
+def closing_lines(config: RunConfig, summary: dict[str, Any]) -> str:
+    """Say what the run came to, and where its report is."""
+    first, last = summary.get("rewards/first_mean"), summary.get("rewards/last_mean")
+    lines = [f"done: {summary['steps']} steps"]
+    if first is not None:
+        lines.append(f"reward, mean of the first five steps {first:.3f}, of the last five {last:.3f}")
+    before, after = summary.get("evaluation/before"), summary.get("evaluation/after")
+    if before and after:
+        for name in before["greedy"]:
+            modes = [mode for mode in before if name in before[mode] and name in after[mode]]
+            shown = ", ".join(f"{mode} {before[mode][name]:.3f} -> {after[mode][name]:.3f}" for mode in modes)
+            lines += [f"held out, {name}: {shown}"] if shown else []
+    if best := summary.get("evaluation/best"):
+        lines.append(f"best: step {best['step']}, {best['of']} {best['value']:.3f}")
+    lines.append(f"look at {config.run_dir}/{REPORT_FILE}")
+    return "\n".join(lines)

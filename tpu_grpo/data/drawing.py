@@ -1,0 +1,167 @@
+"""Draws the prompts of each step: in the stream's order, from where the step before ended, some more often than others.
+
+    with PromptDraw.open(config, stream, start=120, hosts=hosts) as draw:      # steps 1 to 120 are done
+        batch = draw.batch(121)                      # the first round of step 121
+        more = draw.batch(121, after=batch)          # and the second
+        draw.done(121, used, values)                 # step 122 begins after the last prompt of ``used``
+
+Which prompts stand at which position is the stream's affair. What is known of a prompt decides whether it is sampled
+when its turn comes: by the weight of its pool, and not at all once it is retired. For the weights 1 and 0.2 and the
+prompts a (weight 1), b (0.2) and c (retired), a step of two prompts at position 4 could be:
+
+    position     4  5  6  7  8
+    prompt       b  c  a  a  b        the fate of b at a position is drawn from the seed and the position alone
+    sampled      -  -  a  a  .        so the next step begins at position 8
+
+A prompt that was sampled and not needed is drawn again by the next step, which begins with it: none is left out. With
+neither pools nor retirement nor dynamic sampling, step s has the positions (s - 1) P to s P - 1.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+import numpy as np
+from jaxtyping import Float
+
+from tpu_grpo.config import DataSection, RunConfig
+from tpu_grpo.data.history import PASSES, PromptHistory
+from tpu_grpo.data.stream import PromptStream
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.observe.metrics.run_files import HISTORY_FILE
+from tpu_grpo.records.errors import DataError
+from tpu_grpo.records.stages import PromptBatch
+
+FATE = 1
+"""Keeps these random numbers apart from others of the same seed."""
+
+
+class PromptDraw:
+    """Draws prompts from a stream by what a history knows of them.
+
+    Args:
+        stream: the prompts in their order.
+        history: what is known of them; the draw adds to it.
+        data: the settings.
+        seed: decides with a position whether a prompt of a pool is sampled there.
+        start: the steps that are done.
+
+    Raises:
+        DataError: for a history that lacks a step that is done, if the settings need it.
+    """
+
+    def __init__(self, stream: PromptStream, history: PromptHistory, data: DataSection, *, seed: int, start: int):
+        if history.position is None and data.remembers:
+            raise DataError(
+                f"{HISTORY_FILE} must say where step {start} ended in the data, because data.dynamic, data.pools or "
+                "data.retire is set, and it does not; restore the file that belongs to the checkpoint, leave these "
+                "settings out, or start over with checkpoint.resume=never"
+            )
+        self.stream = stream
+        self.history = history
+        self._data = data
+        self._seed = seed
+        self._position = start * data.prompts_per_step if history.position is None else history.position
+        self._passed_over = 0
+
+    @classmethod
+    def open(cls, config: RunConfig, stream: PromptStream, start: int, hosts: Hosts) -> Self:
+        """Take up the draw of a run after the steps that are done; every host calls this. Use it in a ``with`` block.
+
+        Raises:
+            DataError: for a history that is broken, or lacks a step that is done and is needed.
+        """
+        data = config.data
+        history = PromptHistory.open(config.run_dir, stream.size, start, hosts, data.retire.at)
+        try:
+            return cls(stream, history, data, seed=config.run.seed, start=start)
+        except DataError:
+            history.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.history.close()
+
+    def batch(self, step: int, after: PromptBatch | None = None) -> PromptBatch:
+        """Draw the prompts of a step's first round, or of the round ``after`` another.
+
+        Raises:
+            DataError: if no prompt is left.
+        """
+        if self.exhausted:
+            raise DataError(f"step {step} needs prompts, and none is left: {self.why_exhausted}")
+        start, number = (self._position, 0) if after is None else (after.positions[-1] + 1, after.round + 1)
+        return self.stream.at(step, self._drawn(start, self._data.prompts_per_round), number)
+
+    def done(self, step: int, used: PromptBatch, values: Mapping[str, Sequence[float]]) -> None:
+        """Remember a step: the prompts that it used, in order, and what became known of them, by ``COLUMNS``."""
+        end = used.positions[-1] + 1
+        self._passed_over = end - self._position - len(used.positions)
+        self._position = end
+        self.history.add(step, end, used.records, values)
+
+    @property
+    def exhausted(self) -> bool:
+        """Say whether every prompt is retired, or in a pool of weight 0."""
+        return not self._weights().any()
+
+    @property
+    def why_exhausted(self) -> str:
+        """Say why no prompt is left, and what to do."""
+        retired, size = int(self._retired().sum()), self.stream.size
+        return (
+            f"{retired} of {size} prompts are retired (data.retire) and {size - retired} are in pools of weight 0 "
+            "(data.pools); add harder prompts, or raise data.retire.at or these weights"
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Measure what is known of the prompts after a step, and how many it passed over; empty without pools."""
+        if not self._data.pools.weights and self._data.retire.at is None:
+            return {}
+        rates, retired = self.history.known("pass_rate"), self._retired()
+        seen, pools = ~np.isnan(rates), self._pools(rates)
+        shares = {
+            f"prompts/pool_{number + 1}_fraction": float((seen & ~retired & (pools == number)).mean())
+            for number in range(len(self._data.pools.weights))
+        }
+        return {
+            "prompts/unseen_fraction": float((~seen).mean()),
+            **shares,
+            "prompts/retired": int(retired.sum()),
+            "prompts/passed_over": self._passed_over,
+        }
+
+    def _drawn(self, start: int, count: int) -> list[int]:
+        """Return the first ``count`` positions from ``start`` on whose prompts are sampled."""
+        weights, drawn, position = self._weights(), list[int](), start
+        while len(drawn) < count:
+            if self._is_sampled(position, weights[self.stream.record(position)]):
+                drawn.append(position)
+            position += 1
+        return drawn
+
+    def _is_sampled(self, position: int, weight: float) -> bool:
+        if weight in (0.0, 1.0):
+            return weight == 1.0
+        return np.random.default_rng([self._seed, FATE, position]).random() < weight
+
+    def _weights(self) -> Float[np.ndarray, " prompts"]:
+        """Return with which probability each prompt is sampled when its turn comes."""
+        rates, weights = self.history.known("pass_rate"), np.ones(self.stream.size)
+        if self._data.pools.weights:
+            seen = ~np.isnan(rates)
+            weights[seen] = np.array(self._data.pools.weights)[self._pools(rates[seen])]
+        weights[self._retired()] = 0.0
+        return weights
+
+    def _pools(self, rates: Float[np.ndarray, " n"]) -> np.ndarray:
+        """Return the number of the pool of each pass rate; an edge belongs to the pool below."""
+        return np.searchsorted(np.array(self._data.pools.edges), rates, side="left")
+
+    def _retired(self) -> np.ndarray:
+        """Say which prompts are retired."""
+        if self._data.retire.at is None:
+            return np.zeros(self.stream.size, np.bool_)
+        return self.history.known(PASSES) >= self._data.retire.times

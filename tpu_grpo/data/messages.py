@@ -1,0 +1,180 @@
+"""A record becomes the conversation that is put to the model, a list of {role, content}.
+
+    system     data.system_prompt
+    user       each of data.examples, by data.prompt_template
+    assistant  and its answer, by data.example_template
+    user       the record itself, by data.prompt_template
+
+With data.messages, what that column of the record holds comes after the system prompt and the examples instead; so it
+does where the template is nothing but a column that holds messages.
+"""
+
+import re
+import string
+from collections.abc import Mapping
+from typing import Any
+
+from tpu_grpo.config import DataSection
+from tpu_grpo.data.turns import Message, looks_like_messages, read_messages
+from tpu_grpo.records.errors import ConfigError, DataError
+
+Record = Mapping[str, Any]
+QUESTION, PROMPT = "question", "prompt"
+"""The default template writes the first column, or the second where there is no such."""
+
+
+class Conversation:
+    """A Conversation writes the messages of records by the templates of the data section.
+
+    Raises:
+        ConfigError: for a template that is malformed, or examples that lack a column.
+    """
+
+    def __init__(self, data: DataSection):
+        self._data = data
+        self._question = Template("data.prompt_template", data.prompt_template)
+        self._prompt = Template("data.prompt_template", f"{{{PROMPT}}}")
+        answer = Template("data.example_template", data.example_template)
+        self._before: list[Message] = []
+        if data.system_prompt:
+            self._before.append({"role": "system", "content": data.system_prompt})
+        for index, example in enumerate(data.examples):
+            where = f"data.examples.{index}"
+            self._before.append({"role": "user", "content": self._question.fill(example, where)})
+            self._before.append({"role": "assistant", "content": answer.fill(example, where)})
+
+    @property
+    def before(self) -> int:
+        """Count the messages that stand before those of every record."""
+        return len(self._before)
+
+    def messages(self, record: Record, where: str) -> list[Message]:
+        """Return the messages of a record; ``where`` names the record in errors.
+
+        The last one is the user's or a tool's, or with data.final_assistant=continue the assistant's.
+
+        Raises:
+            ConfigError: for a column that is not there, or a format that does not suit its value.
+            DataError: for messages that are no conversation.
+        """
+        if (column := self._data.messages) is not None:
+            if column not in record:
+                raise ConfigError(
+                    f"data.messages={column} must be a column, {where} has {', '.join(record)}; correct it"
+                )
+            return [*self._before, *self._recorded(record, column, where)]
+        question = self._question
+        if question.only_column == QUESTION and QUESTION not in record and PROMPT in record:
+            question = self._prompt
+        if (column := question.only_column) is not None and looks_like_messages(record.get(column)):
+            return [*self._before, *self._recorded(record, column, where)]
+        return [*self._before, {"role": "user", "content": question.fill(record, where)}]
+
+    def _recorded(self, record: Record, name: str, where: str) -> list[Message]:
+        messages = read_messages(record[name], name, where)
+        final = self._data.final_assistant
+        while final == "drop" and messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        last = messages[-1]["role"] if messages else "none"
+        if last not in ("user", "tool") and not (last == "assistant" and final == "continue"):
+            raise DataError(
+                f"a conversation must end with the user's message or a tool's, the last role is {last} in the column "
+                f"{name!r} of {where}; data.final_assistant=drop leaves out the assistant's last messages, and "
+                "continue lets completions go on from the last"
+            )
+        if self._before and messages[0]["role"] == "system":
+            raise DataError(
+                f"a conversation must have one system message, first; {where} brings one beside data.system_prompt or "
+                "data.examples: empty these"
+            )
+        return messages
+
+
+def record_of(text: str, known: Record, data: DataSection) -> dict[str, Any]:
+    """Make the record whose prompt a text is: it fills the one column of the template that is not known.
+
+    Raises:
+        ConfigError: when no column is left, or several are.
+    """
+    if data.messages is not None:
+        return {**known, data.messages: [{"role": "user", "content": text}]}
+    left = [name for name in Template("data.prompt_template", data.prompt_template).fields if name not in known]
+    if len(left) != 1:
+        raise ConfigError(
+            f"a prompt must be what one column of data.prompt_template={data.prompt_template!r} is left for, got "
+            f"{', '.join(left) or 'none'}; give the other columns, and no more, with --column name=value"
+        )
+    return {**known, left[0]: text}
+
+
+class Template:
+    """A Template is a Python format string over columns, checked once.
+
+    Raises:
+        ConfigError: for one that is malformed, or has fields without a name.
+    """
+
+    def __init__(self, setting: str, text: str):
+        self._setting = setting
+        self._text = text
+        self._fields = _fields(setting, text)
+
+    @property
+    def only_column(self) -> str | None:
+        """Return the column that is the whole template, such as question of ``{question}``; None for any other."""
+        return self._fields[0] if len(self._fields) == 1 and self._text == f"{{{self._fields[0]}}}" else None
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The columns that it uses."""
+        return self._fields
+
+    def fill(self, record: Record, where: str) -> str:
+        """Return the text for a record, which errors call ``where``.
+
+        Raises:
+            ConfigError: for a field that is not a column, or a format that does not suit its value.
+            DataError: for a null field.
+        """
+        for name in self._fields:
+            if name not in record:
+                raise ConfigError(
+                    f"{self._setting} uses the column {name!r}, which {where} lacks; available: {', '.join(record)}"
+                    f"{_hint(record)}"
+                )
+            if looks_like_messages(record[name]):
+                raise ConfigError(
+                    f"{self._setting} {self._text!r} must be written of texts, and the column {name!r} holds a "
+                    f"conversation in {where}; set data.messages={name} instead"
+                )
+            if record[name] is None:
+                raise DataError(f"the column {name!r} of {self._setting} must have a value, got null in {where}")
+        try:
+            return self._text.format_map(record)
+        except (LookupError, AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self._setting} {self._text!r} must suit the columns, on {where} it fails with "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def _hint(record: Record) -> str:
+    held = [name for name, value in record.items() if looks_like_messages(value)]
+    return f"; data.messages={held[0]} takes the conversation from that column" if held else ""
+
+
+def _fields(setting: str, text: str) -> tuple[str, ...]:
+    """Return the columns that a template uses: ``"{a} {b.c} {d[0]}"`` -> a, b, d."""
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(text) if field is not None]
+    except ValueError as error:
+        raise ConfigError(
+            f"{setting} must be a Python format string, got {text!r} ({error}); write literal braces as {{{{ and }}}}"
+        ) from error
+    names = [re.split(r"[.\[]", field, maxsplit=1)[0] for field in fields]
+    if any(not name or name.isdigit() for name in names):
+        raise ConfigError(
+            f"{setting} must name its columns, got {text!r} with a field that does not; write e.g. {{question}}, and "
+            "literal braces as {{ and }}"
+        )
+    return tuple(dict.fromkeys(names))

@@ -1,0 +1,224 @@
+"""Sequences of records that lie on disk: a record is read when it is asked for, so that a file may be large.
+
+JsonLines    lines of JSON, found again by their position in the file
+ArrowRows    rows of an Arrow table, whose file is mapped into memory
+Mapped       the records of another sequence, changed as they are read
+Joined       several sequences, one after the other
+
+All are checked when they are opened: what cannot be read is said at the start of a run, not in its middle.
+"""
+
+import json
+import os
+import tempfile
+from abc import abstractmethod
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import IO, TYPE_CHECKING, Any
+
+from tpu_grpo.data.checks import check_keys
+from tpu_grpo.data.reading import reading
+from tpu_grpo.records.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Record = Mapping[str, Any]
+Records = Sequence[Record]
+ROWS = 1000
+"""So many rows of a table are taken at once."""
+
+
+class Lazy(Sequence[Record]):
+    """A sequence of records that reads each one when it is asked for; equal to any sequence of equal records."""
+
+    @abstractmethod
+    def at(self, index: int) -> Record:
+        """Read one record, of an index that is there."""
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self.at(each) for each in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"there are {len(self)} records, got the index {index}")
+        return self.at(index % len(self))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and len(self) == len(other) and list(self) == list(other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]  # like a list
+
+
+class JsonLines(Lazy):
+    """The JSON objects of a file, one a line, all with the same keys; blank lines at the end do not count.
+
+    Args:
+        file: opened for reading in binary; it is kept open.
+        name: what errors call it.
+        setting: the setting that gave it.
+
+    Raises:
+        DataError: for a line that does not fit, by its number, and for a file without a record.
+    """
+
+    def __init__(self, file: IO[bytes], name: str, setting: str):
+        self._file = file
+        self._name = name
+        self._state = self._file_state()
+        self._starts = array("q")
+        """Where each record begins, and where the last one ends."""
+        self._check(setting)
+
+    def _check(self, setting: str) -> None:
+        first: Record | None = None
+        blank, position = 0, 0
+        with reading(f"reading {self._name}", os.fstat(self._file.fileno()).st_size, "bytes") as advance:
+            for number, line in enumerate(self._file, start=1):
+                if not line.strip():
+                    blank = blank or number
+                elif blank:
+                    raise DataError(f"{self._name}:{blank} must be a JSON object, got an empty line")
+                else:
+                    record = parse(line, f"{self._name}:{number}", first=number == 1)
+                    first = first or record
+                    check_keys(record, first, f"{self._name}:{number}", "line 1")
+                    self._starts.append(position)
+                position += len(line)
+                if not number % ROWS:
+                    advance(position)
+        if first is None:
+            raise DataError(
+                f"{setting}: {self._name} must hold at least one record, got none; write one JSON object a line"
+            )
+        self._starts.append(position)
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def at(self, index: int) -> Record:
+        """Read one line.
+
+        Raises:
+            DataError: for a file that is not what it was when it was opened.
+        """
+        (record,) = self._between(index, index + 1)
+        return record
+
+    def __iter__(self) -> Iterator[Record]:
+        for start in range(0, len(self), ROWS):
+            yield from self._between(start, min(start + ROWS, len(self)))
+
+    def _between(self, first: int, end: int) -> Iterator[Record]:
+        """Read the records from ``first`` to before ``end``."""
+        if self._file_state() != self._state:
+            raise DataError(f"{self._name} was changed while it is read; a run needs it as it was: restore it")
+        begin = self._starts[first]
+        lines = os.pread(self._file.fileno(), self._starts[end] - begin, begin)
+        for index in range(first, end):
+            line = lines[self._starts[index] - begin : self._starts[index + 1] - begin]
+            yield parse(line, self._name, first=index == 0)
+
+    def _file_state(self) -> tuple[int, int]:
+        state = os.fstat(self._file.fileno())
+        return state.st_size, state.st_mtime_ns
+
+
+def parse(line: bytes, where: str, *, first: bool = False) -> dict[str, Any]:
+    """Read a line of JSON; the first one of a file may begin with a byte-order mark.
+
+    Raises:
+        DataError: for anything but an object with a key.
+        UnicodeDecodeError: for a line that is not UTF-8.
+    """
+    text = line.decode("utf-8-sig" if first else "utf-8")
+    try:
+        record = json.loads(text)
+    except json.JSONDecodeError as error:
+        what = "an empty line" if not text.strip() else f"{error.msg} at column {error.colno}"
+        raise DataError(f"{where} must be a JSON object, got {what}") from None
+    return checked(record, where)
+
+
+def checked(record: Any, where: str) -> dict[str, Any]:
+    """See that a value of JSON is an object with a key.
+
+    Raises:
+        DataError: it is not.
+    """
+    if not isinstance(record, dict) or not record:
+        got = "an empty one" if record == {} else f"a {type(record).__name__}"
+        raise DataError(f"{where} must be a JSON object with a key per column, got {got}")
+    return record
+
+
+def kept(records: Iterable[Record], name: str, setting: str) -> JsonLines:
+    """Keep records that JSON can hold in a temporary file, which goes with the process."""
+    file = tempfile.TemporaryFile(prefix="tpu_grpo_data_")  # noqa: SIM115  # lives as long as the records
+    for record in records:
+        file.write(json.dumps(record).encode() + b"\n")
+    file.flush()
+    file.seek(0)
+    return JsonLines(file, name, setting)
+
+
+class ArrowRows(Lazy):
+    """The rows of an Arrow table, with the types of Python."""
+
+    def __init__(self, table: "pa.Table"):
+        self._table = table
+
+    def __len__(self) -> int:
+        return self._table.num_rows
+
+    def at(self, index: int) -> Record:
+        """Read one row."""
+        return self._table.slice(index, 1).to_pylist()[0]
+
+    def __iter__(self) -> Iterator[Record]:
+        for start in range(0, len(self), ROWS):
+            yield from self._table.slice(start, ROWS).to_pylist()
+
+
+class Mapped(Lazy):
+    """The records of another sequence, changed as they are read.
+
+    Args:
+        records: the others.
+        change: is given a record and its index, and returns the record to read instead.
+    """
+
+    def __init__(self, records: Records, change: Callable[[Record, int], Record]):
+        self._records = records
+        self._change = change
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def at(self, index: int) -> Record:
+        """Read one record, and change it."""
+        return self._change(self._records[index], index)
+
+    def __iter__(self) -> Iterator[Record]:
+        return (self._change(record, index) for index, record in enumerate(self._records))
+
+
+class Joined(Lazy):
+    """Several sequences, one after the other."""
+
+    def __init__(self, parts: Sequence[Records]):
+        self._parts = parts
+        self._ends = list(accumulate(len(part) for part in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def at(self, index: int) -> Record:
+        """Read one record of the part that it lies in."""
+        part = bisect_right(self._ends, index)
+        return self._parts[part][index - (self._ends[part - 1] if part else 0)]
+
+    def __iter__(self) -> Iterator[Record]:
+        for part in self._parts:
+            yield from part

@@ -1,0 +1,232 @@
+"""A record of the data becomes the prompt that the model sees.
+
+    {"question": "47+38="}  --prompt_template-->  "47+38="  --chat template-->  "<|im_start|>user\\n47+38=..."  -->  ids
+
+With data.chat_template the text is written by the tokenizer's template, which places the special tokens itself;
+without it the user's message is the text and the tokenizer adds its own (a BOS, where it has one).
+"""
+
+import datetime
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from tpu_grpo.config import DataSection
+from tpu_grpo.data.messages import Conversation, Record
+from tpu_grpo.data.turns import Message
+from tpu_grpo.records.errors import ConfigError, DataError
+from tpu_grpo.records.stages import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+Tools = Sequence[Mapping[str, Any]]
+"""The JSON schemas of the tools that a prompt offers."""
+ToolsOf = Callable[[Record, str], Tools]
+"""Returns the tools of the environment that a record's prompt begins a conversation with; errors call the record as
+the second argument says."""
+CLOCK = "strftime_now"
+"""By this name transformers gives chat templates a function that writes the present time in a format."""
+THINKING = ("enable_thinking", "thinking")
+"""Chat templates name their thinking switch so: most the first way, DeepSeek's and Granite's the second."""
+
+
+class PromptRenderer:
+    """A PromptRenderer renders records by the data section: templates, system prompt, examples, chat template.
+
+    Raises:
+        ConfigError: for a template that is malformed, or settings this tokenizer cannot follow.
+    """
+
+    def __init__(self, data: DataSection, tokenizer: "PreTrainedTokenizerFast", tools_of: ToolsOf | None = None):
+        self._data = data
+        self._tools_of = tools_of
+        self._tokenizer = tokenizer
+        self._conversation = Conversation(data)
+        if data.chat_template and not tokenizer.chat_template:
+            raise ConfigError(
+                "data.chat_template=true needs a tokenizer with a chat template, this one has none; set "
+                "data.chat_template=false, or use the instruction-tuned model's tokenizer"
+            )
+        for name in ("system_prompt", "messages"):
+            if (value := getattr(data, name)) and not data.chat_template:
+                raise ConfigError(
+                    f"data.{name} needs data.chat_template=true, got {value!r} with false; write it into "
+                    "data.prompt_template"
+                )
+        self._switches = template_switches(data, tokenizer)
+
+    def render(self, record: Record, where: str) -> Prompt:
+        """Return the record's prompt; ``where`` names the record in errors.
+
+        Raises:
+            ConfigError: for a template field that is not a column, or a format that does not suit its value.
+            DataError: for a null field, an empty prompt, or one that holds the tokenizer's pad token.
+        """
+        return self.prompts([record], [where])[0]
+
+    def prompts(self, records: Sequence[Record], where: Sequence[str]) -> list[Prompt]:
+        """Return the prompts of some records; raises as `render` does."""
+        conversations = self.conversations(records, where)
+        texts = self.texts(conversations, where, self.tools(records, where))
+        before = self._conversation.before
+        return [
+            Prompt(text, tuple(token_ids), columns=record, messages=messages, examples=before)
+            for text, token_ids, record, messages in zip(
+                texts, self.encoded(texts, where), records, conversations, strict=True
+            )
+        ]
+
+    def conversations(self, records: Sequence[Record], where: Sequence[str]) -> list[list[Message]]:
+        """Return the messages of some records; raises as `render` does.
+
+        The last of them is not empty, unless an environment may have something to add.
+        """
+        conversations = [self._conversation.messages(*each) for each in zip(records, where, strict=True)]
+        if self._tools_of is not None:
+            return conversations
+        for messages, place in zip(conversations, where, strict=True):
+            if not (asked := messages[-1]["content"]).strip():
+                raise DataError(f"a prompt must not be empty, got {asked!r} from {place}; remove or fill the record")
+        return conversations
+
+    def tools(self, records: Sequence[Record], where: Sequence[str]) -> Sequence[Tools]:
+        """Return the tools that the prompts of some records offer."""
+        tools_of = self._tools_of
+        return [() if tools_of is None else tools_of(*each) for each in zip(records, where, strict=True)]
+
+    def texts(
+        self, conversations: list[list[Message]], where: Sequence[str], tools: Sequence[Tools] | None = None
+    ) -> list[str]:
+        """Return the texts of some conversations; ConfigError if the chat template does not take one."""
+        if not self._data.chat_template:
+            return [plain(messages) for messages in conversations]
+        return self._chats(conversations, where, tools or [()] * len(conversations))
+
+    def encoded(self, texts: list[str], where: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of some prompts.
+
+        Raises:
+            DataError: for a prompt without a token, or one that holds the tokenizer's pad token.
+        """
+        core = self._tokenizer.backend_tokenizer
+        core.no_truncation()  # a tokenizer's file may ask for either
+        core.no_padding()
+        encodings = core.encode_batch_fast(texts, add_special_tokens=not self._data.chat_template)
+        found = [encoding.ids for encoding in encodings]
+        pad = self._tokenizer.pad_token_id
+        for text, token_ids, place in zip(texts, found, where, strict=True):
+            if not token_ids:
+                raise DataError(f"a prompt must not be empty, got {text!r} from {place}; remove or fill the record")
+            if pad is not None and pad in token_ids:
+                raise DataError(
+                    f"a prompt must not hold the pad token, got {self._tokenizer.pad_token!r} (id {pad}) in the prompt "
+                    f"of {place}; padding is told from text by that id. Remove it from the record or the template, or "
+                    "give the tokenizer a pad token of its own"
+                )
+        return found
+
+    def most_tokens(self, text: str) -> int | None:
+        """Return a number of tokens that a text surely does not exceed; None if only its tokens can tell.
+
+        A token of a byte-level tokenizer stands for at least one byte. A text that holds the pad token has to be
+        looked at, too.
+        """
+        pad = self._tokenizer.pad_token
+        if not self._byte_level or (pad is not None and str(pad) in text):
+            return None
+        if not text.isascii() and self._normalizes:
+            return None
+        return len(text.encode("utf-8", "surrogatepass")) + self._added
+
+    @cached_property
+    def identity(self) -> str:
+        """Return the sha256, in hex, of what turns texts into tokens."""
+        digest = hashlib.sha256(self._tokenizer.backend_tokenizer.to_str().encode("utf-8", "backslashreplace"))
+        digest.update(json.dumps([self._data.chat_template, str(self._tokenizer.pad_token)]).encode())
+        return digest.hexdigest()
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        core = self._tokenizer.backend_tokenizer
+        return type(core.model).__name__ == "BPE" and "ByteLevel(" in str(core.pre_tokenizer)
+
+    @cached_property
+    def _normalizes(self) -> bool:
+        return self._tokenizer.backend_tokenizer.normalizer is not None
+
+    @cached_property
+    def _added(self) -> int:
+        """The tokens that may come beside those of the text: special ones, and a space before it."""
+        return self._tokenizer.num_special_tokens_to_add(pair=False) + 1
+
+    def _chats(self, conversations: list[list[Message]], where: Sequence[str], tools: Sequence[Tools]) -> list[str]:
+        from jinja2 import TemplateError  # what chat templates are written in; transformers imports it lazily too
+
+        try:
+            return self._templated(conversations, tools)
+        except (TemplateError, ValueError):
+            for messages, offered, place in zip(conversations, tools, where, strict=True):  # which of them is it?
+                try:
+                    self._templated([messages], [offered])
+                except (TemplateError, ValueError) as error:
+                    raise ConfigError(
+                        f"the tokenizer's chat template must accept the roles {[m['role'] for m in messages]} of "
+                        f"{place}, it says: {error}; empty data.system_prompt or set data.chat_template=false"
+                    ) from error
+            raise
+
+    def _templated(self, conversations: list[list[Message]], tools: Sequence[Tools]) -> list[str]:
+        """Write conversations by the chat template; one that ends with the assistant stays open there."""
+        texts: list[str] = [""] * len(conversations)
+        alike: dict[tuple[bool, int], list[int]] = {}
+        for n, (messages, offered) in enumerate(zip(conversations, tools, strict=True)):
+            alike.setdefault((messages[-1]["role"] == "assistant", id(offered)), []).append(n)
+        for (goes_on, _), chosen in alike.items():
+            offered = [dict(tool) for tool in tools[chosen[0]]]
+            written: Any = self._tokenizer.apply_chat_template(
+                [conversations[n] for n in chosen],
+                tokenize=False,
+                add_generation_prompt=not goes_on,
+                continue_final_message=goes_on,
+                **({"tools": offered} if offered else {}),
+                **self._switches,
+            )
+            for n, text in zip(chosen, written, strict=True):
+                texts[n] = text
+        return texts
+
+
+def plain(messages: Sequence[Message]) -> str:
+    """Join a conversation for a model without a chat template: an answer follows its question, then comes a blank line.
+
+    The example "Q: 1+1\\nA:" with " 2" and the question "Q: 2+3\\nA:" make  Q: 1+1 / A: 2 / (blank) / Q: 2+3 / A:
+    """
+    return "".join(m["content"] + ("\n\n" if m["role"] == "assistant" else "") for m in messages)
+
+
+def template_switches(data: DataSection, tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
+    """Return what the chat template is told beside the messages: how it thinks, and what day it is.
+
+    Templates such as those of Llama 3.2 write today's date. Transformers would ask the clock, whose answer is another
+    one after midnight, on hosts of other time zones, and in a run that is continued.
+    """
+    template = str(tokenizer.chat_template) if data.chat_template else ""
+    day = datetime.datetime.fromisoformat(data.date)
+    return {**({CLOCK: day.strftime} if CLOCK in template else {}), **_thinking(data, template)}
+
+
+def _thinking(data: DataSection, template: str) -> dict[str, bool]:
+    if data.thinking is None:
+        return {}
+    code = " ".join(re.findall(r"\{[{%](.*?)[%}]\}", template, re.DOTALL))
+    known = [name for name in THINKING if re.search(rf"(?<![\w.'\"<]){name}(?![\w'\">])", code)]
+    if not known:
+        raise ConfigError(
+            f"data.thinking={str(data.thinking).lower()} needs a chat template with a switch for it "
+            f"({' or '.join(THINKING)}), this tokenizer's has none; leave it unset"
+        )
+    return {known[0]: data.thinking}

@@ -1,0 +1,191 @@
+"""What the config says about a source leads to its records, whatever kind of source it is.
+
+builtin:addition                  a built-in task
+builtin:environment               empty messages, for environments that give prompts by themselves
+reasoning_gym:TASK                problems that reasoning-gym makes
+hf:NAME, or a directory           a Hugging Face dataset, of the hub or on disk
+path.py:function, module:function what a function of the user's own returns
+anything else                     files, of the formats in formats.py: a path, a pattern, an address, or a list of these
+
+All end as a sequence of mappings with the same keys, the columns; ``columns`` of the config then renames them.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tpu_grpo.config import BUILTIN, GYM, HUB, NO_DATA, ReadingSection
+from tpu_grpo.config.plugins import source_file
+from tpu_grpo.data.files import first_record, is_file_name, read_files
+from tpu_grpo.data.functions import call_function, make_puzzles
+from tpu_grpo.data.hub import read_dataset
+from tpu_grpo.data.locations import is_address
+from tpu_grpo.data.records import Mapped, Record, Records
+from tpu_grpo.records.errors import ConfigError, DataError
+from tpu_grpo.tasks import TASKS
+
+OWN_TASKS = 10_000
+"""An epoch of prompts that environments give by themselves has so many; held-out ones are numbered from here on."""
+PLAIN = ReadingSection()
+"""A source is read so by default."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Source is one source of records, with the setting that names it."""
+
+    given: str | tuple[str, ...]
+    """A path, or those of several files."""
+    reading: ReadingSection = PLAIN
+    use: Literal["train", "heldout"] = "train"
+    setting: str = "data.path"
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Return the path, or those of several files."""
+        return (self.given,) if isinstance(self.given, str) else self.given
+
+    @property
+    def path(self) -> str:
+        """Return the path, or the first of several."""
+        return self.paths[0]
+
+    @property
+    def name(self) -> str:
+        """Name the source in messages."""
+        return ", ".join(self.paths)
+
+    @property
+    def section(self) -> str:
+        """Return the section of the config around ``path``: data, evaluation, data.sources.0."""
+        return self.setting.rpartition(".")[0]
+
+
+def read_records(source: Source) -> Records:
+    """Check all records of a source, all with the same columns, under the names that the config gives them.
+
+    Those that lie on disk are read when they are asked for.
+
+    Raises:
+        DataError: for data that is missing, empty or malformed; names file and line where there is one.
+        ConfigError: for a setting that this kind of source does not have, or a column that is not there.
+    """
+    _check_settings(source)
+    records = _read(source)
+    return renamed(records, source.reading.columns, source) if source.reading.columns else records
+
+
+def glance(source: Source) -> Record | None:
+    """Read the first record of a source, under the names that the config gives its columns, without anything heavy.
+
+    None if that takes time: for what is made, or fetched from elsewhere. What is not there raises as in `read_records`.
+    """
+    _check_settings(source)
+    if (kind := _kind(source)) == "files":
+        record = first_record(source.paths, source.setting)
+    elif kind == "builtin":
+        record = _builtin(source)[0]
+    else:
+        if kind == "function" and (file := source_file(source.path)) is not None and not file.is_file():
+            raise DataError(f"{source.setting}: data file not found: {file} (relative to {Path.cwd()}); correct it")
+        return None
+    columns = source.reading.columns
+    return renamed([record], columns, source)[0] if record is not None and columns else record
+
+
+def _kind(source: Source) -> Literal["builtin", "puzzles", "dataset", "function", "files"]:
+    path = source.path
+    if len(source.paths) > 1 or is_address(path):
+        return "files"
+    if path.startswith(BUILTIN):
+        return "builtin"
+    if path.startswith(GYM):
+        return "puzzles"
+    file = Path(path).expanduser()
+    if path.startswith(HUB) or (file.is_dir() and not is_file_name(path)):
+        return "dataset"
+    return "function" if ":" in path and not file.exists() else "files"
+
+
+def _read(source: Source) -> Records:
+    path, reading, setting = source.path, source.reading, source.setting
+    match _kind(source):
+        case "builtin":
+            return _builtin(source)
+        case "puzzles":
+            return make_puzzles(path.removeprefix(GYM), reading.options, setting, heldout=source.use == "heldout")
+        case "dataset":
+            split = reading.split or ("train" if source.use == "train" else "test")
+            return read_dataset(path, split, reading, setting)
+        case "function":
+            return call_function(path, reading.options, setting)
+        case "files":
+            return read_files(source.paths, setting)
+
+
+def _check_settings(source: Source) -> None:
+    """Refuse settings that would be ignored, and in a list of paths what is no file."""
+    if len(source.paths) > 1 and (others := [path for path in source.paths if path.startswith((HUB, BUILTIN, GYM))]):
+        raise ConfigError(f"{source.setting} must list files only, got {others}; mix them with data.sources")
+    kind = _kind(source)
+    hub, function = kind == "dataset", kind in ("function", "puzzles")
+    for name, used in (("split", hub), ("subset", hub), ("options", hub or function)):
+        if (value := getattr(source.reading, name)) and not used:
+            raise ConfigError(
+                f"{source.section}.{name} is for Hugging Face datasets{' and functions' * (name == 'options')}, got "
+                f"{value!r} with {source.setting}={source.name}; leave it out"
+            )
+
+
+def renamed(records: Records, columns: Mapping[str, str], source: Source) -> Records:
+    """Rename columns, which then come first; those that are not mentioned keep their names.
+
+    With {answer: solution} the records {solution: 4, level: 1} become {answer: 4, level: 1}. A column that had the name
+    before makes way. A dot reaches into a column, unless there is one of the whole name.
+
+    Raises:
+        ConfigError: for a column that is not there; of a record beyond the first, when it is read.
+    """
+
+    def change(record: Record, index: int) -> Record:
+        where = f"record {index} of {source.name}"
+        new = {name: _value(record, column, where, source) for name, column in columns.items()}
+        return new | {k: v for k, v in record.items() if k not in new and k not in columns.values()}
+
+    change(records[0], 0)
+    return Mapped(records, change)
+
+
+def _value(record: Mapping[str, Any], column: str, where: str, source: Source) -> Any:
+    if column in record:
+        return record[column]
+    value: Any = record
+    for part in column.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise ConfigError(
+                f"{source.section}.columns names the column {column!r}, which {where} (from 0) lacks; available: "
+                f"{', '.join(record)}"
+            )
+        value = value[part]
+    return value
+
+
+def _builtin(source: Source) -> Records:
+    """Return a task's problems; held-out ones come in a fixed shuffled order.
+
+    Those of the addition come sorted by their first number, and small numbers carry less often: of the first half in
+    that order 60 % need a carry, of all 73 %. An evaluation that takes the first few would measure an easier task.
+    """
+    if source.path == NO_DATA:
+        first = 0 if source.use == "train" else OWN_TASKS
+        return [{"prompt": "", "task": first + number} for number in range(OWN_TASKS)]
+    name = source.path.removeprefix(BUILTIN)
+    if name not in TASKS:
+        known = ", ".join([*(BUILTIN + task for task in TASKS), NO_DATA])
+        raise DataError(f"{source.setting} must name built-in data, got {source.path!r}; there are {known}")
+    records: list[dict[str, Any]] = [dict(problem) for problem in TASKS[name].problems(source.use)]
+    if source.use == "heldout":
+        random.Random(0).shuffle(records)  # 0: the same for every run
+    return records

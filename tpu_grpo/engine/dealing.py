@@ -1,0 +1,203 @@
+"""Deals groups of requests to replicas, the longest expected answers first.
+
+    groups = make_groups(requests, expected_tokens(requests, known))
+    dealer = Dealer(groups, drivers=[[0], [0, 1]])     # two replicas, and the hosts that drive them
+    dealer.deal(loads)          # at the start: two idle replicas
+    dealer.deal(loads)          # at every agreed point while groups wait
+    dealer.assigned             # the requests of each replica, once none waits
+
+A replica starts a group when it has a place for one of its rows. Groups that it has not started are dealt anew at every
+agreed point, so that an idle replica takes over what waits at a busy one. For two replicas of 2 places and six groups
+of one request each, whose expected tokens are 9 7 5 4 2 1:
+
+    at the start    9 and 4 run on replica 0 (13), 7 and 5 on replica 1 (12);  2 waits at replica 1, 1 at replica 0
+    at a point      replica 1 has ended 7, 5 and its own 2, and takes over 1, for which replica 0 has no place yet
+
+Everything here is a function of the requests, what is expected of them and the tokens sampled so far. Every host
+computes the same.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tpu_grpo.engine.options import EngineOptions
+from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.records.stages import Request
+
+POINTS = 32
+"""The longest answer takes about so many agreed points, if groups wait so long."""
+FEWEST_STEPS = 16
+"""Decode steps between two points, at least: a point costs an exchange between hosts, and the others' waiting."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Requests with the same prompt; they stay together, because the first of them prefills it for all."""
+
+    number: int
+    members: tuple[int, ...]
+    """Their indices, ascending."""
+    tokens: int
+    """Tokens that are expected of all of them together."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a replica has to do at an agreed point."""
+
+    rows: int
+    """Requests of groups that it has started and that have not ended."""
+    places: int
+    """The requests that it can run at once."""
+    tokens: int = 0
+    """Tokens that are still expected of the rows."""
+    held: tuple[int, ...] = ()
+    """The numbers of the groups that it has not started."""
+
+
+def expected_tokens(requests: Sequence[Request], known: Sequence[float | None] | None = None) -> list[int]:
+    """Say how many tokens are expected of each request, given those of which something is known.
+
+    The others get the mean of these. If nothing is known, half of the longest answer allowed is expected of each.
+    """
+    known = known or [None] * len(requests)
+    told = [value for value in known if value is not None]
+    allowed = max((request.sampling.max_new_tokens for request in requests), default=1)
+    mean = sum(told) / len(told) if told else allowed / 2
+    return [max(1, round(mean if value is None else value)) for value in known]
+
+
+def rows_kept(requests: Sequence[Request], expected: Sequence[int], options: EngineOptions) -> int:
+    """Return how many of these requests a cache can hold at once, about: if all are average."""
+    needed = sum(
+        options.tokens_of_request(len(request.token_ids) + tokens)
+        for request, tokens in zip(requests, expected, strict=True)
+    )
+    return max(1, options.cache_tokens * len(requests) // max(1, needed))
+
+
+def places_for(requests: Sequence[Request], expected: Sequence[int], options: EngineOptions) -> int:
+    """Return how many of these requests an engine can run at once, about: what its cache holds if all are average."""
+    return min(options.max_running_requests, rows_kept(requests, expected, options))
+
+
+def make_groups(
+    requests: Sequence[Request], expected: Sequence[int], *, share: bool = True, converse: bool = False
+) -> list[Group]:
+    """Group requests with the same prompt token ids, longest expected answers first.
+
+    Groups of which the same is expected are in the order of their first requests. With ``share=False``, which is for
+    an engine without a prefix cache, every request is a group of its own. With ``converse`` requests of different
+    prompts are in different groups even if their token ids are equal: it is their environments that differ.
+    """
+    members: dict[tuple[int, ...], list[int]] = {}
+    for index, request in enumerate(requests):
+        apart = (request.key.prompt,) if converse else ()
+        members.setdefault((*request.token_ids, *apart) if share else (index,), []).append(index)
+    groups = [
+        Group(number, tuple(group), sum(expected[index] for index in group))
+        for number, group in enumerate(members.values())
+    ]
+    return sorted(groups, key=lambda group: (-group.tokens / len(group.members), group.number))
+
+
+def steps_between_points(requests: Sequence[Request]) -> int:
+    """Return the decode steps from one agreed point to the next."""
+    longest = max((request.sampling.max_new_tokens for request in requests), default=1)
+    return max(FEWEST_STEPS, longest // POINTS)
+
+
+def startable(held: Sequence[Group], rows: int, places: int) -> int:
+    """Return how many of the groups a replica starts now, in order: while it has a place for the first row of one."""
+    for count, group in enumerate(held):
+        if rows >= places:
+            return count
+        rows += len(group.members)
+    return len(held)
+
+
+def host_told(group: int, drivers: Sequence[int], replicas: int) -> int:
+    """Choose which of the hosts that drive a replica is told of the completions of a group that the replica serves.
+
+    They take the groups of their replica in turn, if all replicas get their groups in turn; all hosts choose alike.
+    """
+    return drivers[group // replicas % len(drivers)]
+
+
+def divided_places(places: int | None, drivers: Sequence[Sequence[int]]) -> list[int | None]:
+    """Divide the environments that each host may have at once among the replicas that it drives.
+
+    Args:
+        places: of each host; None for any number.
+        drivers: for every replica the hosts that drive it: one that drives several, or several that drive one.
+
+    Raises:
+        ConfigError: if there are fewer than replicas, of which each needs one.
+    """
+    if places is None:
+        return [None] * len(drivers)
+    shares: list[int | None] = []
+    for number, (host, *_) in enumerate(drivers):
+        beside = [other for other, hosts in enumerate(drivers) if host in hosts]
+        if places < len(beside):
+            raise ConfigError(
+                f"environment.workers must be at least the {len(beside)} engines of a host, of which each has "
+                f"environments of its own, got {places}; raise it, or set it to auto, or give engines more devices "
+                "with meshes.sampler.tensor"
+            )
+        shares.append(places // len(beside) + (beside.index(number) < places % len(beside)))
+    return shares
+
+
+class Dealer:
+    """Deals groups, and remembers who has got which."""
+
+    def __init__(self, groups: Sequence[Group], drivers: Sequence[Sequence[int]]):
+        """Take the groups in the order in which they are to start, and for every replica the hosts that drive it."""
+        self._groups = {group.number: group for group in groups}
+        self._owners: dict[int, int] = {}
+        self._drivers = drivers
+        self.waits = False
+        """Whether the last ``deal`` left a replica with groups that it cannot start at once."""
+
+    def deal(self, loads: Sequence[Load]) -> list[list[Group]]:
+        """Deal all groups that nobody has started; returns what each replica is to hold now.
+
+        The next group goes to the replica where the fewest of its rows have to wait for a place, and among several to
+        the one with the fewest expected tokens, then to the first.
+        """
+        held = {number for load in loads for number in load.held}
+        rows, tokens = [load.rows for load in loads], [load.tokens for load in loads]
+        dealt: list[list[Group]] = [[] for _ in loads]
+        for number, group in self._groups.items():
+            if number in self._owners and number not in held:
+                continue
+            places = [max(0, load.places - now) for load, now in zip(loads, rows, strict=True)]
+            size = len(group.members)
+            best = min(range(len(loads)), key=lambda r: (max(0, size - places[r]), tokens[r], r))
+            dealt[best].append(group)
+            rows[best] += size
+            tokens[best] += group.tokens
+            self._owners[number] = best
+        self.waits = any(
+            startable(groups, load.rows, load.places) < len(groups) for groups, load in zip(dealt, loads, strict=True)
+        )
+        return dealt
+
+    @property
+    def assigned(self) -> list[list[int]]:
+        """The indices of each replica's requests, in ascending order."""
+        shares: list[list[int]] = [[] for _ in self._drivers]
+        for number, owner in self._owners.items():
+            shares[owner] += self._groups[number].members
+        return [sorted(share) for share in shares]
+
+    @property
+    def told(self) -> list[int]:
+        """The host that is told of the end of each request."""
+        told = {
+            index: host_told(number, self._drivers[owner], len(self._drivers))
+            for number, owner in self._owners.items()
+            for index in self._groups[number].members
+        }
+        return [told[index] for index in range(len(told))]

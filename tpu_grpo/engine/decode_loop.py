@@ -1,0 +1,243 @@
+"""Several decode steps in one launch: a loop on the devices that samples tokens and appends them to their rows.
+
+The cache slots of all steps are reserved before the launch, so that the host has nothing to say until it ends. A row
+ends inside the launch by a stop token, or when its slots are used up; from then on it counts as padding and writes
+nowhere. The loop ends when its steps are done or few rows are left, as ``LaunchInputs.control`` says. A launch can take
+up rows where the launch before leaves them, so that the devices have it before the host has seen that one's tokens.
+
+    step         0   1   2   3          (slots for 4 tokens; row c may have only 2 more, row b samples a stop token)
+    row a        x   x   x   x
+    row b        x   x   .   .
+    row c        x   x   .   .
+
+Suffixes: B rows (padded), k the most steps of a launch, L layers, K experts per token.
+"""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, Integer
+
+from tpu_grpo.engine.arrays import AnyArray
+from tpu_grpo.engine.attention import AttentionMode
+from tpu_grpo.engine.routed_experts import ExpertLayout
+from tpu_grpo.engine.sampling import SamplingColumns
+from tpu_grpo.engine.step_arrays import StepInputs, StepOutput
+
+Cache = list[Array]
+Step = Callable[[Cache, StepInputs], tuple[StepOutput, Cache]]
+"""One traced decode step of the model: (cache, inputs) -> (output, cache)."""
+
+
+class LaunchRows(NamedTuple):
+    """What a launch is told of each row."""
+
+    token: Int[AnyArray, " B"]
+    """The token that the first step takes in."""
+    length: Int[AnyArray, " B"]
+    """Tokens that the row has after the first step, or 0 for padding."""
+    stops: Bool[AnyArray, " B"]
+    """Whether a stop token ends the row."""
+    sampling: SamplingColumns
+    slots: Int[AnyArray, "B k"]
+    """The cache slots of the tokens that the steps take in; -1 after the row's last."""
+
+
+class LaunchInputs(NamedTuple):
+    """The arrays that a launch needs on the devices; all of them are replicated. There are few, for speed."""
+
+    rows: Int[AnyArray, "B columns"]
+    """LaunchRows side by side in int32; ``pack_rows`` makes it."""
+    control: Int[AnyArray, " 3"]
+    """The number of steps; how many running rows are so few that the launch ends; and 1 to take up ``before``."""
+    attention: Any
+    """The attention mode's arrays, which stay as they are during a launch."""
+    before: Int[AnyArray, "2 B"]
+    """What the launch before left in ``LaunchOutput.after``; anything for a launch that does not take it up."""
+
+
+class LaunchOutput(NamedTuple):
+    """What a launch leaves on the devices, beside the cache."""
+
+    results: Int[Array, "results B"]
+    """2 k + 1 lines: the number of tokens of each row, the tokens of every step, and the bits of their
+    log-probabilities."""
+    experts: Integer[Array, "k B L K"] | None
+    """The experts of every token that a step took in, if the runner returns them."""
+    after: Int[Array, "2 B"] | None
+    """Each row's last token, and 1 if that is a stop token; the next launch reads it, and the host does not."""
+    kept: Int[Array, "k B"] | None = None
+    """How many tokens the filters kept of every step's, if log-probabilities are those among them."""
+
+
+def for_host(output: StepOutput | LaunchOutput) -> StepOutput | LaunchOutput:
+    """Leave out what the host does not read."""
+    return output._replace(after=None) if isinstance(output, LaunchOutput) else output
+
+
+class Sampled(NamedTuple):
+    """The tokens of b rows in a launch or a prefill step, on the host: the first ``count`` of each row."""
+
+    count: Int[np.ndarray, " b"]
+    tokens: Int[np.ndarray, "k b"]
+    logprobs: Float[np.ndarray, "k b"]
+    kept: Int[np.ndarray, "k b"] | None = None
+    """How many tokens the filters kept, if log-probabilities are those among them."""
+
+    @classmethod
+    def of_prefill(cls, output: StepOutput, rows: int) -> "Sampled":
+        """Read the first ``rows`` rows of a prefill step, which has come to the host; each has one token."""
+        tokens, logprobs = np.asarray(output.tokens), np.asarray(output.logprobs)
+        kept = None if output.kept is None else np.asarray(output.kept)[None, :rows]
+        return cls(np.ones(rows, np.int32), tokens[None, :rows], logprobs[None, :rows], kept)
+
+    @classmethod
+    def of_launch(
+        cls, results: Int[np.ndarray, "results B"], columns: Int[np.ndarray, " b"], kept: Any = None
+    ) -> "Sampled":
+        """Read the rows in these columns of a launch's results, and of what it says of kept tokens."""
+        chosen = np.ascontiguousarray(np.asarray(results)[:, columns])
+        tokens, bits = np.split(chosen[1:], 2)
+        counts = None if kept is None else np.asarray(kept)[:, columns]
+        return cls(chosen[0], tokens, bits.view(np.float32), counts)
+
+
+@functools.cache
+def nothing_before(rows: int, mesh: Mesh) -> Int[Array, "2 B"]:
+    """Return the ``before`` of launches that follow none. It is on the devices, or they would have another program."""
+    return jax.jit(lambda: jnp.zeros((2, rows), jnp.int32), out_shardings=NamedSharding(mesh, PartitionSpec()))()
+
+
+def pack_rows(rows: LaunchRows) -> Int[np.ndarray, "B columns"]:
+    """Put the rows into one array of int32; fractions and unsigned numbers keep their bits."""
+    sampling = rows.sampling
+    columns = (
+        *(rows.token, rows.length, rows.stops.astype(np.int32), rows.sampling.top_k),
+        *(column.view(np.int32) for column in (sampling.temperature, sampling.top_p, sampling.min_p)),
+        sampling.key.view(np.int32),
+        rows.slots,
+    )
+    return np.column_stack(columns)
+
+
+def unpack_rows(packed: Int[Array, "B columns"]) -> LaunchRows:
+    """Undo ``pack_rows`` in a trace."""
+    token, length, stops, top_k = (packed[:, column] for column in range(4))
+    temperature, top_p, min_p = jnp.unstack(jax.lax.bitcast_convert_type(packed[:, 4:7], jnp.float32), axis=1)
+    key = jax.lax.bitcast_convert_type(packed[:, 7:11], jnp.uint32)
+    sampling = SamplingColumns(temperature, top_k, top_p, min_p, key, position=length)
+    return LaunchRows(token, length, stops > 0, sampling, packed[:, 11:])
+
+
+class _Carry(NamedTuple):
+    """What one step hands to the next."""
+
+    step: Int[Array, ""]
+    token: Int[Array, " B"]
+    running: Bool[Array, " B"]
+    stopped: Bool[Array, " B"]
+    count: Int[Array, " B"]
+    tokens: Int[Array, "k B"]
+    logprobs: Float[Array, "k B"]
+    experts: Integer[Array, "k B L K"] | None
+    kept: Int[Array, "k B"] | None
+    cache: Cache
+
+
+def decode_loop(
+    step: Step,
+    cache: Cache,
+    inputs: LaunchInputs,
+    *,
+    attention: AttentionMode,
+    stop_token_ids: Iterable[int],
+    experts: ExpertLayout | None,
+    filtered: bool = False,
+) -> tuple[LaunchOutput, Cache]:
+    """Trace the steps of a launch. The first is always made, unless all rows are padding.
+
+    Returns what was sampled, and the cache, which is updated in place.
+    """
+    rows = unpack_rows(inputs.rows)
+    stop_ids = jnp.asarray(sorted(stop_token_ids), jnp.int32)
+
+    def more(carry: _Carry) -> Bool[Array, ""]:
+        return (carry.step < inputs.control[0]) & (jnp.sum(carry.running) > inputs.control[1])
+
+    def advance(carry: _Carry) -> _Carry:
+        running = carry.running
+        output, cache = step(carry.cache, _step_inputs(carry, rows, inputs.attention, attention))
+        token = jnp.where(running, output.tokens, 0)
+        stopped = carry.stopped | (running & rows.stops & jnp.any(token[:, None] == stop_ids, axis=1))
+        return _Carry(
+            step=carry.step + 1,
+            token=token,
+            running=running & ~stopped & (_slots_at(rows, carry.step + 1) >= 0),
+            stopped=stopped,
+            count=carry.count + running,
+            tokens=carry.tokens.at[carry.step].set(token),
+            logprobs=carry.logprobs.at[carry.step].set(jnp.where(running, output.logprobs, 0.0)),
+            experts=None if carry.experts is None else carry.experts.at[carry.step].set(output.experts),
+            kept=None if carry.kept is None else carry.kept.at[carry.step].set(output.kept),
+            cache=cache,
+        )
+
+    last = jax.lax.while_loop(more, advance, _start(rows, inputs, cache, experts, filtered))
+    return _output(last), last.cache
+
+
+def _start(
+    rows: LaunchRows, inputs: LaunchInputs, cache: Cache, experts: ExpertLayout | None, filtered: bool
+) -> _Carry:
+    batch, steps = rows.slots.shape
+    follows, (token, stopped) = inputs.control[2] > 0, inputs.before
+    stopped = follows & (stopped > 0)
+    return _Carry(
+        step=jnp.int32(0),
+        token=jnp.where(follows, token, rows.token),
+        running=(rows.slots[:, 0] >= 0) & ~stopped,
+        stopped=stopped,
+        count=jnp.zeros(batch, jnp.int32),
+        tokens=jnp.zeros((steps, batch), jnp.int32),
+        logprobs=jnp.zeros((steps, batch), jnp.float32),
+        experts=None if experts is None else experts.zeros(steps, batch),
+        kept=jnp.zeros((steps, batch), jnp.int32) if filtered else None,
+        cache=cache,
+    )
+
+
+def _output(last: _Carry) -> LaunchOutput:
+    bits = jax.lax.bitcast_convert_type(last.logprobs, jnp.int32)
+    results = jnp.concatenate([last.count[None], last.tokens, bits])
+    after = jnp.stack([last.token, last.stopped.astype(jnp.int32)])
+    return LaunchOutput(results, last.experts, after, last.kept)
+
+
+def _step_inputs(carry: _Carry, rows: LaunchRows, metadata: Any, attention: AttentionMode) -> StepInputs:
+    """Build the inputs of one step, in which rows that have ended are padding."""
+    running = carry.running
+    length = jnp.where(running, rows.length + carry.step, 0)
+    before = jnp.maximum(length - 1, 0)
+    metadata, cache_loc = attention.at_step(metadata, length)
+    return StepInputs(
+        input_ids=jnp.where(running, carry.token, 0),
+        positions=before,
+        out_cache_loc=jnp.where(running, _slots_at(rows, carry.step), -1),
+        seq_lens=length,
+        prefix_lens=before,
+        extend_lens=running.astype(jnp.int32),
+        cache_loc=cache_loc,
+        attention=metadata,
+        sampling=rows.sampling._replace(position=length),
+    )
+
+
+def _slots_at(rows: LaunchRows, step: Int[Array, ""]) -> Int[Array, " B"]:
+    """Return the slots of a step; -1 after the last."""
+    slots = jnp.pad(rows.slots, ((0, 0), (0, 1)), constant_values=-1)
+    return jax.lax.dynamic_index_in_dim(slots, step, axis=1, keepdims=False)

@@ -1,0 +1,120 @@
+"""Brings the completions of all replicas to all hosts, over the devices' interconnect.
+
+    exchange = Exchange(requests, assigned, senders=[0, 0, 1], hosts=hosts)    # three replicas on two hosts
+    completions = exchange.completions(own)
+    completions = exchange.with_experts(completions, own, layout, context_tokens=4096)
+
+Arrays have the same shape on every host and at every step, so that nothing is compiled later: what hosts send goes in
+pieces of an even share, of which a host that served more than others sends several.
+"""
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from tpu_grpo.engine.packing import pack, pack_experts, unpack, unpack_experts
+from tpu_grpo.engine.routed_experts import ExpertLayout
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.records.stages import Completion, Request
+
+PIECE_BYTES = 64 * 2**20
+"""Experts and conversations go in pieces of at most about this size over all hosts, as every device holds a piece."""
+FEWEST_BYTES = 2**16
+"""A host sends at least so many bytes of its conversations; from there on powers of 2, so that few are compiled."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The requests of one generation, and where they are served."""
+
+    requests: Sequence[Request]
+    assigned: Sequence[Sequence[int]]
+    """The indices of each replica's requests."""
+    senders: Sequence[int]
+    """For each replica the host that sends its completions."""
+    hosts: Hosts
+    kept: bool = False
+    """Whether completions say how many tokens the filters kept."""
+
+    def completions(self, own: Mapping[int, Completion]) -> list[Completion]:
+        """Gather all completions, without experts, in the order of the requests.
+
+        ``own`` holds the completions of the replicas that this host drives, by the index of the request.
+        """
+        new_tokens = max((request.sampling.max_new_tokens for request in self.requests), default=1)
+        mine, found = self._mine(own), {}
+        for start in range(0, self._rows, self._share):
+            end = start + self._share
+            packed = pack(mine[start:end], self._share, new_tokens, kept=self.kept)
+            tables = self.hosts.gather_array("completions", packed)
+            for table, indices in zip(tables, self._sent, strict=True):
+                rows = unpack(table[: len(indices[start:end])], kept=self.kept)
+                found |= zip(indices[start:end], rows, strict=True)
+        return [found[index] for index in range(len(self.requests))]
+
+    def with_experts(
+        self,
+        completions: Sequence[Completion],
+        own: Mapping[int, Completion],
+        layout: ExpertLayout,
+        context_tokens: int,
+    ) -> list[Completion]:
+        """Gather the experts of all ``completions``; every row takes the place of ``context_tokens`` tokens."""
+        mine, found = self._mine(own), list(completions)
+        piece = max(1, PIECE_BYTES // (self.hosts.count * context_tokens * layout.token_bytes))
+        piece = min(piece, self._share)
+        for start in range(0, self._rows, piece):
+            packed = pack_experts(mine[start : start + piece], piece, context_tokens, layout)
+            for table, indices in zip(self.hosts.gather_array("experts", packed), self._sent, strict=True):
+                for row, index in zip(table, indices[start : start + piece], strict=False):
+                    computed = len(self.requests[index].token_ids) + len(found[index].token_ids) - 1
+                    found[index] = unpack_experts(row, found[index], computed, layout)
+        return found
+
+    @cached_property
+    def _sent(self) -> list[list[int]]:
+        """For every host the requests whose completions it sends, in their order."""
+        by_replica = list(zip(self.assigned, self.senders, strict=True))
+        return [
+            [index for indices, sender in by_replica if sender == host for index in indices]
+            for host in range(self.hosts.count)
+        ]
+
+    @property
+    def _rows(self) -> int:
+        return max(map(len, self._sent))
+
+    @property
+    def _share(self) -> int:
+        """Rows of a piece: an even share of the requests for each host that sends any."""
+        return max(1, -(-len(self.requests) // len(set(self.senders))))
+
+    def _mine(self, own: Mapping[int, Completion]) -> list[Completion]:
+        return [own[index] for index in self._sent[self.hosts.index]]
+
+
+def exchange_conversations(own: Mapping[int, Completion], count: int, hosts: Hosts) -> list[Completion]:
+    """Gather ``count`` completions with all that they hold, in the order of the requests; each is on one host."""
+    if hosts.count == 1:
+        return [own[index] for index in range(count)]
+    data = pickle.dumps(sorted(own.items()))
+    sizes = [int(size) for size in hosts.gather("how large conversations are", str(len(data)).encode())]
+    piece, buffers = _piece_bytes(max(sizes), hosts.count), [bytearray() for _ in sizes]
+    for start in range(0, max(sizes), piece):
+        part = data[start : start + piece].ljust(piece, b"\0")
+        tables = hosts.gather_array("conversations", np.frombuffer(part, np.int32))  # which no device pads
+        for buffer, table in zip(buffers, tables, strict=True):
+            buffer += table.tobytes()
+    found: dict[int, Completion] = {}
+    for buffer, size in zip(buffers, sizes, strict=True):
+        found |= pickle.loads(memoryview(buffer)[:size])
+    return [found[index] for index in range(count)]
+
+
+def _piece_bytes(largest: int, hosts: int) -> int:
+    """Return a power of 2: what one host sends at a time, so that all of them together send PIECE_BYTES at most."""
+    most = 2 ** ((PIECE_BYTES // hosts).bit_length() - 1)
+    return max(FEWEST_BYTES, min(most, 2 ** max(0, largest - 1).bit_length()))

@@ -1,0 +1,275 @@
+"""A batch of requests while an engine serves it.
+
+Requests with equal prompts form a group. The first of them prefills the prompt; the others wait for it and reuse its
+cached keys and values. A group is started when there is a place for one of its rows, in the order in which groups are
+held. Time is counted in decode steps, which are the same on every machine.
+
+Where answers are conversations, a request is a turn, and a row is out while its environment works; see waves.py. With
+nothing else to do, the clock jumps to the moment at which the first row is due.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tpu_grpo.engine.dealing import Group, Load
+from tpu_grpo.engine.running import RunningRequest
+from tpu_grpo.engine.scheduler import SteppedScheduler
+from tpu_grpo.engine.waves import Waves
+from tpu_grpo.records.stages import Completion, Request
+
+Finished = Callable[[int, Completion], None]
+"""Is told the index of a request and its completion, once, as soon as it has ended; on the thread that generates."""
+
+
+class Partial(NamedTuple):
+    """Holds what there is of an answer."""
+
+    token_ids: Sequence[int]
+    completion: Completion | None
+    """The whole completion, once it has ended."""
+
+
+class Generation:
+    """Those of a batch's requests that one engine serves; ``hold`` says which. Call ``advance`` until it returns False.
+
+    Each call collects the tokens of the launch before and starts the next one. Engines on different devices therefore
+    work at the same time if each is advanced once it is ``ready``.
+    """
+
+    def __init__(
+        self,
+        scheduler: SteppedScheduler,
+        requests: Sequence[Request],
+        stop_ids: frozenset[int],
+        *,
+        expected: Sequence[int],
+        places: int,
+        finished: Finished | None = None,
+        share: bool = True,
+        waves: Waves | None = None,
+    ):
+        """Serve nothing yet.
+
+        Args:
+            scheduler: the engine's.
+            requests: the whole batch; indices count these.
+            stop_ids: tokens that end a completion.
+            expected: the tokens that are expected of each request.
+            places: how many rows to start at once; then it is one group after another, until requests have to wait.
+            finished: is told of every completion as it ends.
+            share: whether requests of a group reuse the prompt of the first.
+            waves: brings the rows' turns, if their answers are conversations.
+        """
+        self._scheduler = scheduler
+        self._requests = requests
+        self._stop_ids = stop_ids
+        self._expected = expected
+        self._places = places
+        self._finished = finished
+        self._share = share
+        self._waves = waves
+        self._held: deque[Group] = deque()
+        self._followers: dict[int, list[tuple[int, Request]]] = {}
+        self._running: dict[int, RunningRequest] = {}
+        self._first_step, self._idle_steps = scheduler.use.steps, 0
+        self._late, self._untold = False, dict[int, Completion]()
+        self.completions: dict[int, Completion] = {}
+        """What has ended so far, by the index of the request."""
+
+    def hold(self, groups: Sequence[Group]) -> None:
+        """Serve these groups next, in their order, in place of those that are held and have not been started."""
+        self._held = deque(groups)
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``advance`` would not have to wait: for the devices, or for an environment whose answer is due."""
+        if self._late and self._waves is not None:
+            return self._waves.ready(self.clock)
+        return self._scheduler.ready
+
+    @property
+    def computing(self) -> bool:
+        """Whether the devices have a launch."""
+        return self._scheduler.in_flight is not None
+
+    @property
+    def steps(self) -> int:
+        """Decode steps so far."""
+        return self._scheduler.use.steps - self._first_step
+
+    @property
+    def clock(self) -> int:
+        """Decode steps so far, and those in which others worked and this engine had nothing to do."""
+        return self.steps + self._idle_steps
+
+    def advance(self, until: int | None = None, *, wait: bool = True) -> bool:
+        """Finish the launch in flight and start the next; returns False once there is nothing left to do.
+
+        With ``until``, it also returns False when the clock is there, which no launch passes. Whoever waits for
+        completions is told while the devices work at the next launch. Without ``wait`` nothing is launched while the
+        answer of an environment is due and not there: ``ready`` says when to call again.
+        """
+        self._scheduler.finish()
+        self._take_ended()
+        going_on = self._prepare(until, wait=wait)
+        if going_on and not self._late:
+            self._start(None if until is None else until - self.clock)
+        elif not self._rows and self._scheduler.running:
+            self._scheduler.start()  # an empty one, which hands back the slots of the last rows
+            self._scheduler.running.clear()
+        self._tell()
+        return going_on
+
+    def partial(self, index: int) -> Partial:
+        """Return what there is of a request's answer; nothing of one that has not been started."""
+        if (completion := self.completions.get(index)) is not None:
+            return Partial(completion.token_ids.tolist(), completion)
+        running = self._running.get(index)
+        return Partial(() if running is None else list(running.req.output_ids), None)
+
+    def cancel(self) -> None:
+        """Let every request end with the tokens that it has after the launch in flight, and start no other.
+
+        The scheduler takes each for one that has reached its last token; ``advance`` still has to be called.
+        Conversations end without a completion.
+        """
+        self._held.clear()
+        self._followers.clear()
+        if self._waves is not None:
+            self._waves.give_up()
+        for running in self._running.values():
+            running.req.sampling_params.max_new_tokens = 1
+
+    def pause(self, point: int) -> Load:
+        """Say at an agreed point what there is to do; an engine that had nothing to do before it was idle until now."""
+        self._idle_steps += max(0, point - self.clock)
+        return Load(self._places - self._free, self._places, self._left, tuple(group.number for group in self._held))
+
+    @property
+    def _inside(self) -> int:
+        """Requests that the scheduler has, and those that wait for the first of theirs."""
+        return len(self._running) + sum(map(len, self._followers.values()))
+
+    @property
+    def _rows(self) -> int:
+        """Requests of started groups that have not ended; conversations that are not over."""
+        return self._inside + (0 if self._waves is None else len(self._waves.out))
+
+    @property
+    def _free(self) -> int:
+        """Rows that can be started now; below 0 if more were started than there are places now."""
+        free, waves = self._places - self._inside, self._waves
+        return free if waves is None else min(free, max(waves.limits.kept, self._places) - self._rows, waves.room)
+
+    @property
+    def _left(self) -> int:
+        """Tokens that are still expected of started rows."""
+        sampled = {i: len(row.req.output_ids) for i, row in self._running.items()}
+        sampled |= {i: 0 for waiting in self._followers.values() for i, _ in waiting}
+        if self._waves is not None:
+            sampled |= dict.fromkeys(self._waves.out, 0)
+            sampled = {i: tokens + self._waves.sampled(i) for i, tokens in sampled.items()}
+        return sum(max(1, self._expected[i] - tokens) for i, tokens in sampled.items())
+
+    def _take_ended(self) -> None:
+        """Take out the requests that have ended: completions, or turns that their environments get."""
+        for index in [index for index, row in self._running.items() if row.req.finished()]:
+            row = self._running.pop(index)
+            if self._waves is None:
+                self._keep(index, row.completion())
+            else:
+                turn, use = row.completion(), self._scheduler.use
+                first = self._waves.ended(index, row.request, turn, self.clock)
+                use.count_turn(len(row.request.token_ids), turn.cached_tokens, first=first)
+
+    def _keep(self, index: int, completion: Completion) -> None:
+        self.completions[index] = self._untold[index] = completion
+
+    def _tell(self) -> None:
+        """Tell environments of turns, and whoever waits for completions of these."""
+        if self._waves is not None:
+            self._waves.tell()
+        untold, self._untold = self._untold, {}
+        if self._finished is not None:
+            for index, completion in untold.items():
+                self._finished(index, completion)
+
+    def _prepare(self, until: int | None, *, wait: bool) -> bool:
+        """Submit all that can run now; says whether there is anything to do before ``until``.
+
+        A conversation that is over leaves its place to a group, whose rows are out at once; therefore the loop.
+        """
+        self._late = False
+        while until is None or self.clock < until:
+            self._fill()
+            if self._waves is None or (due := self._waves.next_due) is None:
+                return self._inside > 0
+            if not self._inside:  # the clock jumps
+                self._idle_steps += max(0, (due if until is None else min(due, until)) - self.clock)
+                if until is not None and self.clock >= until:
+                    break
+            if due > self.clock:
+                return True
+            self._late = not wait and not self._heard(self._waves)
+            if self._late:
+                return True
+            self._let_in(self._waves)
+        return False
+
+    def _heard(self, waves: Waves) -> bool:
+        """Have environments told of what they wait for, and say whether the answers are there that are due."""
+        self._tell()
+        return waves.ready(self.clock)
+
+    def _let_in(self, waves: Waves) -> None:
+        """Wait for the rows that are due, and submit their turns; conversations that are over become completions."""
+        self._tell()
+        with self._scheduler.use.time("environments"):
+            wave = waves.take(self.clock)
+        turns: list[tuple[int, Request]] = []
+        for index, request in wave.items():
+            if request is not None:
+                turns.append((index, request))
+            elif (whole := waves.result(index)) is not None:
+                self._keep(index, whole)
+        self._admit(turns)
+
+    def _fill(self) -> None:
+        """Submit what can run: the first requests of held groups, and those that waited for the first of theirs."""
+        for leader in [i for i in self._followers if i not in self._running or self._running[i].prefilled]:
+            for index, request in self._followers.pop(leader):
+                self._submit(index, request)
+        if not self._scheduler.waiting_queue and not self._followers:  # nothing shows that the engine is full
+            self._places = min(max(self._places, self._inside + 1), self._scheduler.max_running_requests)
+        while self._held and self._free > 0:
+            members = self._held.popleft().members
+            if self._waves is None:
+                self._admit([(index, self._requests[index]) for index in members])
+            else:
+                self._waves.begin(members, self.clock)
+
+    def _admit(self, requests: Sequence[tuple[int, Request]]) -> None:
+        """Submit requests; of those with equal prompts only the first, which prefills it for the others."""
+        leaders: dict[tuple[int, ...], int] = {}
+        for index, request in requests:
+            leader = leaders.setdefault(request.token_ids, index) if self._share else index
+            if leader == index:
+                self._submit(index, request)
+            else:
+                self._followers.setdefault(leader, []).append((index, request))
+
+    def _start(self, most_steps: int | None) -> None:
+        """Launch, and note how many rows can run, if requests wait beside decode steps."""
+        scheduler = self._scheduler
+        ahead = most_steps is None and not self._held and not self._followers  # all requests are in the scheduler
+        if ahead and self._waves is not None and (due := self._waves.next_due) is not None:
+            ahead = due > self.clock + scheduler.runner.steps_per_launch  # and none comes back before the launch ahead
+        more_wait = bool(self._held) or (self._waves is not None and self._waves.more_wait)
+        scheduler.start(most_steps=most_steps, more_wait=more_wait, ahead=ahead)
+        flight = scheduler.in_flight
+        if flight is not None and flight.reservation is not None and scheduler.waiting_queue:
+            self._places = len(flight.batch.reqs)
+
+    def _submit(self, index: int, request: Request) -> None:
+        self._running[index] = self._scheduler.submit(request, self._stop_ids)

@@ -1,0 +1,233 @@
+"""Everything changed in sglang-jax 0.1.0rc0, in one place, each with its reason.
+
+Nothing here runs at import. A repair is a context manager around the one call that needs it, or a function that fixes
+an object after it was built. Whatever is replaced in the library is replaced by ``mock.patch.object``, and only for the
+duration of that call. The one exception is the clock of the prefix tree, which the tree reads at every step. Each
+repair has a test that fails once the library no longer needs it.
+"""
+
+import contextlib
+import copy
+import itertools
+import os
+import random
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from tpu_grpo.engine.experts import Experts
+from tpu_grpo.models.families.rope import Llama3Scaling, inverse_timescales, older_rope
+from tpu_grpo.records.errors import ConfigError
+
+REPAIRED_VERSION = "0.1.0rc0"
+
+
+def require_repaired_version() -> None:
+    """Refuse another sglang-jax: these repairs reach into its internals.
+
+    Raises:
+        ConfigError: if another version is installed; it names both.
+    """
+    found = version("sglang-jax")
+    if found != REPAIRED_VERSION:
+        raise ConfigError(
+            f"sglang-jax must be {REPAIRED_VERSION}, found {found}: the repairs in tpu_grpo/engine/repairs.py were "
+            f"made for that version; install it, or review each repair"
+        )
+
+
+@contextmanager
+def in_process(build_runner: Callable[..., Any]) -> Iterator[None]:
+    """Build a Scheduler with our runner, and without sockets, watchdog thread or reseeded global generators.
+
+    ``build_runner`` is called in place of ``ModelRunner``, with the arguments of its constructor.
+
+    Reason: ``Scheduler.__init__`` makes a zmq context, starts a thread that kills the process when a step takes long,
+    seeds ``random`` and ``numpy.random``, and points jax at a compilation cache of its own; ``ModelWorker`` names its
+    runner class and starts a thread. The environment variable SGLANG_CI_SMALL_KV_SIZE would change the cache's size on
+    one host only.
+    """
+    from sgl_jax.srt.managers import scheduler, tp_worker
+
+    silent_thread = types.SimpleNamespace(start=lambda: None)
+    threading = types.SimpleNamespace(Thread=lambda **_: silent_thread, Event=scheduler.threading.Event)
+    states = random.getstate(), np.random.get_state()
+    environment = {k: v for k, v in os.environ.items() if k != "SGLANG_CI_SMALL_KV_SIZE"}
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        mock.patch.object(scheduler.zmq, "Context", return_value=None),
+        mock.patch.object(scheduler.Scheduler, "_setup_jit_cache"),
+        mock.patch.object(scheduler, "threading", threading),
+        mock.patch.object(tp_worker, "threading", threading),
+        mock.patch.object(tp_worker, "ModelRunner", build_runner),
+    ):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def abstract_model(
+    model_class: type,
+    hf_config: Any,
+    dtype: jnp.dtype,
+    mesh: Mesh,
+    *,
+    split_vocabulary: bool,
+    experts: type[Experts] = Experts,
+) -> Any:
+    """Build the model with ``jax.ShapeDtypeStruct`` parameters, so that nothing is allocated.
+
+    Reason: the library builds models of random numbers, and its transformers 4 does not know ``rope_parameters``.
+    """
+    hf_config.update(older_rope(getattr(hf_config, "rope_parameters", None)) or {})
+    with jax.set_mesh(mesh), _our_experts(experts), _vocabulary(split_vocabulary):
+        return nnx.eval_shape(lambda: model_class(hf_config, mesh=mesh, dtype=dtype))
+
+
+@contextmanager
+def _vocabulary(split: bool) -> Iterator[None]:
+    """Let models keep all rows of embedding and output head on every device, unless ``split`` is True.
+
+    Reason: models shard both by rows, which fails for a vocabulary that the number of devices does not divide.
+    """
+    from sgl_jax.srt.layers.embeddings import Embed
+
+    initialise = Embed.__init__
+
+    def initialise_replicated(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialise(self, *args, **{**kwargs, "kernel_axes": (None, None)})
+
+    with contextlib.nullcontext() if split else mock.patch.object(Embed, "__init__", initialise_replicated):
+        yield
+
+
+@contextmanager
+def _our_experts(experts: type[Experts]) -> Iterator[None]:
+    """Let models build their mixture-of-experts layers from a class of ours.
+
+    Reason: ``EPMoE`` keeps its weights on a mesh of its own, with an axis "expert", so that no array of the engine's
+    mesh can be handed to it.
+    """
+    from sgl_jax.srt.models import qwen3_moe
+
+    with mock.patch.object(qwen3_moe, "EPMoE", experts):
+        yield
+
+
+@contextmanager
+def cache_without_arrays(layer: Callable[[Any], jax.ShapeDtypeStruct]) -> Iterator[None]:
+    """Build a cache whose layers are all ``layer(pool)``.
+
+    Reason: ``MHATokenToKVPool`` allocates its layers when it is built; ours come with the weights, and an engine that
+    is only compiled has none.
+    """
+    from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    def describe(pool: Any) -> None:
+        spec = layer(pool)
+        pool.kv_sharding, pool.kv_buffer = spec.sharding, [spec] * pool.layer_num
+
+    with mock.patch.object(MHATokenToKVPool, "_create_buffers", describe):
+        yield
+
+
+def rope_as_published(model: nnx.Module, dtype: jnp.dtype) -> None:
+    """Scale rotary angles as the model asks, and round their sines and cosines to the model's type.
+
+    Reason: ``Llama3RotaryEmbedding`` has the scaled frequencies and never uses them, and ``get_rope`` shares these
+    objects between models, so the model gets its own.
+    """
+    from sgl_jax.srt.layers.embeddings import Llama3RotaryEmbedding, RotaryEmbedding
+
+    for _, node in nnx.iter_modules(model):
+        for name, value in list(vars(node).items()):
+            if isinstance(value, RotaryEmbedding):
+                rope = copy.copy(value)
+                rope.dtype = dtype
+                if isinstance(rope, Llama3RotaryEmbedding):
+                    rope._inv_freq_np = _scaled_frequencies(rope)
+                setattr(node, name, rope)
+
+
+def _scaled_frequencies(rope: Any) -> np.ndarray:
+    scaling = Llama3Scaling(rope.scaling_factor, rope.low_freq_factor, rope.high_freq_factor, rope.orig_max_position)
+    return inverse_timescales(rope.rotary_dim, rope.base, scaling).astype(np.float32)
+
+
+def count_instead_of_clock() -> None:
+    """Let the prefix tree order its nodes by a counter.
+
+    Reason: it evicts by ``time.monotonic()``, so hosts, or two runs of one program, could evict different prefixes. A
+    second call changes nothing.
+    """
+    from sgl_jax.srt.mem_cache import radix_cache
+
+    if not isinstance(radix_cache.time, types.SimpleNamespace):
+        ticks = itertools.count()
+        counter = types.SimpleNamespace(monotonic=lambda: next(ticks))
+        mock.patch.object(radix_cache, "time", counter).start()  # never stopped: the tree reads it at every step
+
+
+@contextmanager
+def slots_taken(slots_b: np.ndarray) -> Iterator[None]:
+    """Let the library prepare a decode step whose rows have these cache slots already.
+
+    Reason: it looks for free memory, evicts prefixes or puts rows back if there is none, and allocates the slots.
+    """
+    from sgl_jax.srt.managers import schedule_batch
+
+    def enough(*_: Any) -> bool:  # functions, because a Mock takes 0.15 ms to build, and this runs at every launch
+        return True
+
+    def taken(*_: Any, **__: Any) -> np.ndarray:
+        return slots_b
+
+    batch = schedule_batch.ScheduleBatch
+    with (
+        mock.patch.object(batch, "check_decode_mem", enough),
+        mock.patch.object(batch, "alloc_paged_token_slots_decode", taken),
+        mock.patch.object(schedule_batch, "alloc_token_slots", taken),
+    ):
+        yield
+
+
+class NoSamplingInfo:
+    """Stands in for the library's ``SamplingBatchInfo``: our sampler's columns live in the runner's table.
+
+    Reason: building, filtering and merging it (with three penalty objects) at every change of the batch is a good part
+    of a small step, and nothing here reads it.
+    """
+
+    penalizer_orchestrator = types.SimpleNamespace(is_required=False)
+    sampling_info_done = None
+
+    @classmethod
+    def from_schedule_batch(cls, *_: Any, **__: Any) -> "NoSamplingInfo":
+        """Make an instance, in place of the library's constructor."""
+        return cls()
+
+    def filter_batch(self, *_: Any, **__: Any) -> None:
+        """Do nothing: there are no columns to filter."""
+
+    def merge_batch(self, *_: Any, **__: Any) -> None:
+        """Do nothing: there are no columns to merge."""
+
+
+@contextmanager
+def without_sampling_info() -> Iterator[None]:
+    """Let the library schedule a step with NoSamplingInfo."""
+    from sgl_jax.srt.managers import schedule_batch
+
+    with mock.patch.object(schedule_batch, "SamplingBatchInfo", NoSamplingInfo):
+        yield

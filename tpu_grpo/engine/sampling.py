@@ -1,0 +1,169 @@
+"""Token sampling: one program serves all settings, and a token depends on its key, position and logits alone.
+
+Suffixes: B rows, V vocabulary, N ranks that one pass over the vocabulary tries.
+
+Order of the filters: temperature, top-k, top-p, min-p. The log-probability is that of the *full* distribution at the
+temperature, before any filter, in float32: the quantity the trainer computes for the same token; or, with
+``algorithm.filtered_ratio``, that among the tokens that the filters keep, with their number. Drawing uses the
+Gumbel-max trick (argmax of log-probabilities plus Gumbel noise is a sample of the distribution), with noise keyed by
+(seed, step, prompt, sample, position) through threefry: batch, mesh, host and cache do not enter.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.random import threefry2x32_p
+from jaxtyping import Array, Float, Int, UInt32
+
+from tpu_grpo.engine.arrays import AnyArray
+from tpu_grpo.models.thresholds import LARGEST_RANK, TRIALS, ranks, trials, values
+
+FIRST_STEP = 2.0
+"""What lies between the logits that the first pass tries, from the likeliest down. Nearly all thresholds lie there, but
+few of all float32 numbers."""
+
+
+class SamplingColumns(NamedTuple):
+    """The settings and keys of each row, as arrays, so that no setting is compiled in."""
+
+    temperature: Float[AnyArray, " B"]
+    """The temperature; 0 means greedy."""
+    top_k: Int[AnyArray, " B"]
+    """How many of the likeliest tokens are kept; 0 keeps all."""
+    top_p: Float[AnyArray, " B"]
+    min_p: Float[AnyArray, " B"]
+    key: UInt32[AnyArray, "B 4"]
+    """The row's seed, step, prompt and sample."""
+    position: Int[AnyArray, " B"]
+    """The index that the sampled token will have in its sequence."""
+
+
+class Drawn(NamedTuple):
+    """One token of each row."""
+
+    token: Int[Array, " B"]
+    logprob: Float[Array, " B"]
+    """float32, under the full distribution at the temperature (at 1 for greedy rows); or among the kept tokens."""
+    kept: Int[Array, " B"] | None
+    """How many tokens the filters kept, if that was asked for."""
+
+
+def sample_tokens(logits_BV: Float[Array, "B V"], columns: SamplingColumns, *, filtered: bool = False) -> Drawn:
+    """Draw one token per row; with ``filtered`` its log-probability is that among the tokens that the filters keep."""
+    greedy_B = columns.temperature == 0.0
+    scaled_BV = logits_BV.astype(jnp.float32) / (columns.temperature + greedy_B)[:, None]
+    noise_BV = jax.vmap(_gumbel, in_axes=(0, 0, None))(columns.key, columns.position, scaled_BV.shape[-1])
+    kept_BV = filter_logits(scaled_BV, columns)
+    drawn_B = jnp.argmax(kept_BV + noise_BV, axis=-1)
+    token_B = jnp.where(greedy_B, jnp.argmax(scaled_BV, axis=-1), drawn_B).astype(jnp.int32)
+    chosen_B = jnp.take_along_axis(scaled_BV, token_B[:, None], axis=-1)[:, 0]
+    if not filtered:
+        return Drawn(token_B, chosen_B - jax.nn.logsumexp(scaled_BV, axis=-1), None)
+    counts_B = jnp.sum(kept_BV > -jnp.inf, axis=-1, dtype=jnp.int32)
+    return Drawn(token_B, chosen_B - jax.nn.logsumexp(kept_BV, axis=-1), counts_B)
+
+
+def filter_logits(scaled_BV: Float[Array, "B V"], columns: SamplingColumns) -> Float[Array, "B V"]:
+    """Set logits that top-k, then top-p, then min-p drop to -inf; ties at a threshold are kept.
+
+    Only what some row asks for is computed. Greedy rows ask for nothing, and the rows that pad a batch are greedy.
+    """
+    sampled_B = columns.temperature > 0.0
+    by_top_k_B = sampled_B & (columns.top_k > 0) & (columns.top_k < scaled_BV.shape[-1])
+    by_top_p_B = sampled_B & (columns.top_p < 1.0)
+    likeliest_B, none_B = jnp.max(scaled_BV, axis=-1), jnp.full_like(columns.top_k, -LARGEST_RANK - 1)
+
+    def last_dropped() -> Int[Array, " B"]:
+        highest_B = ranks(likeliest_B)
+        high_B = jnp.where(by_top_k_B, highest_B, none_B)
+        dropped_B = _last_dropped(scaled_BV, jnp.ones((1, 1)), columns.top_k.astype(jnp.float32), none_B, high_B)
+        high_B = jnp.where(by_top_p_B, highest_B, dropped_B)
+
+        def by_mass() -> Int[Array, " B"]:
+            weight_BV = jnp.exp(scaled_BV - likeliest_B[:, None])
+            mass_B = jnp.sum(jnp.where(scaled_BV > values(dropped_B)[:, None], weight_BV, 0.0), axis=-1)
+            return _last_dropped(scaled_BV, weight_BV, columns.top_p * mass_B, dropped_B, high_B)
+
+        return jax.lax.cond(jnp.any(by_top_p_B), by_mass, lambda: dropped_B)
+
+    dropped_B = jax.lax.cond(jnp.any(by_top_k_B | by_top_p_B), last_dropped, lambda: none_B)
+    in_min_p_BV = scaled_BV - likeliest_B[:, None] >= jnp.log(columns.min_p)[:, None]
+    return jnp.where((scaled_BV > values(dropped_B)[:, None]) & in_min_p_BV, scaled_BV, -jnp.inf)
+
+
+def _last_dropped(
+    scaled_BV: Float[Array, "B V"],
+    weight_BV: Float[Array, "#B #V"],
+    needed_B: Float[Array, " B"],
+    low_B: Int[Array, " B"],
+    high_B: Int[Array, " B"],
+) -> Int[Array, " B"]:
+    """Find the highest rank per row such that the weights of all higher logits add up to ``needed`` or more.
+
+    It lies in [low, high), and is ``low`` where high is not above low. The first pass tries what is likely. Every other
+    one cuts the range into 16 parts, so that there are at most 9, and draws it in to the logits within it. A sort takes
+    XLA's compiler for TPUs a minute per program. Numbers of tokens are exact up to 2^24; masses are float32 sums.
+    """
+
+    def open_rows(state: tuple[Array, Array, Array]) -> Array:
+        low_B, high_B, _ = state
+        return jnp.any(low_B + 1 < high_B)
+
+    def narrow(state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        (low_B, high_B, trial_BN), needed_B1 = state, needed_B[:, None]
+        above_BN, lowest_B, highest_B = _survey(scaled_BV, weight_BV, *map(values, (trial_BN, low_B, high_B)))
+        low_B = jnp.max(jnp.where(above_BN >= needed_B1, trial_BN, low_B[:, None]), axis=-1)
+        high_B = jnp.min(jnp.where(above_BN >= needed_B1, high_B[:, None], trial_BN), axis=-1)
+        low_B, high_B = jnp.maximum(low_B, ranks(lowest_B) - 1), jnp.minimum(high_B, ranks(highest_B))
+        high_B = jnp.where(jnp.any(above_BN == needed_B1, axis=-1), low_B, high_B)
+        return low_B, high_B, trials(low_B, high_B)
+
+    return jax.lax.while_loop(open_rows, narrow, (low_B, high_B, _first_trials(low_B, high_B)))[0]
+
+
+def _survey(
+    scaled_BV: Float[Array, "B V"],
+    weight_BV: Float[Array, "#B #V"],
+    trial_BN: Float[Array, "B N"],
+    low_B: Float[Array, " B"],
+    high_B: Float[Array, " B"],
+) -> tuple[Float[Array, "B N"], Float[Array, " B"], Float[Array, " B"]]:
+    """Sum the weights above each trial, and find the lowest logit above ``low`` and the highest up to ``high``.
+
+    XLA for TPUs fuses all of these into one reading of the rows. Sums are written one by one because XLA adds up a
+    reduction of several operands, or of [B, N, V], worse: the first in sequence on a CPU, the second 5 times slower.
+    """
+    above = [jnp.sum(jnp.where(scaled_BV > trial_BN[:, n, None], weight_BV, 0.0), axis=-1) for n in range(TRIALS)]
+    lowest_B = jnp.min(jnp.where(scaled_BV > low_B[:, None], scaled_BV, jnp.inf), axis=-1)
+    highest_B = jnp.max(jnp.where(scaled_BV <= high_B[:, None], scaled_BV, -jnp.inf), axis=-1)
+    return jnp.stack(above, axis=-1), lowest_B, highest_B
+
+
+def _first_trials(low_B: Int[Array, " B"], high_B: Int[Array, " B"]) -> Int[Array, "B N"]:
+    """Return the ranks in [low, high) of numbers in steps down from that of ``high``, or evenly down to that of low."""
+    value_B = values(high_B)
+    step_B = jnp.minimum((value_B - values(low_B)) / (TRIALS + 1), FIRST_STEP)
+    trial_BN = ranks(value_B[:, None] - step_B[:, None] * jnp.arange(1, TRIALS + 1))
+    return jnp.clip(trial_BN, low_B[:, None], jnp.maximum(low_B, high_B - 1)[:, None])
+
+
+def _gumbel(key: UInt32[Array, " 4"], position: Int[Array, ""], vocabulary: int) -> Float[Array, " V"]:
+    """Return the standard Gumbel noise of each token, from one hash of its number.
+
+    ``jax.random.gumbel`` uses 23 of a hash's 64 bits unless it hashes twice (mode="high"). Its noise ends at 15.9, so
+    that tokens more than 20.4 below the likeliest would never be drawn.
+    """
+    random_key = jax.random.key(key[0])
+    for part in (key[1], key[2], key[3], position):
+        random_key = jax.random.fold_in(random_key, part)
+    token_V = jax.lax.iota(jnp.uint32, vocabulary)
+    words = [jnp.broadcast_to(word, vocabulary) for word in jax.random.key_data(random_key)]
+    return _gumbel_of_bits(*threefry2x32_p.bind(*words, jnp.zeros_like(token_V), token_V))
+
+
+def _gumbel_of_bits(coarse_V: UInt32[Array, " V"], fine_V: UInt32[Array, " V"]) -> Float[Array, " V"]:
+    """Map random bits to -log(-log(1 - u)), which lies between -2.82 and 33.97; u in (0, 1) has 48 bits where small."""
+    u_V = (coarse_V >> 8).astype(jnp.float32) * 2.0**-24
+    finer_V = u_V + ((fine_V >> 8).astype(jnp.float32) + 0.5) * 2.0**-48
+    return -jnp.log(-jnp.log1p(-jnp.where(u_V < 0.5, finer_V, u_V)))  # from 0.5 on, finer bits could round up to 1

@@ -1,0 +1,238 @@
+"""The rows of a replica that are out while their environments work, and the waves in which they come back.
+
+A row is out from the end of a turn on, and from the start of its group on. It is due ``tool_steps`` decode steps later,
+by the engine's clock. At the first launch boundary at which rows are due, all of them come back together, in ascending
+order; the engine waits for answers that are not there yet. So what is admitted when is a function of the requests and
+their tokens, and of no time. For ``tool_steps`` 16 and launches of 16 steps:
+
+    clock   0    16                   32                   48
+            rows 3 and 5 end a turn   a launch of others   3 and 5 are due: one wave, in which 3 is first
+
+Environments may have a limited number of places. Then a row begins when another conversation is over, however long the
+environments take, and no environment is asked for more at once than it has places for.
+
+A replica over several hosts has its environments where its groups are told: each host brings the requests of its own
+rows to the others, in one exchange a wave, and all see that they speak of the same rows with the same pasts.
+"""
+
+import hashlib
+import pickle
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tpu_grpo.engine.conversing import Conversations
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.records.errors import LockstepError
+from tpu_grpo.records.stages import Completion, Request
+
+
+def unchecked(row: int, request: Request) -> None:
+    """Let every request pass."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine lets conversations do."""
+
+    tool_steps: int
+    """Decode steps after which a row is due."""
+    places: int | None = None
+    """How many conversations of each host may have an environment at once; the next begin once others are over."""
+    kept: int = 2**31
+    """How many conversations to have at once, those that are out among them: those that its cache can keep."""
+    check: Callable[[int, Request], None] = unchecked
+    """Raises RequestError if the engine can never serve a request, which has this index."""
+
+
+class Waves:
+    """The rows of one replica that are out. What is called here must be called alike on all hosts that drive it."""
+
+    def __init__(
+        self,
+        conversations: Conversations,
+        limits: Limits,
+        *,
+        host_of: Callable[[int], int] = lambda row: 0,
+        here: int = 0,
+        partners: Hosts | None = None,
+    ):
+        """Nothing is out yet.
+
+        Args:
+            conversations: those of the whole batch, of which this host asks for its own rows.
+            limits: those of the replica's engine.
+            host_of: the host that has the environment of a row.
+            here: this host.
+            partners: the hosts that drive the replica, if they are several.
+        """
+        self._conversations = conversations
+        self.limits = limits
+        self._host_of, self._here = host_of, here
+        self._partners = partners
+        self._waiting: deque[int] = deque()
+        self._placed: Counter[int] = Counter()
+        """How many conversations have an environment on each host."""
+        self._due: dict[int, int] = {}
+        self._pasts: dict[int, tuple[int, ...]] = {}
+        self._sampled: dict[int, int] = {}
+        self._owed: list[tuple[int, Completion | None]] = []
+        self._given_up = False
+
+    def begin(self, rows: Sequence[int], clock: int) -> None:
+        """Take rows of a group that is started; ``tell`` has their environments started.
+
+        Those for which there is no place begin when others are over, in their order.
+        """
+        self._waiting.extend(rows)
+        self._fill(clock)
+
+    def ended(self, row: int, request: Request, turn: Completion, clock: int) -> bool:
+        """Take a row whose turn has ended; ``tell`` gives it to the environment. Says whether it was the first."""
+        first = row not in self._pasts
+        self._sampled[row] = self.sampled(row) + len(turn.token_ids)
+        self._pasts[row] = (*request.token_ids, *turn.token_ids.tolist())
+        self._send(row, turn, clock)
+        return first
+
+    def tell(self) -> None:
+        """Let the environments of this host go on with what they have not been told of; nothing is waited for."""
+        owed, self._owed = self._owed, []
+        for row, turn in owed:
+            if turn is None:
+                self._conversations.begin(row)
+            else:
+                self._conversations.ended(row, turn)
+
+    @property
+    def next_due(self) -> int | None:
+        """When the first row is due; None if none is out."""
+        return min(self._due.values(), default=None)
+
+    @property
+    def out(self) -> list[int]:
+        """The rows that are out, and those that wait for a place."""
+        return [*self._due, *self._waiting]
+
+    @property
+    def room(self) -> int:
+        """How many rows more there are places for; of a replica over several hosts, on all of them together."""
+        if self.limits.places is None:
+            return 2**31
+        hosts = 1 if self._partners is None else len(self._partners.members)
+        return hosts * self.limits.places - self._placed.total() - len(self._waiting)
+
+    @property
+    def more_wait(self) -> bool:
+        """Whether rows wait for a place."""
+        return bool(self._waiting)
+
+    def sampled(self, row: int) -> int:
+        """Return how many tokens the turns of a row have that have ended."""
+        return self._sampled.get(row, 0)
+
+    def ready(self, clock: int) -> bool:
+        """Whether every row that is due has its answer; of a replica over several hosts, every one of this host."""
+        return all(self._conversations.ready(row) for row in self._at(clock) if self._holds(row))
+
+    def take(self, clock: int) -> dict[int, Request | None]:
+        """Wait for all rows that are due, and return their requests in ascending order; None ends a conversation.
+
+        Raises:
+            LockstepError: if hosts that drive the replica together have other rows, or other tokens of them.
+            RequestError: if the engine can never serve one of the requests.
+        """
+        rows = self._at(clock)
+        requests = {row: self._conversations.next(row) for row in rows if self._holds(row)}
+        if self._partners is not None:
+            requests = self._exchange(self._partners, clock, rows, requests)
+        for row in rows:
+            del self._due[row]
+            if (request := requests[row]) is not None:
+                self.limits.check(row, request)
+            elif self._conversations.needs_place(row):
+                self._placed[self._host_of(row)] -= 1
+        self._fill(clock)
+        return {row: requests[row] for row in rows}
+
+    def result(self, row: int) -> Completion | None:
+        """Return the whole conversation of a row that is over; None on a host that does not hold it."""
+        return self._conversations.result(row) if self._holds(row) else None
+
+    def give_up(self) -> None:
+        """Let no row come back; those whose turns end from now on have no answer either."""
+        self._given_up = True
+        self._waiting.clear()
+        self._due.clear()
+        self._owed.clear()
+
+    def _holds(self, row: int) -> bool:
+        return self._host_of(row) == self._here
+
+    def _fill(self, clock: int) -> None:
+        """Begin rows, in their order, while the host of the next one has a place for it."""
+        while self._waiting and self._has_place(self._waiting[0]):
+            row = self._waiting.popleft()
+            self._placed[self._host_of(row)] += self._conversations.needs_place(row)
+            self._send(row, None, clock)
+
+    def _has_place(self, row: int) -> bool:
+        places = self.limits.places
+        return places is None or not self._conversations.needs_place(row) or self._placed[self._host_of(row)] < places
+
+    def _send(self, row: int, turn: Completion | None, clock: int) -> None:
+        if self._given_up:
+            return
+        self._due[row] = clock + self.limits.tool_steps
+        if self._holds(row):
+            self._owed.append((row, turn))
+
+    def _at(self, clock: int) -> list[int]:
+        """List the rows that are due, in ascending order."""
+        return sorted(row for row, due in self._due.items() if due <= clock)
+
+    def _exchange(
+        self, partners: Hosts, clock: int, rows: Sequence[int], mine: Mapping[int, Request | None]
+    ) -> dict[int, Request | None]:
+        """Bring the requests of a wave to all hosts that drive the replica.
+
+        A request goes without the tokens that it has in common with the row's past, which all of them know.
+        """
+        digest = self._digest(clock, rows)
+        short = {row: request and _without(request, self._pasts.get(row, ())) for row, request in mine.items()}
+        parts = partners.gather("a wave of turns", pickle.dumps((digest, short)))
+        answers: list[tuple[str, dict[int, tuple[int, Request] | None]]] = [pickle.loads(part) for part in parts]
+        found: dict[int, Request | None] = {}
+        for _, requests in answers:
+            for row, sent in requests.items():
+                found[row] = sent and _with(*sent, self._pasts.get(row, ()))
+        if len({digest for digest, _ in answers}) > 1 or sorted(found) != list(rows):
+            listed = ", ".join(
+                f"{digest[:12]} on host {host}" for host, (digest, _) in zip(partners.members, answers, strict=True)
+            )
+            raise LockstepError(
+                f"hosts {', '.join(map(str, partners.members))} must have the same turns in the replica that they "
+                f"share, got {listed} at clock {clock}; set hosts.check=step to find the first launch that differs"
+            )
+        return found
+
+    def _digest(self, clock: int, rows: Sequence[int]) -> str:
+        """Return the sha256 of a wave: when it is, its rows, and all tokens that they have so far."""
+        digest = hashlib.sha256(f"{clock} {list(rows)}".encode())
+        for row in rows:
+            digest.update(b"|" + np.asarray(self._pasts.get(row, ()), np.int32).tobytes())
+        return digest.hexdigest()
+
+
+def _without(request: Request, past: Sequence[int]) -> tuple[int, Request]:
+    """Return how many tokens a request has in common with the row's past, and the request without them."""
+    ids = request.token_ids
+    differing = (place for place, (a, b) in enumerate(zip(ids, past, strict=False)) if a != b)
+    same = next(differing, min(len(ids), len(past)))
+    return same, replace(request, token_ids=ids[same:])
+
+
+def _with(same: int, request: Request, past: tuple[int, ...]) -> Request:
+    return replace(request, token_ids=past[:same] + request.token_ids)

@@ -1,0 +1,241 @@
+"""Defines the family of Gemma 2.
+
+Embeddings are multiplied by the root of the width. Every block is normed before and after it, and norms multiply by
+1 + weight. Scores of attention and logits pass soft caps, cap * tanh(x / cap), and some layers attend to a window of
+tokens only. The output head is the embedding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpu_grpo.models.families import decoder
+from tpu_grpo.models.families.family import DecoderConfig, Family, Remat, SettingRule, Shape
+from tpu_grpo.models.families.layouts import InputsFirst, WeightRule, flatten, same
+from tpu_grpo.models.families.publishing import TensorRule, heads_first, outputs_last
+from tpu_grpo.models.families.settings import NO_ATTENTION_BIAS, NO_ROPE_SCALING, PLAIN, number, off
+
+if TYPE_CHECKING:
+    import jax
+    from flax import nnx
+    from jax.typing import DTypeLike
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class Gemma2Config(DecoderConfig):
+    """The settings of Gemma 2."""
+
+    query_pre_attn_scalar: float
+    """Scores are divided by its root."""
+    sliding_window: int
+    """A layer with a window attends from position q to positions above q - sliding_window, q among them."""
+    layer_types: Sequence[str] | None
+    attn_logit_softcapping: float | None
+    final_logit_softcapping: float | None
+
+    @property
+    def has_window(self) -> tuple[bool, ...]:
+        """Whether each layer has a window; without ``layer_types`` every second one has, from the first on."""
+        types = self.layer_types
+        return tuple(i % 2 == 0 if types is None else types[i] == SLIDING for i in range(self.num_hidden_layers))
+
+    def contradiction(self) -> str | None:
+        """Look also for layer types of another number of layers."""
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            return f"layer_types must be of num_hidden_layers={self.num_hidden_layers}, got {len(self.layer_types)}"
+        return super().contradiction()
+
+
+def _soft_cap(setting: str) -> SettingRule:
+    return SettingRule(
+        setting,
+        "null or a number > 0",
+        lambda value: value is None or (number(value) and value > 0),
+        "set it to null for no cap",
+    )
+
+
+_RULES = (
+    SettingRule(
+        "hidden_activation",
+        "gelu_pytorch_tanh",
+        lambda value: value == "gelu_pytorch_tanh",
+        "the libraries always compute the tanh approximation of gelu",
+    ),
+    SettingRule(
+        "tie_word_embeddings", "true", lambda value: value is True, "the libraries take the embedding as output head"
+    ),
+    SettingRule(
+        "layer_types",
+        f"null, or {SLIDING} or {FULL} for every layer",
+        lambda value: value is None or (isinstance(value, list) and all(kind in (SLIDING, FULL) for kind in value)),
+        "the libraries have no other attention",
+    ),
+    off("use_bidirectional_attention", "the libraries attend to earlier tokens only"),
+    _soft_cap("attn_logit_softcapping"),
+    _soft_cap("final_logit_softcapping"),
+)
+
+# --- tensors ---------------------------------------------------------------------------------------------------------
+
+_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_NORM_PAIRS = tuple(zip(("pre_attention_norm", "post_attn_norm", "pre_ffw_norm", "post_ffw_norm"), _NORMS, strict=True))
+"""The norms of a layer as Tunix calls them, and as they are published."""
+
+
+def _tensors(config: Gemma2Config) -> dict[str, Shape]:
+    norms: dict[str, Shape] = {f"{name}.weight": (config.hidden_size,) for name in _NORMS}
+    return decoder.decoder_shapes(config, norms | decoder.attention_shapes(config) | decoder.mlp_shapes(config))
+
+
+def _stacked_rule(module: str, projection: str, part: int | None = None) -> WeightRule:
+    """Make a rule for one projection of a module whose weights are [N, D, H], or [P, N, D, H] with several stacked."""
+    source, target = f"layers.*.attn.{module}.w", f"model.layers.*.self_attn.{projection}.weight"
+    return WeightRule(source, target, InputsFirst(part), input_axis=-2)
+
+
+_COMMON_WEIGHTS = (
+    WeightRule("embedder.input_embedding", "model.embed_tokens.embedding", same),
+    WeightRule("final_norm.scale", "model.norm.weight", same),
+    *(decoder.layer_rule(f"{source}.scale", f"{target}.weight") for source, target in _NORM_PAIRS),
+    decoder.layer_rule("attn.attn_vec_einsum.w", "self_attn.o_proj.weight", flatten),
+    *decoder.MLP,
+)
+
+
+def _weights(config: Gemma2Config) -> tuple[WeightRule, ...]:
+    """Return the rules. Tunix stacks all three projections where there are as many key heads as query heads."""
+    if config.num_attention_heads == config.num_key_value_heads:
+        attention = [_stacked_rule("qkv_einsum", f"{name}_proj", part) for part, name in enumerate("qkv")]
+    else:
+        attention = [_stacked_rule("q_einsum", "q_proj")]
+        attention += [_stacked_rule("kv_einsum", f"{name}_proj", part) for part, name in enumerate("kv")]
+    return (*_COMMON_WEIGHTS, *attention)
+
+
+def _published(config: Gemma2Config) -> tuple[TensorRule, ...]:
+    """Return the rules for a checkpoint's tensors; the same projections are stacked as in `_weights`."""
+    stacked = {"qkv_einsum": "qkv"}
+    if config.num_attention_heads != config.num_key_value_heads:
+        stacked = {"q_einsum": "q", "kv_einsum": "kv"}
+    attention = (
+        TensorRule(
+            f"layers.*.attn.{module}.w",
+            tuple(f"model.layers.*.self_attn.{name}_proj.weight" for name in names),
+            heads_first,
+        )
+        for module, names in stacked.items()
+    )
+    norms = (decoder.published(f"{source}.scale", target) for source, target in _NORM_PAIRS)
+    output = decoder.published("attn.attn_vec_einsum.w", "self_attn.o_proj", outputs_last)
+    return decoder.published_decoder(
+        config, (*norms, *attention, output, *decoder.PUBLISHED_MLP), final_norm="final_norm.scale"
+    )
+
+
+# --- Tunix -----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _tunix_config_class() -> type:
+    """Extend Tunix's ``ModelConfig`` by the settings that it lacks, and that ``models/repairs.py`` honours."""
+    from tunix.models.gemma.model import ModelConfig
+
+    @dataclass
+    class PublishedModelConfig(ModelConfig):
+        rope_theta: float = 10_000.0
+        norm_eps: float = 1e-6
+        query_pre_attn_scalar: float = 256.0
+
+    return PublishedModelConfig
+
+
+def _model_config(config: Gemma2Config, dtype: DTypeLike, remat: Remat, flash_block: int | None) -> Any:
+    from tunix.models.gemma import model
+
+    del dtype, flash_block  # it has neither field: it computes in the dtype of the parameters, with dot attention
+    sizes = decoder.tunix_sizes(config)
+    sizes["num_embed"] = sizes.pop("vocab_size")
+    kinds = {True: model.AttentionType.LOCAL_SLIDING, False: model.AttentionType.GLOBAL}
+    return _tunix_config_class()(
+        **sizes,
+        query_pre_attn_scalar=config.query_pre_attn_scalar,
+        attention_types=tuple(kinds[window] for window in config.has_window),
+        sliding_window_size=config.sliding_window,
+        attn_logits_soft_cap=config.attn_logit_softcapping,
+        final_logit_softcap=config.final_logit_softcapping,
+        use_post_attn_norm=True,
+        use_post_ffw_norm=True,
+        remat_config=model.RematConfig[remat.upper()],
+    )
+
+
+def _load(directory: Path, model_config: Any, mesh: jax.sharding.Mesh, dtype: DTypeLike) -> nnx.Module:
+    """Load with Tunix's loader and names, but stack projections on the host.
+
+    Tunix's ``create_model_from_safe_tensors`` stacks them on the first device, where it also reads the whole embedding
+    to see how long it is; arrays of one device cannot be handed to a mesh of several hosts.
+    """
+    import jax.numpy as jnp
+    from tunix.models import safetensors_loader
+    from tunix.models.gemma import model, params_safetensors
+
+    return safetensors_loader.load_and_create_model(
+        str(directory),
+        model.Gemma,
+        model_config,
+        params_safetensors._get_key_and_transform_mapping,
+        mesh,
+        _stacked,
+        jnp.dtype(dtype),
+    )
+
+
+def _stacked(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Stack the queries, keys and values of every layer, which Tunix calls ``tmp.layers.N.attn.q``: [D, N, H] each."""
+    import numpy as np
+
+    named = {name: tensor for name, tensor in tensors.items() if not name.startswith("tmp.")}
+    for name in (name for name in tensors if name.startswith("tmp.") and name.endswith(".q")):
+        prefix = name.removesuffix("q")
+        q, k, v = (np.asarray(tensors[f"{prefix}{part}"]).transpose(1, 0, 2) for part in "qkv")
+        module = prefix.removeprefix("tmp.")
+        if q.shape == k.shape:
+            named[f"{module}qkv_einsum.w"] = np.stack([q, k, v])
+        else:
+            named[f"{module}q_einsum.w"], named[f"{module}kv_einsum.w"] = q, np.stack([k, v])
+    return named
+
+
+GEMMA2 = Family(
+    model_type="gemma2",
+    architecture="Gemma2ForCausalLM",
+    config=Gemma2Config,
+    rules=(*PLAIN, NO_ROPE_SCALING, NO_ATTENTION_BIAS, *_RULES),
+    defaults={
+        "head_dim": 256,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "layer_types": None,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    tensor_shapes=_tensors,
+    ignored_tensors=decoder.tied_head,
+    divisible=decoder.DIVISIBLE,
+    model_config=_model_config,
+    model_class=decoder.tunix_class("tunix.models.gemma.model", "Gemma"),
+    load=_load,
+    flash_attention=False,
+    weight_rules=_weights,
+    tensor_rules=_published,
+)

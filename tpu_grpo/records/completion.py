@@ -1,0 +1,112 @@
+"""What is asked of an engine, and what it answers: requests with their keys, and completions.
+
+Array suffixes are those of types.py, which passes these records on.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Bool, Float, Integer
+
+from tpu_grpo.records.episode import Episode
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn: temperature first, then top-k, then top-p, then min-p.
+
+    Filters at their neutral values (``top_k=0``, ``top_p=1``, ``min_p=0``) do nothing. ``temperature=0`` is greedy.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    ignore_stop: bool = False
+    """Go on past stop tokens, up to ``max_new_tokens``: for benchmarks."""
+
+
+@dataclass(frozen=True)
+class AnswerMode:
+    """A way to answer prompts in an evaluation."""
+
+    temperature: float
+    """0 is greedy."""
+    samples: int = 1
+    """The completions of each prompt."""
+
+
+@dataclass(frozen=True)
+class SampleKey:
+    """What, with the position in the sequence and the logits, decides a token; nothing else does."""
+
+    seed: int
+    step: int
+    prompt: int
+    sample: int
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to generate. Requests of one group (the same prompt) share its prefill."""
+
+    token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    key: SampleKey
+    return_experts: bool = False
+    """Return the experts that the engine used; only an engine of a model with experts that was built for it can."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine sampled for one request."""
+
+    token_ids: np.ndarray
+    """int32 [T], including the stop token that ended it."""
+    logprobs: Float[np.ndarray, " T"]
+    """float32: log-probability of each token under the full distribution at the temperature (at 1 when greedy); with
+    ``algorithm.filtered_ratio`` that among the tokens that top-k, top-p and min-p keep."""
+    finish_reason: FinishReason
+    cached_tokens: int
+    """Prompt tokens whose keys and values were found in the prefix cache."""
+    experts: Integer[np.ndarray, "S layers k"] | None = None
+    """The experts that the engine used, if the request asked for them, for the S tokens that it computed: those of the
+    prompt and all sampled ones but the last. The type is `routing_dtype`."""
+    kept: Integer[np.ndarray, " T"] | None = None
+    """How many tokens top-k, top-p and min-p kept when each was drawn, with ``algorithm.filtered_ratio``."""
+    sampled: Bool[np.ndarray, " T"] | None = None
+    """Which tokens the policy sampled, where others are what an environment answered; None for all. The others have
+    the log-probability 0."""
+    episode: Episode | None = None
+    """The conversation with an environment that these tokens are of."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        """How many of the tokens the policy sampled."""
+        return len(self.token_ids) if self.sampled is None else int(self.sampled.sum())
+
+    @property
+    def said_ids(self) -> np.ndarray:
+        """int32: all tokens after the prompt, with the answers that stand at the end of a later branch's prompt.
+
+        For the tokens [1 2 3], where the second branch begins with 3 after the prompt [9 1 7 8], of which [7 8] are
+        the answer to the first turn, they are [1 2 7 8 3].
+        """
+        if self.episode is None or len(self.episode.branches) < 2:
+            return self.token_ids
+        observed = {turn.end: turn.observed for turn in self.episode.turns}
+        said: list[int] = []
+        for branch in self.episode.branches:
+            answered = observed.get(branch.start, 0)  # no turn ends where the first branch begins
+            said += branch.prompt[len(branch.prompt) - answered :]
+            said += self.token_ids[branch.start : branch.end].tolist()
+        return np.asarray(said, np.int32)
+
+
+def routing_dtype(experts: int) -> np.dtype:
+    """Return the smallest type that numbers ``experts`` experts and has a number left for none of them, its largest."""
+    return np.dtype(np.uint8 if experts <= np.iinfo(np.uint8).max else np.uint16)

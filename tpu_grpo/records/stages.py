@@ -1,0 +1,225 @@
+"""The records that pass between the stages, one per stage, frozen.
+
+Array suffixes used throughout the package: P prompts of a step, G completions per prompt, B = P*G rows, T tokens,
+V vocabulary. Row ``p * G + g`` is completion ``g`` of prompt ``p``.
+
+    PromptBatch -> (rollout) -> Rollout -> (rewards) -> Scores -> (learner) -> UpdateResult -> (weights) -> SyncResult
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from tpu_grpo.records.completion import AnswerMode as AnswerMode
+from tpu_grpo.records.completion import Completion as Completion
+from tpu_grpo.records.completion import FinishReason as FinishReason
+from tpu_grpo.records.completion import Request as Request
+from tpu_grpo.records.completion import SampleKey as SampleKey
+from tpu_grpo.records.completion import SamplingParams as SamplingParams
+from tpu_grpo.records.completion import routing_dtype as routing_dtype
+
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages, each with role and content, and what chat templates know beside these, such as tool_calls."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as the model sees it, with the columns of its record for the rewards."""
+
+    text: str
+    """The rendered prompt: template and chat template applied."""
+    token_ids: tuple[int, ...]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    messages: Conversation = ()
+    """The conversation that the text was rendered from, system message and examples included; empty if there is none,
+    so that the text is all there is."""
+    examples: int = 0
+    """How many of the messages, the first ones, the config put before those of the record."""
+
+    @property
+    def conversation(self) -> Conversation:
+        """The messages; or the text as the only one, the user's."""
+        return self.messages or [{"role": "user", "content": self.text}]
+
+    @property
+    def asked(self) -> str:
+        """What the user says in the messages of the record; several are joined by blank lines."""
+        own = self.messages[self.examples :]
+        return "\n\n".join(m["content"] for m in own if m["role"] == "user") if own else self.text
+
+    @property
+    def gold(self) -> str | None:
+        """Return the right answer as people read it, the column ``answer``; None where the record has none."""
+        answer = self.columns.get("answer")
+        return None if answer is None else str(answer)
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """The P prompts of one step."""
+
+    step: int
+    prompts: tuple[Prompt, ...]
+    records: tuple[int, ...] = ()
+    """The number of each prompt among all that the run trains on, source after source; empty for other prompts."""
+    positions: tuple[int, ...] = ()
+    """Where each prompt stands in the order in which the run goes through them, from 0; empty for other prompts."""
+    round: int = 0
+    """The rounds of the same step that were sampled before; there are several only with data.dynamic."""
+
+    def select(self, prompts: Sequence[int]) -> "PromptBatch":
+        """Take some of the prompts, by their numbers in the batch."""
+        taken, records, positions = (
+            tuple(values[prompt] for prompt in prompts) if values else ()
+            for values in (self.prompts, self.records, self.positions)
+        )
+        return replace(self, prompts=taken, records=records, positions=positions)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """B completions of a PromptBatch, row ``p * G + g``, with what sampling them cost."""
+
+    batch: PromptBatch
+    group_size: int
+    completions: tuple[Completion, ...]
+    texts: tuple[str, ...]
+    seconds: float
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What this host's engines did, under its names in the metrics."""
+    told: tuple[int, ...] = ()
+    """For every prompt the host that was told of its group while others were sampled, and scores it; empty if none."""
+
+    @property
+    def row_prompts(self) -> tuple[Prompt, ...]:
+        """The prompt of every row, length B."""
+        return tuple(p for p in self.batch.prompts for _ in range(self.group_size))
+
+    @property
+    def mean_tokens(self) -> tuple[float, ...]:
+        """The mean of the sampled tokens of every prompt's completions."""
+        lengths = [c.sampled_tokens for c in self.completions]
+        starts = range(0, len(lengths), self.group_size)
+        return tuple(sum(lengths[start : start + self.group_size]) / self.group_size for start in starts)
+
+    @property
+    def total_tokens(self) -> int:
+        """Sampled tokens over all rows."""
+        return sum(c.sampled_tokens for c in self.completions)
+
+    def rows_of(self, prompts: Sequence[int]) -> list[int]:
+        """List the rows of some of the prompts, by their numbers in the batch."""
+        return [p * self.group_size + g for p in prompts for g in range(self.group_size)]
+
+    def select(self, prompts: Sequence[int]) -> "Rollout":
+        """Take the groups of some of the prompts, in this order; what sampling cost stays that of all."""
+        rows = self.rows_of(prompts)
+        return replace(
+            self,
+            batch=self.batch.select(prompts),
+            completions=tuple(self.completions[row] for row in rows),
+            texts=tuple(self.texts[row] for row in rows),
+            told=tuple(self.told[prompt] for prompt in prompts) if self.told else (),
+        )
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number about a stage that several hosts can put together: sums add up, means weigh by count, or the largest."""
+
+    value: float
+    merge: Literal["sum", "mean", "max"]
+    count: int = 1
+    """Values that a mean is over."""
+
+    def merged(self, other: "Figure") -> "Figure":
+        """Put two together: a mean of 2 over 1 value and one of 5 over 2 values make a mean of 4 over 3."""
+        count = self.count + other.count
+        match self.merge:
+            case "sum":
+                return Figure(self.value + other.value, "sum", count)
+            case "max":
+                return Figure(max(self.value, other.value), "max", count)
+            case "mean":
+                return Figure((self.value * self.count + other.value * other.count) / count, "mean", count)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of a Rollout's B rows."""
+
+    total: Float[np.ndarray, " B"]
+    """float64: the weighted sum over the rewards that apply to the row; those of single tokens are no part of it. Rows
+    to which none applies have the mean of their group's others, or 0."""
+    by_name: Mapping[str, Float[np.ndarray, " B"]]
+    """float64 per reward before weighting; NaN where a reward does not apply. Of one of single tokens it is their
+    sum."""
+    seconds: float
+    """The time that scoring took after the rollout."""
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+    """What the rewards cost and logged, under their names in the metrics."""
+    per_token: tuple[Float[np.ndarray, "_"], ...] = ()
+    """For every row what the learner adds to the advantage of each of its tokens, the weighted sum over the rewards of
+    single tokens; empty for nothing."""
+    token_rewards: tuple[str, ...] = ()
+    """The names of the rewards of single tokens."""
+    unscored: Bool[np.ndarray, " B"] | None = None
+    """The rows that no reward of whole completions with a weight applies to, whose total is their group's mean; None
+    for none."""
+
+    @property
+    def scored(self) -> Bool[np.ndarray, " B"]:
+        """The rows whose total is their own."""
+        return np.ones(len(self.total), np.bool_) if self.unscored is None else ~self.unscored
+
+    def select(self, rows: Sequence[int]) -> "Scores":
+        """Take some of the rows; what scoring cost stays that of all."""
+        kept = list(rows)
+        per_token = tuple(self.per_token[row] for row in kept) if self.per_token else ()
+        by_name = {name: values[kept] for name, values in self.by_name.items()}
+        unscored = None if self.unscored is None else self.unscored[kept]
+        return replace(self, total=self.total[kept], by_name=by_name, per_token=per_token, unscored=unscored)
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """A Rollout with its Scores: what the learner learns from."""
+
+    rollout: Rollout
+    scores: Scores
+
+    def mean_rewards(self, name: str | None = None) -> tuple[float, ...]:
+        """The mean over every prompt's completions of the total reward, or of one; NaN where it applies to none."""
+        scores = self.scores
+        values_B = np.where(scores.scored, scores.total, np.nan) if name is None else scores.by_name[name]
+        groups_PG = values_B.reshape(-1, self.rollout.group_size).tolist()
+        known = [[value for value in group if not math.isnan(value)] for group in groups_PG]
+        return tuple(sum(values) / len(values) if values else math.nan for values in known)
+
+    def select(self, prompts: Sequence[int]) -> "ScoredRollout":
+        """Take the groups of some of the prompts, by their numbers in the batch."""
+        return ScoredRollout(self.rollout.select(prompts), self.scores.select(self.rollout.rows_of(prompts)))
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What one step of the learner did."""
+
+    metrics: Mapping[str, float]
+    """The metrics ``update/*`` and ``agreement/*``."""
+    advantages: Float[np.ndarray, " B"]
+    seconds: float
+    notes: tuple[str, ...] = ()
+    """What whoever watches should know of it."""
+
+
+@dataclass(frozen=True)
+class SyncResult:
+    """What moving the parameters to the sampler cost."""
+
+    seconds: float
+    bytes_moved: int

@@ -1,0 +1,297 @@
+"""A GRPO run, top to bottom.
+
+    prompts -> rollout -> rewards -> update -> weight sync, and again
+
+Every stage is a call on a part that ``run/parts.py`` built; stages exchange the records of ``types.py``.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from tpu_grpo.algorithms import notices
+from tpu_grpo.config import HUB, RunConfig
+from tpu_grpo.data.drawing import PromptDraw
+from tpu_grpo.evaluation import EvaluationLog, describe, write_samples
+from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch, announce, here
+from tpu_grpo.models.adapters import write_adapters
+from tpu_grpo.observe.metrics.compilations import CompilationCounter
+from tpu_grpo.observe.metrics.jsonl import read_records
+from tpu_grpo.observe.metrics.memory import memory_metrics
+from tpu_grpo.observe.metrics.run_files import ADAPTERS_DIR, CHANGES_FILE, METRICS_FILE, PROFILE_DIR
+from tpu_grpo.observe.metrics.run_log import RunLog, open_run_log
+from tpu_grpo.observe.metrics.summary import build_summary, versions, write_summary
+from tpu_grpo.observe.metrics.values import rollout_metrics, sync_metrics, tokens_digest, update_metrics
+from tpu_grpo.observe.report.live import LiveReport
+from tpu_grpo.records.errors import Interrupted
+from tpu_grpo.records.stages import PromptBatch, ScoredRollout, UpdateResult
+from tpu_grpo.run.data import OpenData
+from tpu_grpo.run.directory import RunDirectory
+from tpu_grpo.run.exporting import export_at_end
+from tpu_grpo.run.parts import Parts, build_parts
+from tpu_grpo.run.rounds import Rounds, StepGroups
+from tpu_grpo.run.task import evaluate_policy
+from tpu_grpo.run.timeline import Timeline
+
+ALONE = Hosts()
+KEPT_AT_LEAST = 0.9
+"""The share of the optimizer's step, by its norm, below which a run warns that steps are lost."""
+
+
+def train(
+    config: RunConfig,
+    hosts: Hosts = ALONE,
+    watch: Watch | None = None,
+    stop: StopRequest | None = None,
+    data: OpenData | None = None,
+) -> dict[str, Any]:
+    """Run the config to its end and leave its files in ``run.dir``; every host calls this, host 0 writes.
+
+    Args:
+        config: the run.
+        hosts: this process among those of the run, which have agreed on their settings (run/fingerprints.py).
+        watch: is told which stage the process is in, for the message when another is lost.
+        stop: once it is asked, the run ends early where nothing is lost, with a checkpoint.
+        data: the prompts, if they are open already.
+
+    Returns:
+        What summary.json holds.
+
+    Raises:
+        Interrupted: if a stop was requested; the checkpoint is saved.
+        TpuGrpoError: for anything wrong with the config, the model, the data, a reward or a number.
+    """
+    with RunDirectory(config, hosts) as directory, CompilationCounter() as compilations:
+        parts = build_parts(config, hosts, data)
+        start, prompts = parts.learner.restored_step, parts.task.prompts
+        notes = [*directory.begin(start, prompts.describe(), prompts.digest_of_tokens), *prompts.notes]
+        here.step = start
+        with LiveReport(config, hosts, start, directory.is_ours) if hosts.is_first else nullcontext() as report:
+            with (
+                open_run_log(config, start, report) if report else RunLog([]) as log,
+                closing(parts.task),
+                PromptDraw.open(config, prompts, start, hosts) as draw,
+            ):
+                best = "" if parts.task.held_out is None else parts.task.held_out.best
+                evaluations = EvaluationLog(config.run_dir, start, best, hosts)
+                watch, stop = watch or Watch(hosts), stop or StopRequest()
+                run = Run(config, hosts, watch, stop, parts, draw, log, evaluations, compilations)
+                run.train(start, notes)
+            return run.finish()
+
+
+@dataclass
+class Run:
+    """A run in progress."""
+
+    config: RunConfig
+    hosts: Hosts
+    watch: Watch
+    stop: StopRequest
+    parts: Parts
+    draw: PromptDraw
+    log: RunLog
+    evaluations: EvaluationLog
+    compilations: CompilationCounter
+    warned_of_lost_steps: bool = False
+
+    def train(self, start: int, notes: Sequence[str] = ()) -> None:
+        """Do steps ``start + 1`` to ``run.max_steps``, or until no prompt is left to learn from; show notes first."""
+        for note in (*notes, *notices(self.config), *self.parts.learner.restore_notes):
+            self.log.note(note)
+        if start:
+            self.log.note(f"continuing after step {start}")
+        self.stop.begin()
+        if not start:
+            self._evaluate_before_training()
+        announce(self.hosts, f"step {start + 1} begins, in which the update is compiled")
+        profiled, step = self.config.logging.profile_steps, start
+        with Timeline(profiled, self.config.run_dir / PROFILE_DIR, self.hosts.index, self.log.note) as timeline:
+            while not self._is_last(step):
+                with timeline.step(step + 1):
+                    try:
+                        self._step(step + 1)
+                    except StepAbandoned:
+                        raise self._stopped(step) from None
+                    step = here.step = step + 1
+                    if self._any_host(self.stop.asked) and not self._is_last(step):
+                        raise self._stopped(step)
+                    if self._is_best(step) or self._due(step, self.config.checkpoint.every):
+                        self._save(step)
+        if step < self.config.run.max_steps:
+            self.log.note(f"the run ends after step {step}: {self.draw.why_exhausted}")
+        self.parts.learner.close(best=self._best_step)
+        if self.config.export.every is not None:
+            with self.watch.stage("export"):
+                self.log.note(export_at_end(self.config, self.parts, step, self.evaluations.best_step, self.hosts))
+
+    def _step(self, step: int) -> None:
+        parts, stage = self.parts, self.watch.stage
+        groups = self._sampled_groups(step)
+        if self.config.rollout.release_during_update:
+            parts.engines.release()
+        with stage(f"update of step {step}"):
+            update = parts.learner.update(groups.learnt)
+        for note in update.notes:
+            self.log.note(note)
+        self._warn_of_lost_steps(step, update)
+        with stage(f"weight sync of step {step}"):
+            sync = parts.engines.install(parts.learner.params())
+            probed = parts.probe.after_sync(step)
+        self._remember(step, groups)
+        if _every(step, self.config.logging.samples_every):
+            self.log.samples(step, groups.learnt, update.advantages)
+        self.log.step(
+            {
+                "step": step,
+                **rollout_metrics(groups.sampled),
+                **(groups.metrics() if self.config.data.dynamic.is_on else {}),
+                **self.draw.metrics(),
+                **update_metrics(update),
+                **sync_metrics(sync),
+                **({} if probed is None else {"agreement/probe": probed}),
+                "compile/count": self.compilations.count,
+                **memory_metrics(),
+                **self._evaluate_if_due(step),
+            }
+        )
+
+    def _sampled_groups(self, step: int) -> StepGroups:
+        """Sample rounds of prompts until enough groups can be learnt from; one round unless data.dynamic says more."""
+        rounds = Rounds(wanted=self.config.data.prompts_per_step)
+        for _ in range(self.config.data.dynamic.rounds):
+            scored = self._scored_rollout(self.draw.batch(step, after=rounds.last))
+            rounds.add(scored, self.parts.learner.informative(scored))
+            if rounds.enough:
+                break
+        return rounds.groups()
+
+    def _scored_rollout(self, batch: PromptBatch) -> ScoredRollout:
+        """Sample completions of a batch; groups that are complete are scored while others are sampled."""
+        parts, stage, known = self.parts, self.watch.stage, self.draw.history.last("tokens", batch.records)
+        name = f"step {batch.step}" + (f", round {batch.round + 1}" if batch.round else "")
+        with parts.task.rewards.begin(batch) as scoring:
+            with stage(f"rollout of {name}"), self._may_be_abandoned(together=True):
+                drawn = [(prompt.token_ids, batch.positions[p]) for p, prompt in enumerate(batch.prompts)]
+                self.hosts.agree(f"prompts of {name}", repr(drawn))
+                rollout = parts.sampler.rollout(batch, scoring.add, known)
+                self.hosts.agree(f"tokens of {name}", tokens_digest(rollout.completions))
+            with stage(f"rewards of {name}"):
+                with self._may_be_abandoned():
+                    scoring.score_own([rollout])
+                [scores] = scoring.finish([rollout])
+        return ScoredRollout(rollout, scores)
+
+    def _remember(self, step: int, groups: StepGroups) -> None:
+        """Remember where the next step begins, and what this one has shown of its prompts."""
+        rates = groups.used.mean_rewards(self.config.data.pass_rate)
+        rollout = groups.used.rollout
+        self.draw.done(step, rollout.batch, {"tokens": rollout.mean_tokens, "pass_rate": rates})
+
+    def _warn_of_lost_steps(self, step: int, update: UpdateResult) -> None:
+        """Say once that parameters do not take up what the optimizer does; see ``update/step_kept``."""
+        kept = update.metrics["update/step_kept"]
+        if kept < KEPT_AT_LEAST and not self.warned_of_lost_steps:
+            self.warned_of_lost_steps = True
+            self.log.note(
+                f"step {step}: only {kept:.0%} of the optimizer's step arrived in the parameters, the rest was rounded "
+                "away; use model.param_dtype=float32, or a higher optimizer.learning_rate"
+            )
+
+    def _save(self, step: int) -> None:
+        """A checkpoint; and adapters also on their own, as others read them."""
+        with self.watch.stage(f"saving step {step}"):
+            self.parts.learner.save(step, best=self._best_step)
+            if adapters := self.parts.learner.adapters():
+                if self.hosts.is_first:
+                    directory = self.config.run_dir / ADAPTERS_DIR / str(step)
+                    write_adapters(
+                        directory, adapters, self.config.model.lora, self.config.model.path.removeprefix(HUB)
+                    )
+                self.hosts.barrier(f"adapters of step {step}")
+
+    def _stopped(self, step: int) -> Interrupted:
+        """Save the last step that is done, if there is one, and return what ends the run."""
+        if step:
+            self._save(step)
+            self.parts.learner.close(best=self._best_step)
+            return Interrupted(f"stopped after step {step} as asked, which is saved; {self.config.going_on}")
+        return Interrupted("stopped before the first step was done, as asked; nothing was saved")
+
+    @contextmanager
+    def _may_be_abandoned(self, *, together: bool = False) -> Iterator[None]:
+        """Give the step up in this block once a signal asks any host to stop; all hosts leave it at the same place.
+
+        Args:
+            together: hosts compute the block together, so that none of several may leave it before its end.
+        """
+        with suppress(StepAbandoned), nullcontext() if together and self.hosts.count > 1 else self.stop.abandoning():
+            yield
+        if self._any_host(self.stop.signalled):
+            raise StepAbandoned
+
+    def _any_host(self, asked: bool) -> bool:
+        """Ask whether this or any other host was asked to stop; all of them then stop after the same step."""
+        return b"1" in self.hosts.gather("stop", b"1" if asked else b"0")
+
+    def _evaluate_before_training(self) -> None:
+        try:
+            with self._may_be_abandoned(together=True):
+                self._evaluate_if_due(0)
+        except StepAbandoned:
+            raise self._stopped(0) from None
+
+    def _evaluate_if_due(self, step: int) -> dict[str, float]:
+        held_out = self.parts.task.held_out
+        due = step == 0 or self._due(step, self.config.evaluation.every)
+        if held_out is None or not due:
+            return {}
+        with self.watch.stage(f"evaluation after step {step}"):
+            evaluation, samples = evaluate_policy(self.parts.sampler, held_out, step)
+            self.hosts.agree(f"tokens of the evaluation after step {step}", evaluation.digest)
+        self.evaluations.add(evaluation)
+        if self.hosts.is_first:
+            write_samples(self.config.run_dir, str(step), samples)
+        self.log.note(describe(evaluation, len(held_out.prompts)))
+        return evaluation.metrics()
+
+    @property
+    def _best_step(self) -> int | None:
+        """The step whose checkpoint is kept as the best, if one is."""
+        return self.evaluations.best_step if self.config.checkpoint.keep_best else None
+
+    def _is_best(self, step: int) -> bool:
+        """Whether this step was evaluated and is the best so far."""
+        return self._best_step == step
+
+    def _due(self, step: int, every: int) -> bool:
+        """Say whether a step is one of every ``every``, or the last."""
+        return self._is_last(step) or _every(step, every)
+
+    def _is_last(self, step: int) -> bool:
+        """Say whether a step that is done was the last: because the config says so, or no prompt is left."""
+        return step >= self.config.run.max_steps or self.draw.exhausted
+
+    def finish(self) -> dict[str, Any]:
+        """Write summary.json, and see that all hosts end with the same parameters."""
+        digest = self.parts.learner.params_digest()
+        self.hosts.agree("parameters after the last step", digest)
+        if not self.hosts.is_first:
+            return {"params_digest": digest}
+        lines = list(read_records(self.config.run_dir / METRICS_FILE))
+        ended_early = self.draw.exhausted and lines and lines[-1]["step"] < self.config.run.max_steps
+        summary = build_summary(
+            lines,
+            params_digest=digest,
+            versions=versions(),
+            evaluation=self.evaluations.summary(),
+            changes=list(read_records(self.config.run_dir / CHANGES_FILE, missing_ok=True)),
+            ended_early=self.draw.why_exhausted if ended_early else None,
+        )
+        write_summary(self.config.run_dir, summary)
+        return summary
+
+
+def _every(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
