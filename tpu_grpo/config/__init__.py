@@ -2,25 +2,11 @@
 
     config = load_config("configs/demo_cpu.yaml", ["run.seed=1", "optimizer.learning_rate=3e-4"])
 
-    sections.py     the settings of run, model, rollout, meshes, hosts, checkpoint, export and logging
-    learning.py     the settings of algorithm and optimizer
-    choosing.py     the settings of which prompts are sampled and learnt from
-    data.py         the settings of data, rewards and evaluation
-    environment.py  the settings of environments: tools and turns
-    run_config.py   all sections together, and the sizes derived from them
-    effects.py      what a setting that is changed while a run is continued does to its results
-    rules.py        what must hold between settings of different sections
-    loading.py      reads YAML and overrides into a RunConfig, with errors people can act on
-    dialect.py      says which YAML is read and written
-    listing.py      lists every setting with its type and default, for --help
-    section.py      the base of every section, and types of values
-
 Nothing heavy is imported, so that ``--help`` and a typing error cost nothing.
 """
 
-from tpu_grpo.config.data import (
+from tpu_grpo.config.data_sections import (
     BUILTIN,
-    BUILTIN_TASK,
     GIVEN,
     GYM,
     HUB,
@@ -32,9 +18,7 @@ from tpu_grpo.config.data import (
     SourceSpec,
     check_rewards,
 )
-from tpu_grpo.config.effects import EFFECTS, Effect, effect_of, listed_name
-from tpu_grpo.config.environment import EnvironmentSection
-from tpu_grpo.config.learning import (
+from tpu_grpo.config.learning_sections import (
     AdvantageName,
     AlgorithmSection,
     LossAggregation,
@@ -42,26 +26,20 @@ from tpu_grpo.config.learning import (
     OptimizerSection,
     UpdateSection,
 )
-from tpu_grpo.config.listing import settings
 from tpu_grpo.config.loading import changed_config, load_config, parse_config
-from tpu_grpo.config.rules import CACHE_MARGIN_TOKENS, PROMPT_MARGIN_TOKENS
-from tpu_grpo.config.run_config import MICRO_BATCHES, RunConfig
-from tpu_grpo.config.section import Section, parse_layers
+from tpu_grpo.config.run_config import CACHE_MARGIN_TOKENS, MICRO_BATCHES, PROMPT_MARGIN_TOKENS, RunConfig, settings
+from tpu_grpo.config.section import parse_layers
 from tpu_grpo.config.sections import (
-    CheckpointSection,
+    EnvironmentSection,
     ExportSection,
     HostsSection,
-    LoggingSection,
     LoraSection,
     MeshesSection,
-    ModelSection,
-    RolloutSection,
-    RunSection,
 )
+from tpu_grpo.config.setting_names import EFFECTS, Effect, effect_of, listed_name
 
 __all__ = [
     "BUILTIN",
-    "BUILTIN_TASK",
     "CACHE_MARGIN_TOKENS",
     "EFFECTS",
     "GIVEN",
@@ -72,26 +50,20 @@ __all__ = [
     "PROMPT_MARGIN_TOKENS",
     "AdvantageName",
     "AlgorithmSection",
-    "CheckpointSection",
     "DataSection",
     "Effect",
     "EnvironmentSection",
     "EvaluationSection",
     "ExportSection",
     "HostsSection",
-    "LoggingSection",
     "LoraSection",
     "LossAggregation",
     "MeshesSection",
-    "ModelSection",
     "OptimizerRule",
     "OptimizerSection",
     "ReadingSection",
     "RewardSpec",
-    "RolloutSection",
     "RunConfig",
-    "RunSection",
-    "Section",
     "SourceSpec",
     "UpdateSection",
     "changed_config",

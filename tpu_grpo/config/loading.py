@@ -9,9 +9,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from tpu_grpo.config.dialect import Loader
-from tpu_grpo.config.listing import settings
-from tpu_grpo.config.run_config import RunConfig
+from tpu_grpo.config.run_config import RunConfig, settings
+from tpu_grpo.config.yaml_dialect import Loader
 from tpu_grpo.records.errors import ConfigError
 
 

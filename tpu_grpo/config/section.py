@@ -3,7 +3,7 @@
 import datetime
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
@@ -116,3 +116,13 @@ def _check_layers(value: str) -> str:
 
 LayerRanges = Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_layers)]
 """People write ranges of layers like this: 20-31, or 0-3,28-31, or 5."""
+
+
+def _check_count(value: Any) -> Any:
+    if value != "auto" and (not isinstance(value, int) or value < 1):
+        raise ValueError(f"must be auto or a whole number from 1 on, got {value!r}; `--help` says what it means")
+    return value
+
+
+AutoOrCount = Annotated[Literal["auto"] | int, BeforeValidator(_check_count)]
+"""The number is chosen for the run unless it is given."""

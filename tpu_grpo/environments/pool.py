@@ -22,7 +22,7 @@ from pathlib import Path
 from selectors import DefaultSelector
 from typing import Any, Self
 
-from tpu_grpo.config.environment import EnvironmentSection
+from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Ended, Failed, LoadedEnvironment, Reply
 from tpu_grpo.environments.forked import ForkedEnvironments
 from tpu_grpo.environments.pooled import FORK_SECONDS, Pooled

@@ -1,6 +1,6 @@
 """What is not as it was when a run is continued: settings, and the files that settings name.
 
-A difference reads ``name: old -> new``. What it does to results is decided in config/effects.py.
+A difference reads ``name: old -> new``. What it does to results is decided in config/setting_names.py.
 """
 
 import hashlib

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from tpu_grpo.config.environment import ToolFormat
+from tpu_grpo.config.sections import ToolFormat
 from tpu_grpo.environments.actions import Action, Message
 from tpu_grpo.environments.dialects import thinking
 from tpu_grpo.environments.dialects.data import Encoder

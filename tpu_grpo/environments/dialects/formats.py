@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
-from tpu_grpo.config.environment import ToolFormat
+from tpu_grpo.config.sections import ToolFormat
 from tpu_grpo.environments.dialects.json_calls import Calls, read_hermes, read_llama3
 from tpu_grpo.environments.dialects.python_calls import PythonCalls
 from tpu_grpo.environments.dialects.xml_calls import Schemas, read_qwen3_coder

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from tpu_grpo.config.dialect import Loader
+from tpu_grpo.config.yaml_dialect import Loader
 from tpu_grpo.observe.metrics.jsonl import read_records
 from tpu_grpo.observe.metrics.lines import Lines, Record
 from tpu_grpo.observe.metrics.run_files import (

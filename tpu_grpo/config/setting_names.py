@@ -1,16 +1,22 @@
-"""What a setting that is changed while a run is continued does to its results; decided here for every setting.
+"""The settings there are: name, type, default and meaning of each, and what changing it does to a run that goes on.
+
+An effect is decided here for every setting; a new one is given its effect, or a test fails.
 
     none        nothing that is learnt or measured depends on it
     rounding    the same is computed in another order: results compare, but not to the bit
     results     before and after cannot be compared; needs ``checkpoint.allow_changes``
-
-A new setting is given its effect here, or a test fails.
 """
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
-from typing import Literal
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel
+
+from tpu_grpo.config.section import Section
 
 Effect = Literal["none", "rounding", "results"]
 
@@ -101,7 +107,8 @@ def check_names(names: Sequence[str]) -> None:
     Raises:
         ValueError: for one that is not, with the nearest that is.
     """
-    sections = {part for name in EFFECTS for part in _around(name)}
+    parts = [name.split(".") for name in EFFECTS]
+    sections = {".".join(part[:count]) for part in parts for count in range(1, len(part))}
     for name in names:
         if (listed := listed_name(name)) not in EFFECTS and listed not in sections:
             near = difflib.get_close_matches(listed, [*EFFECTS, *sections], n=1, cutoff=0.5)
@@ -111,7 +118,43 @@ def check_names(names: Sequence[str]) -> None:
             )
 
 
-def _around(name: str) -> list[str]:
-    """Name the sections and entries that a setting lies in: data and data.dynamic of data.dynamic.extra."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts))]
+def settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Yield every setting of a section as (name, type, default, meaning), in the order of its fields."""
+    for name, info in section.model_fields.items():
+        kind = info.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from settings_of(kind, f"{prefix}{name}.")
+        elif entry := _entry_of(kind):
+            default = "unset" if info.default is None else str([e.name for e in info.default])
+            yield prefix + name, "list", default, info.description or ""
+            if f"{prefix}{name}" != "evaluation.rewards":  # they are described once, in rewards[i]
+                yield from settings_of(entry, f"{prefix}{name}[i].")
+        else:
+            default = "required" if info.is_required() else _yaml_scalar(info.get_default())
+            yield prefix + name, _type_name(kind), default, " ".join((info.description or "").split())
+
+
+def _entry_of(kind: Any) -> type[Section] | None:
+    """Return the section that a list holds: RewardSpec of ``tuple[RewardSpec, ...]``, also of that or None."""
+    if get_origin(kind) in (Union, types.UnionType):
+        return next(filter(None, map(_entry_of, get_args(kind))), None)
+    inside = get_args(kind)[0] if get_origin(kind) is tuple else None
+    return inside if isinstance(inside, type) and issubclass(inside, Section) else None
+
+
+def _type_name(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " | ".join(map(str, get_args(kind)))
+    if get_origin(kind) in (Union, types.UnionType):
+        return " | ".join("unset" if a is type(None) else _type_name(a) for a in get_args(kind))
+    if get_origin(kind) is Annotated:
+        return _type_name(get_args(kind)[0])
+    if get_origin(kind) is tuple:
+        return f"list of {_type_name(get_args(kind)[0])}"
+    return getattr(kind, "__name__", str(kind)).lower() if not get_origin(kind) else "mapping"
+
+
+def _yaml_scalar(value: Any) -> str:
+    if value is None:
+        return "unset"
+    return yaml.safe_dump(value, default_flow_style=True).split("\n")[0]

@@ -9,7 +9,7 @@ import yaml
 
 from tests.config.asking import file_message, message, value_of
 from tpu_grpo.config import load_config, parse_config
-from tpu_grpo.config.dialect import Loader
+from tpu_grpo.config.yaml_dialect import Loader
 
 # --- plain values ----------------------------------------------------------------------------------------------------
 

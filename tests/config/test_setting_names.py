@@ -1,13 +1,39 @@
-"""What a setting that is changed on the way does to results: decided for each, and for each new one."""
+"""The list of settings that --help shows, and what changing one on the way does to results."""
 
 import pytest
 
-from tests.config.asking import message
-from tpu_grpo.config import EFFECTS, effect_of, listed_name, load_config, settings
+from tests.config.asking import leaves, message
+from tpu_grpo.config import EFFECTS, RunConfig, effect_of, listed_name, load_config, settings
+
+
+def test_every_leaf_is_listed_once_with_a_meaning() -> None:
+    listed = [name for name, *_ in settings()]
+    assert sorted(listed) == sorted(leaves(RunConfig().model_dump()))
+    assert len(listed) == len(set(listed))
+    assert [name for name, _, _, meaning in settings() if len(meaning) < 10] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "default"),
+    [
+        ("run.dir", "path | unset", "unset"),
+        ("run.seed", "int", "0"),
+        ("model.dtype", "float32 | bfloat16", "float32"),
+        ("data.shuffle", "bool", "true"),
+        ("rollout.batch_paddings", "list of int | unset", "unset"),
+        ("rollout.steps_per_launch", "auto | int", "auto"),
+        ("rewards", "list", "['exact_answer']"),
+        ("rewards[i].name", "str", "required"),
+        ("rewards[i].options", "mapping", "{}"),
+        ("optimizer.learning_rate", "float", "1.0e-06"),
+    ],
+)
+def test_types_and_defaults_as_shown(name: str, kind: str, default: str) -> None:
+    assert {n: (k, d) for n, k, d, _ in settings()}[name] == (kind, default)
 
 
 def test_every_setting_is_decided_and_nothing_else() -> None:
-    """A new setting fails here until config/effects.py says what a change of it does to the results of a run."""
+    """A new setting fails here until config/setting_names.py says what a change of it does to the results of a run."""
     assert sorted(EFFECTS) == sorted(name for name, *_ in settings())
 
 
