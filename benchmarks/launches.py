@@ -1,6 +1,6 @@
 """What launches of several decode steps save on a TPU, and when to refill rows: python -m benchmarks.launches
 
-Nothing runs on a device: the seconds are those of ``scripts/plan.py`` (planning/engine_steps.py), the shapes and the
+Nothing runs on a device: the seconds are those of ``scripts/plan.py`` (planning/costs.py), the shapes and the
 number of steps those of the engine. Two tables:
 
     time a token    milliseconds between two tokens of a row, in an engine whose rows all run, with one step a launch
@@ -23,9 +23,8 @@ from rich.table import Table
 from tpu_grpo.engine.shapes import choose_steps, ladder, pad_to
 from tpu_grpo.launching.tpus import Generation, parse_slice
 from tpu_grpo.models.abstract import abstract_checkpoint
-from tpu_grpo.planning.engine_steps import decode_step, host_seconds, prefill_step, round_seconds
-from tpu_grpo.planning.plan import PUBLISHED
-from tpu_grpo.planning.sizes import EngineSizes
+from tpu_grpo.planning.costs import EngineSizes, decode_step, host_seconds, prefill_step, round_seconds
+from tpu_grpo.planning.slice_plan import PUBLISHED
 
 PROMPT, LONGEST, MEAN = 256, 768, 256
 SPREADS = {"as GSM8K": 0.49, "long tail": 0.9}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.random_checkpoint import write_random_qwen3
+from tpu_grpo.cli.plan import main
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "plan.py"
 
@@ -52,6 +53,13 @@ def test_what_cannot_be_planned_is_said_in_a_line(directory: Path, arguments: li
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("mean", ["0.5", "65", "nan"])
+def test_a_mean_that_cannot_be_is_refused(directory: Path, mean: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(directory / "run.yaml"), "--slice", "v5e-4", "--mean-new-tokens", mean]) == 2
+    said = f"--mean-new-tokens must be between 1 and rollout.max_new_tokens=64, got {mean}"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.slices

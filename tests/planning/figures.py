@@ -3,8 +3,8 @@
 from typing import Any
 
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.planning.programs import CompiledProgram, Stage
-from tpu_grpo.planning.resident import ResidentBytes
+from tpu_grpo.planning.compiled_programs import CompiledProgram, Stage
+from tpu_grpo.planning.stage_memory import ResidentBytes
 
 RESIDENT = ResidentBytes(
     parameters=100, optimizer=200, trained=80, reference=30, sampler=40, shared=5, cache=50, batch=7

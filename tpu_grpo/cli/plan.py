@@ -10,10 +10,9 @@ from pathlib import Path
 from tpu_grpo.cli.starting import prepare
 from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.planning.child_process import run_in_child
-from tpu_grpo.planning.lengths import check_mean
 from tpu_grpo.planning.slices import open_slice
 from tpu_grpo.planning.slices import prepare as prepare_slice
-from tpu_grpo.records.errors import TpuGrpoError, say
+from tpu_grpo.records.errors import ConfigError, TpuGrpoError, say
 
 ABOUT = """Says whether a run fits a TPU slice, by compiling the run's own programs for it; no TPU is needed.
 
@@ -29,8 +28,12 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_intermixed_args(arguments)
     try:
         config = load_config(Path(options.config), options.overrides)
-        if options.mean_new_tokens is not None:
-            check_mean(options.mean_new_tokens, config.rollout.max_new_tokens)
+        mean, longest = options.mean_new_tokens, config.rollout.max_new_tokens
+        if mean is not None and not 1 <= mean <= longest:
+            raise ConfigError(
+                f"--mean-new-tokens must be between 1 and rollout.max_new_tokens={longest}, got {mean:g}; take the "
+                "mean length of the completions that you expect, completions/mean_tokens of a run"
+            )
         if (code := run_in_child()) is not None:
             return code
         return plan_and_print(
@@ -39,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
             fast=options.fast,
             as_json=options.json,
             suggesting=not options.no_suggestion,
-            mean_new_tokens=options.mean_new_tokens,
+            mean_new_tokens=mean,
         )
     except TpuGrpoError as error:
         say(error)
@@ -80,9 +83,8 @@ def plan_and_print(
     """
     prepare_slice(slice_name)
     prepare(config)
-    from tpu_grpo.planning.plan import make_plan
-    from tpu_grpo.planning.report import plan_as_json, plan_lines, suggestion_line
-    from tpu_grpo.planning.suggestions import suggest
+    from tpu_grpo.planning.plan_report import plan_as_json, plan_lines, suggestion_line
+    from tpu_grpo.planning.slice_plan import make_plan, suggest
 
     plan = make_plan(config, open_slice(slice_name), fast=fast, say=report_progress)
     shown = plan_as_json(plan, mean_new_tokens)

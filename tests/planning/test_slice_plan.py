@@ -1,15 +1,41 @@
-"""Suggestions: tried in order, kept if they help, confirmed by a plan."""
+"""Fast plans are lines through two models of few layers. Suggestions are tried in order, and kept if they help."""
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.planning.figures import run_of
+from tests.models.random_checkpoint import write_random
+from tests.planning.figures import program, run_of
 from tpu_grpo.config import RunConfig
-from tpu_grpo.planning import suggestions
+from tpu_grpo.models.abstract import abstract_checkpoint
+from tpu_grpo.models.families.gemma2 import Gemma2Config
+from tpu_grpo.planning import slice_plan
+from tpu_grpo.planning.slice_plan import FEW_LAYERS, extrapolated, with_layers
 from tpu_grpo.records.errors import ConfigError
+
+
+def test_a_line_through_two_and_four_layers() -> None:
+    assert FEW_LAYERS == (2, 4)
+    few = program("update", argument_bytes=10.0, temporary_bytes=8.0, flops=6.0, kernels=2)
+    more = program("update", argument_bytes=14.0, temporary_bytes=7.0, flops=10.0, kernels=4)
+    whole = extrapolated(few, more, 36)
+    assert whole.argument_bytes == 10 + 2 * 34
+    assert whole.flops == 6 + 2 * 34
+    assert whole.temporary_bytes == 7  # never falls
+    assert whole.kernels == 36
+    assert extrapolated(few, more, 4) == extrapolated(few, more, 4)
+    assert extrapolated(few, more, 2).argument_bytes == 10
+
+
+def test_few_layers_are_the_first_ones_where_they_differ(tmp_path: Path) -> None:
+    types = ["full_attention", "sliding_attention", "sliding_attention"]
+    directory = write_random("gemma2", tmp_path, layers=3, layer_types=types)
+    with with_layers(abstract_checkpoint(directory), 2) as fewer:
+        assert isinstance(fewer.config, Gemma2Config)
+        assert fewer.config.has_window == (False, True)
 
 
 @dataclass
@@ -52,10 +78,10 @@ def planner(needs: Any) -> Any:
 
 def suggested(monkeypatch: pytest.MonkeyPatch, needs: Any, **sections: Any) -> tuple[Any, list[str]]:
     said: list[str] = []
-    monkeypatch.setattr(suggestions, "make_plan", planner(needs))
+    monkeypatch.setattr(slice_plan, "make_plan", planner(needs))
     config = run_of(**sections)
     plan: Any = FakePlan(config, needs(config))
-    return suggestions.suggest(plan, said.append), said
+    return slice_plan.suggest(plan, said.append), said
 
 
 def test_changes_add_up_until_everything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,4 +154,4 @@ def test_settings_that_do_not_go_together_are_passed_over(monkeypatch: pytest.Mo
 def test_nothing_is_suggested_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     suggestion, said = suggested(monkeypatch, lambda config: {"update": 500.0})
     assert suggestion is None
-    assert len([line for line in said if line.startswith("trying")]) <= suggestions.MOST_TRIED
+    assert len([line for line in said if line.startswith("trying")]) <= slice_plan.MOST_TRIED

@@ -1,15 +1,24 @@
-"""The programs of a run, compiled for a slice, with the memory and the arithmetic that the compiler reports of each."""
+"""The programs of a run, compiled for a slice, with the memory and the arithmetic that the compiler reports of each.
 
+What the compiler reported is kept in the user's cache directory under ``plans``, because jax's own cache holds no
+program that cannot run here. Delete that directory to compile anew.
+"""
+
+import hashlib
+import json
+import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal
 
 import jax
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.planning.figures_cache import cached_figures, store_figures
+from tpu_grpo.config.caching import cache_directory
 from tpu_grpo.run.abstract import AbstractRun
 
 Stage = Literal["rollout", "logprobs", "update", "sync"]
@@ -63,14 +72,31 @@ def compile_all(run: AbstractRun, options: Mapping[str, Any], say: Callable[[str
     compiled = []
     for name, stage, lower in programs_to_lower(run):
         mesh = run.engine.mesh if stage == "rollout" else run.meshes.trainer
-        program = lower(), list(mesh.devices.flat)
-        figures = cached_figures(program, options)
-        if figures is None:
+        lowered = lower()
+        kept = _figures_file(lowered, list(mesh.devices.flat), options)
+        if kept.exists():
+            figures = json.loads(kept.read_text())
+        else:
             say(f"compiling {name} ({run.checkpoint.config.num_hidden_layers} layers)")
-            figures = compiled_figures(program[0], options)
-            store_figures(program, options, figures)
+            figures = compiled_figures(lowered, options)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = kept.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(json.dumps(figures))
+            unfinished.replace(kept)
         compiled.append(CompiledProgram(name=name, stage=stage, **figures))
     return compiled
+
+
+def _figures_file(lowered: jax.stages.Lowered, devices: Sequence[Any], options: Mapping[str, Any]) -> Path:
+    """Name the file by a digest of everything that decides the figures: program, devices, options and compiler."""
+    decides = (
+        lowered.as_text(),
+        sorted(options.items()),
+        [(device.device_kind, device.id, device.coords) for device in devices],
+        os.environ.get("LIBTPU_INIT_ARGS", ""),
+        [version(name) for name in ("jax", "jaxlib", "libtpu")],
+    )
+    return cache_directory() / "plans" / f"{hashlib.sha256(repr(decides).encode()).hexdigest()[:24]}.json"
 
 
 def compiled_figures(lowered: jax.stages.Lowered, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +112,8 @@ def compiled_figures(lowered: jax.stages.Lowered, options: Mapping[str, Any]) ->
         if size is None:
             raise
         nothing = dict.fromkeys(("argument_bytes", "output_bytes", "code_bytes", "flops", "accessed_bytes"), 0.0)
-        return nothing | {"temporary_bytes": size, "kernels": 0, "fits": False, "seconds": _since(started)}
+        seconds = time.perf_counter() - started
+        return nothing | {"temporary_bytes": size, "kernels": 0, "fits": False, "seconds": seconds}
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     return {
         "argument_bytes": memory.argument_size_in_bytes,
@@ -97,7 +124,7 @@ def compiled_figures(lowered: jax.stages.Lowered, options: Mapping[str, Any]) ->
         "accessed_bytes": cost.get("bytes accessed", 0.0),
         "kernels": compiled.as_text().count('custom_call_target="tpu_custom_call"'),
         "fits": True,
-        "seconds": _since(started),
+        "seconds": time.perf_counter() - started,
     }
 
 
@@ -114,7 +141,3 @@ def refused_bytes(message: str) -> float | None:
         return float(whole[1]) * {"K": 2**10, "M": 2**20, "G": 2**30}[whole[2]]
     single = re.search(r"RESOURCE_EXHAUSTED: Allocation \(size=(\d+)\) would exceed memory.*space=hbm", message)
     return float(single[1]) if single else None
-
-
-def _since(started: float) -> float:
-    return time.perf_counter() - started

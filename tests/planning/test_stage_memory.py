@@ -1,8 +1,10 @@
 """Stages add up what lies on a device while they run."""
 
+import pytest
+
 from tests.planning.figures import RESIDENT, program, run_of
-from tpu_grpo.planning.budget import stage_memory
-from tpu_grpo.planning.programs import GRADIENTS, OPTIMIZER_STEP
+from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, refused_bytes
+from tpu_grpo.planning.stage_memory import stage_memory
 
 PROGRAMS = [
     program("rollout", name="decode", argument_bytes=96, temporary_bytes=9, code_bytes=1),  # 95 known, 1 of inputs
@@ -65,3 +67,24 @@ def test_a_refused_program_counts_as_the_compiler_says() -> None:
     assert (
         update.total == 1000 + 200 + 30 + SAMPLER + 7 + 3
     )  # with what its arguments are not, and three programs' code
+
+
+@pytest.mark.parametrize(
+    ("message", "size"),
+    [
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 16.50G of 15.75G hbm.", 16.5 * 2**30),
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (22.50G)"
+            " exceeds available HBM (15.75G).",
+            22.5 * 2**30,
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Allocation (size=400) would exceed memory (size=100) :: [space=hbm, size = 1]",
+            400,
+        ),
+        ("Ran out of memory in memory space smem. Used 1.01M of 1.00M smem.", None),
+        ("RESOURCE_EXHAUSTED: Allocation (size=400) would exceed memory (size=100) :: #1 [space=smem]", None),
+    ],
+)
+def test_only_refusals_for_the_main_memory_are_read(message: str, size: float | None) -> None:
+    assert refused_bytes(message) == size

@@ -3,7 +3,9 @@
 import json
 import math
 import re
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,20 +16,35 @@ import pytest
 from tpu_grpo.config import load_config
 from tpu_grpo.learner.output_head import CHUNK_BYTES
 from tpu_grpo.models.abstract import abstract_checkpoint
-from tpu_grpo.planning.plan import PUBLISHED
-from tpu_grpo.planning.programs import FAST_COMPILE_OPTIONS, compiled_figures, programs_to_lower
-from tpu_grpo.planning.rates import STEP_INPUTS
-from tpu_grpo.planning.resident import resident_bytes
-from tpu_grpo.planning.sizes import EngineSizes
+from tpu_grpo.planning.compiled_programs import FAST_COMPILE_OPTIONS, compiled_figures, programs_to_lower
+from tpu_grpo.planning.costs import STEP_INPUTS, EngineSizes
+from tpu_grpo.planning.slice_plan import PUBLISHED
 from tpu_grpo.planning.slices import open_slice, replica_devices
+from tpu_grpo.planning.stage_memory import resident_bytes
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.abstract import AbstractRun
 from tpu_grpo.run.meshes import build_meshes
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-SHIPPED = REPOSITORY / "configs" / "qwen3_0p6b_v5e_8.yaml"
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+DENSE = "qwen3_0p6b_v5e_8.yaml", "Qwen3-0.6B"
 LAYERS, WIDTH, VOCABULARY = 2, 1024, 151936
-
+EXPERTS = "qwen3_30b_a3b_v5p_32.yaml", "Qwen3-30B-A3B"
+SMALLER = {
+    "num_hidden_layers": 1,
+    "vocab_size": 2048,
+    "hidden_size": 512,
+    "moe_intermediate_size": 256,
+    "num_experts": 32,
+    "num_attention_heads": 8,
+}
+LIKE_TUNIX = """
+import sys
+from pathlib import Path
+from tpu_grpo.models import repairs
+repairs.fitted_config = lambda config, mesh: config
+from tests.planning.test_compiled_programs import kernels_of_an_update_of_experts
+kernels_of_an_update_of_experts(Path(sys.argv[1]))
+"""
 
 pytestmark = [pytest.mark.slices, pytest.mark.timeout(1800)]  # a minute each
 
@@ -39,11 +56,17 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 @contextmanager
-def open_run(name: str, directory: Path, *overrides: str) -> Iterator[AbstractRun]:
-    """The shipped config on a slice, with two layers."""
-    target, config = open_slice(name), load_config(SHIPPED, overrides)
-    published = json.loads((PUBLISHED / "Qwen3-0.6B" / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(published | {"num_hidden_layers": LAYERS}))
+def open_run(
+    name: str,
+    directory: Path,
+    *overrides: str,
+    shipped: tuple[str, str] = DENSE,
+    changes: Mapping[str, int] = {"num_hidden_layers": LAYERS},
+) -> Iterator[AbstractRun]:
+    """A shipped config on a slice, with its model changed."""
+    target, config = open_slice(name), load_config(CONFIGS / shipped[0], overrides)
+    published = json.loads((PUBLISHED / shipped[1] / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(published | dict(changes or {"num_hidden_layers": LAYERS})))
     checkpoint = abstract_checkpoint(directory)
     with target.as_jax_devices():
         meshes = build_meshes(config, checkpoint, target.devices)
@@ -115,3 +138,33 @@ def test_a_cache_in_fp8_is_refused_where_the_kernel_cannot_read_it(tmp_path: Pat
     refused = pytest.raises(ConfigError, match="needs a TPU from v5 on, got TPU v4")
     with open_run("v4-8", tmp_path, "rollout.kv_dtype=fp8") as run, refused:
         _ = run.engine
+
+
+def kernels_of_an_update_of_experts(directory: Path) -> int:
+    """Pallas kernels in the program of a small mixture of experts, compiled for 16 chips."""
+    with open_run("v5e-16", directory, shipped=EXPERTS, changes=SMALLER) as run:
+        return compiled_figures(run.learner.lower_gradients(), FAST_COMPILE_OPTIONS)["kernels"]
+
+
+def test_the_update_of_experts_compiles(tmp_path: Path) -> None:
+    """Attention has 4 kernels; of experts three products run twice, and each has two gradients."""
+    assert kernels_of_an_update_of_experts(tmp_path) == 4 + 3 * (2 + 2)
+
+
+@pytest.mark.parametrize(("experts", "kernels"), [("fused", 2 + 1), ("ragged", 2 + 1 + 3)])
+def test_the_engines_experts_compile_and_return_their_numbers(tmp_path: Path, experts: str, kernels: int) -> None:
+    """Attention has 2 kernels, and experts 1, or 3 products and what they share. The fused kernel takes wide models."""
+    settings = [f"rollout.experts={experts}", "algorithm.routing_replay=true", "meshes.sampler.tensor=4"]
+    wide = SMALLER | {"hidden_size": 1024}
+    with open_run("v5e-16", tmp_path, *settings, shipped=EXPERTS, changes=wide) as run:
+        lowered = run.engine.lower("decode", run.options.shapes.batch[-1])
+        assert compiled_figures(lowered, FAST_COMPILE_OPTIONS)["kernels"] == kernels
+
+
+def test_libtpu_still_aborts_at_an_axis_of_one_device(tmp_path: Path) -> None:
+    """When this fails, remove the repair of experts."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIKE_TUNIX, str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -6
+    assert "rotated_pincer" in done.stderr

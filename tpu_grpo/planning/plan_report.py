@@ -4,10 +4,9 @@ from dataclasses import asdict
 from typing import Any
 
 from tpu_grpo.launching.tpus import GIB
-from tpu_grpo.planning.budget import COLUMNS
-from tpu_grpo.planning.estimate import ASSUMPTIONS, MEAN_ASSUMPTION, StageTime, StepTime
-from tpu_grpo.planning.plan import FEW_LAYERS, Plan
-from tpu_grpo.planning.suggestions import Suggestion
+from tpu_grpo.planning.slice_plan import FEW_LAYERS, Plan, Suggestion
+from tpu_grpo.planning.stage_memory import COLUMNS
+from tpu_grpo.planning.step_seconds import ASSUMPTIONS, MEAN_ASSUMPTION, StepTime
 
 
 def plan_lines(plan: Plan, mean_new_tokens: float | None = None) -> list[str]:
@@ -56,10 +55,13 @@ def _time(plan: Plan, mean_new_tokens: float | None) -> list[str]:
         steps.append((f"mean {mean_new_tokens:g}", plan.work.step(mean_new_tokens)))
     lines = [f"{'seconds':12}" + "".join(f"{name:>14}  {'of it':24}" for name, _ in steps).rstrip()]
     for stages in zip(*(step.stages for _, step in steps), strict=True):
-        cells = "".join(f"{stage.seconds:14.2f}  {_largest(stage):24}" for stage in stages)
-        lines.append(f"{stages[0].stage:12}{cells}".rstrip())
+        line = f"{stages[0].stage:12}"
+        for stage in stages:
+            cause, seconds = max(stage.by_cause.items(), key=lambda item: item[1])
+            line += f"{stage.seconds:14.2f}  {f'{seconds:.2f} {cause}':24}"
+        lines.append(line.rstrip())
     for name, step in steps:
-        figures = speed(plan, step)
+        figures = _speed(plan, step)
         lines.append(
             f"{name}: a step of {step.seconds:.1f} s, rollout {figures['rollout_seconds']:.1f} and update "
             f"{figures['update_seconds']:.1f}; {figures['completion_tokens_per_second']:,.0f} completion tokens/s, "
@@ -68,16 +70,11 @@ def _time(plan: Plan, mean_new_tokens: float | None) -> list[str]:
     return [*lines, *(f"  assumed: {assumption}" for assumption in _assumptions(mean_new_tokens))]
 
 
-def _largest(stage: StageTime) -> str:
-    """Say what most of a stage's time is spent on."""
-    return f"{stage.by_cause[stage.largest]:.2f} {stage.largest}"
-
-
 def _assumptions(mean_new_tokens: float | None) -> list[str]:
     return [*ASSUMPTIONS, *([] if mean_new_tokens is None else [MEAN_ASSUMPTION])]
 
 
-def speed(plan: Plan, step: StepTime) -> dict[str, float]:
+def _speed(plan: Plan, step: StepTime) -> dict[str, float]:
     """Return the speed of a step and the chip-hours of a run of such steps."""
     return {
         "step_seconds": step.seconds,
@@ -129,7 +126,7 @@ def _step_as_json(plan: Plan, mean_new_tokens: float | None) -> dict[str, Any]:
             }
             for stage in step.stages
         ],
-        **speed(plan, step),
+        **_speed(plan, step),
     }
 
 
@@ -140,5 +137,5 @@ def suggestion_line(suggestion: Suggestion | None) -> str:
     plan = suggestion.plan
     return (
         f"this fits, compiled as well: {' '.join(suggestion.overrides)} (the {plan.worst.stage} needs most and leaves "
-        f"{-plan.excess / GIB:.2f} GiB; a step takes {plan.seconds:.1f} s)"
+        f"{-plan.excess / GIB:.2f} GiB; a step takes {plan.work.step().seconds:.1f} s)"
     )

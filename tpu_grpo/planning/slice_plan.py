@@ -2,6 +2,7 @@
 
 plan = make_plan(config, open_slice("v5e-16"), fast=False, say=print)
 plan.fits, plan.worst
+suggest(plan, say=print)      # settings to change when it does not fit
 """
 
 import json
@@ -12,15 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.config import BUILTIN, RunConfig
+from tpu_grpo.config import BUILTIN, MICRO_BATCHES, RunConfig, parse_config
 from tpu_grpo.models import Checkpoint
 from tpu_grpo.models.abstract import abstract_checkpoint
-from tpu_grpo.planning.budget import StageMemory, stage_memory
-from tpu_grpo.planning.estimate import StepWork
-from tpu_grpo.planning.programs import FAST_COMPILE_OPTIONS, CompiledProgram, compile_all
-from tpu_grpo.planning.resident import ResidentBytes, resident_bytes
+from tpu_grpo.planning.compiled_programs import FAST_COMPILE_OPTIONS, CompiledProgram, compile_all
 from tpu_grpo.planning.slices import Target, replica_devices
-from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.planning.stage_memory import ResidentBytes, StageMemory, resident_bytes, stage_memory
+from tpu_grpo.planning.step_seconds import StepWork
+from tpu_grpo.records.errors import ConfigError, TpuGrpoError
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.meshes import build_meshes
 
@@ -30,6 +30,10 @@ PUBLISHED = Path(__file__).resolve().parents[2] / "configs" / "models"
 """The directory with the config.json of published models, by name."""
 NO_STOP = (0,)
 """A stop token in place of that of a tokenizer that is not there; it decides no shape."""
+MOST_TRIED = 8
+"""So many changes of settings are tried, at most."""
+SPARE = 0.05
+"""The share of the chip's memory that a suggested number of cache tokens leaves free."""
 
 
 @dataclass(frozen=True)
@@ -66,11 +70,6 @@ class Plan:
     def fits(self) -> bool:
         """Whether every stage fits, and the compiler refused no program."""
         return self.excess <= 0 and all(program.fits for program in self.programs)
-
-    @property
-    def seconds(self) -> float:
-        """The estimated duration of a step whose completions are all as long as they may be."""
-        return self.work.step().seconds
 
 
 def make_plan(config: RunConfig, target: Target, *, fast: bool, say: Callable[[str], None]) -> Plan:
@@ -120,24 +119,23 @@ def with_known_model(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(PUBLISHED / path.name)})})
 
 
+# --- fast plans ------------------------------------------------------------------------------------------------------
+
+
 def _extrapolated_programs(run: AbstractRun, say: Callable[[str], None]) -> list[CompiledProgram]:
     """Compile two models of few layers and extend their figures, because memory and work grow with each layer."""
-    layers, compiled = run.checkpoint.config.num_hidden_layers, []
+    layers, compiled, model = run.checkpoint.config.num_hidden_layers, [], run.config.model
+    lora = model.lora.model_copy(update={"layers": None, "path": None})
+    model = model.model_copy(update={"train_layers": None, "lora": lora})  # a model of few layers may lack those chosen
     for count in FEW_LAYERS:
-        with _with_layers(run.checkpoint, count) as smaller:
-            small = replace(run, config=_all_layers_trained(run.config), checkpoint=smaller)
+        with with_layers(run.checkpoint, count) as smaller:
+            small = replace(run, config=run.config.model_copy(update={"model": model}), checkpoint=smaller)
             compiled.append(compile_all(small, FAST_COMPILE_OPTIONS, say))
     return [extrapolated(few, more, layers) for few, more in zip(*compiled, strict=True)]
 
 
-def _all_layers_trained(config: RunConfig) -> RunConfig:
-    """Drop a choice of layers, which a model of few layers may lack."""
-    lora = config.model.lora.model_copy(update={"layers": None, "path": None})
-    return config.model_copy(update={"model": config.model.model_copy(update={"train_layers": None, "lora": lora})})
-
-
 @contextmanager
-def _with_layers(checkpoint: Checkpoint, count: int) -> Iterator[Checkpoint]:
+def with_layers(checkpoint: Checkpoint, count: int) -> Iterator[Checkpoint]:
     """Make the same model with its first ``count`` layers, for as long as the context lasts."""
     changed: dict[str, Any] = {"num_hidden_layers": count}
     if types := checkpoint.hf_config.get("layer_types"):
@@ -164,3 +162,96 @@ def extrapolated(few: CompiledProgram, more: CompiledProgram, layers: int) -> Co
         fits=few.fits and more.fits,
         seconds=few.seconds + more.seconds,
     )
+
+
+# --- suggestions -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Overrides as the command line takes them, and the plan of the run with them."""
+
+    overrides: tuple[str, ...]
+    plan: Plan
+
+
+def suggest(plan: Plan, say: Callable[[str], None]) -> Suggestion | None:
+    """Look for changes of settings with which the run fits, planning the run with each; None where none were found.
+
+    A change that does not help the stage that does not fit is taken back; the others add up until everything fits.
+    """
+    best, chosen, tried = plan, dict[str, object](), set[tuple[str, object]]()
+    while not best.fits and len(tried) < MOST_TRIED:
+        untried = (change for change in _changes(best) if change not in tried)
+        if (change := next(untried, None)) is None:
+            return None
+        tried.add(change)
+        name, value = change
+        say(f"trying {name}={_yaml(value)}")
+        try:
+            changed = make_plan(_overridden(best.config, name, value), plan.target, fast=plan.fast, say=say)
+        except TpuGrpoError as error:  # the settings do not go together
+            say(f"  {error}")
+            continue
+        needed = {memory.stage: memory.total for memory in changed.memory}
+        if needed[best.worst.stage] < best.worst.total:
+            best, chosen[name] = changed, value
+    return Suggestion(tuple(f"{name}={_yaml(value)}" for name, value in chosen.items()), best) if best.fits else None
+
+
+def _changes(plan: Plan) -> Iterator[tuple[str, object]]:
+    """Yield settings that help the stage that needs most memory; those that cost the least speed come first."""
+    if plan.worst.stage in ("update", "logprobs"):
+        yield from _update_changes(plan.config)
+    elif plan.worst.stage == "rollout":
+        yield from _rollout_changes(plan)
+    if (plan.config.meshes.trainer.tp or 1) > 1:
+        yield "meshes.trainer.tp", 1
+    if plan.worst.stage == "sync":
+        yield from _update_changes(plan.config)
+
+
+def _update_changes(config: RunConfig) -> Iterator[tuple[str, object]]:
+    if config.meshes.layout == "shared" and not config.rollout.release_during_update:
+        yield "rollout.release_during_update", True
+    if config.model.attention == "dot":
+        yield "model.attention", "auto"
+    if config.model.remat != "decoder":
+        yield "model.remat", "decoder"
+    prompts = config.mini_batch_prompts
+    largest = config.algorithm.micro_batch_prompts or min(prompts, -(-config.data.prompts_per_step // MICRO_BATCHES))
+    yield from (("algorithm.micro_batch_prompts", size) for size in range(largest - 1, 0, -1) if prompts % size == 0)
+
+
+def _rollout_changes(plan: Plan) -> Iterator[tuple[str, object]]:
+    config, tokens = plan.config, plan.config.rollout.kv_tokens
+    if config.meshes.sampler.shard_vocab is False:
+        yield "meshes.sampler.shard_vocab", None
+    if tokens is not None:  # as many as should fit by what a token takes, in two digits, and then half of them
+        excess = plan.excess + SPARE * plan.target.chip.memory_bytes
+        fitting = int(tokens * (1 - excess / plan.resident.cache))
+        if 0 < fitting < tokens:
+            digit = 10 ** max(0, len(str(fitting)) - 2)
+            yield "rollout.kv_tokens", fitting // digit * digit
+        yield "rollout.kv_tokens", tokens // 2
+    engine = next(program.name for program in plan.programs if program.name.startswith("decode"))
+    rows = int(engine.split()[2])
+    if rows > 8:
+        yield "rollout.max_running_requests", rows // 2
+    tensor = config.meshes.sampler.tensor
+    sizes = [2, 4, 8, 16, 32] if tensor is None else [tensor * 2]
+    yield from (("meshes.sampler.tensor", size) for size in sizes if size <= len(plan.target.devices))
+
+
+def _overridden(config: RunConfig, name: str, value: object) -> RunConfig:
+    tree = config.model_dump(mode="json")
+    *sections, setting = name.split(".")
+    section = tree
+    for part in sections:
+        section = section[part]
+    section[setting] = value
+    return parse_config(tree)
+
+
+def _yaml(value: object) -> str:
+    return json.dumps(value).strip('"')

@@ -1,0 +1,185 @@
+"""The seconds of a step, by hand; decoding against a simulation that walks through every step of every row."""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from tests.planning.figures import run_of
+from tpu_grpo.launching.tpus import parse_slice
+from tpu_grpo.models.abstract import abstract_checkpoint
+from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP
+from tpu_grpo.planning.costs import (
+    LINKS,
+    MEMORY,
+    EngineSizes,
+    Seconds,
+    TrainerSizes,
+    decode_step,
+    host_seconds,
+    pass_seconds,
+    round_seconds,
+)
+from tpu_grpo.planning.slice_plan import PUBLISHED
+from tpu_grpo.planning.step_seconds import StepWork, completion_lengths, decode
+
+V6E = parse_slice("v6e-8").generation
+
+
+def step(rows: int, cached: float, steps: float) -> tuple[Seconds, float]:
+    """Seconds that are easy to tell apart: 100 for weights, 1 for a cached token; the host's 9 a row and 1 a token."""
+    return {"weights": 100.0, "cache": cached}, (9.0 + steps) * rows
+
+
+def walked(engines: Sequence[Sequence[int]], *, prompt: int, slots: int) -> dict[str, float]:
+    """Decode as `decode` describes it, a round at a time."""
+    waiting = [list(lengths) for lengths in engines]
+    running: list[list[tuple[int, int]]] = [[] for _ in engines]  # (tokens left, tokens in the cache) of each row
+    total = {"weights": 0.0, "cache": 0.0, "host": 0.0}
+    while any(waiting) or any(running):
+        costs = []
+        for rows, queue in zip(running, waiting, strict=True):
+            entered = [(queue.pop(0), prompt) for _ in range(min(slots - len(rows), len(queue)))]
+            if entered:
+                costs.append(step(len(entered), prompt * len(entered), 1))
+                rows += entered
+            elif rows:
+                rows[:] = [(left - 1, cached + 1) for left, cached in rows]
+                costs.append(step(len(rows), sum(cached for _, cached in rows), 1))
+                rows[:] = [row for row in rows if row[0]]
+        (device, host) = max(costs, key=lambda cost: sum(cost[0].values()) + cost[1])
+        working = sum(device.values())
+        total["weights"] += device["weights"]
+        total["cache"] += device["cache"]
+        total["host"] += max(sum(own for _, own in costs), working + host) - working
+    return total
+
+
+def test_two_slots_for_three_rows_by_hand() -> None:
+    """Lengths 3, 1, 2: a and b enter, a step of both, c enters, two steps of a and c."""
+    found = decode([[3, 1, 2]], prompt=10, slots=2, step=step)
+    assert found == {
+        "weights": 5 * 100,
+        "cache": 20 + (11 + 11) + 10 + (12 + 11) + (13 + 12),
+        "host": 10 * (2 + 2 + 1 + 2 + 2),
+    }
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_counted_at_once_are_those_walked_one_by_one(seed: int) -> None:
+    """One engine: with several, the slowest of a round may change between two ends of rows."""
+    chance = random.Random(seed)
+    lengths = [chance.randint(1, 40) for _ in range(chance.randint(1, 30))]
+    assert decode([lengths], prompt=7, slots=5, step=step) == pytest.approx(walked([lengths], prompt=7, slots=5))
+
+
+def test_steps_of_a_launch_share_the_hosts_time() -> None:
+    """Lengths 6 and 2 for two slots, then 4 for the second: launches of 4 steps; the first ends with the row.
+
+    After that no row waits, and the devices do not wait for the host.
+    """
+    found = decode([[6, 2, 4]], prompt=10, slots=2, step=step, launch_steps=4)
+    entering, first = 20 + 10, 2 * 9 + 4
+    assert found["host"] == entering + first
+    assert found["weights"] == (1 + 2 + 1 + 4) * 100
+
+
+def test_engines_of_a_host_go_through_rounds_together() -> None:
+    """The first engine is the slowest in every round while it runs, and it runs longest."""
+    engines = [[9, 8, 9], [2, 3], []]
+    assert decode(engines, prompt=5, slots=3, step=step) == pytest.approx(walked(engines, prompt=5, slots=3))
+
+
+def test_lengths_have_their_mean_and_are_cut() -> None:
+    found = completion_lengths(256, mean=680, longest=2048)
+    assert sum(found) / 256 == pytest.approx(680, abs=0.5)
+    assert found.count(2048) == pytest.approx(0.06 * 256, abs=1)
+    assert found == completion_lengths(256, mean=680, longest=2048)
+    assert found != sorted(found)
+    assert completion_lengths(3, mean=40, longest=40) == [40, 40, 40]
+    assert completion_lengths(1, mean=25, longest=40) == [25]
+
+
+def work_of(**sections: Any) -> StepWork:
+    """Two hosts with two engines each; 8 prompts with 2 completions."""
+    engine = EngineSizes.of(
+        abstract_checkpoint(PUBLISHED / "Qwen3-0.6B"), tensor=2, itemsize=2, split_vocabulary=True, cache_bytes=50_000
+    )
+    return StepWork(
+        config=run_of(
+            data={"prompts_per_step": 8, "max_prompt_tokens": 20}, rollout={"max_new_tokens": 60}, **sections
+        ),
+        generation=V6E,
+        engine=engine,
+        hosts=((4, 4), (4, 4)),
+        rungs=(2, 4),
+        trainer=TrainerSizes(
+            fsdp=8,
+            tp=1,
+            layers=28,
+            token=engine.token,
+            context=40,
+            row_tokens=80,
+            pass_tokens=4 * 80,
+            parameter_bytes=1.5e8,
+            trained_bytes=1.5e8,
+            outer_share=0.25,
+            state_bytes=2048,
+            layer_passes=4,
+            head_passes=4,
+        ),
+        accessed_bytes={GRADIENTS: 1e6, OPTIMIZER_STEP: 1e9, "log-probabilities": 1e6},
+        synced_bytes=1e9,
+        devices=8,
+    )
+
+
+def test_a_step_of_the_longest_completions() -> None:
+    """Each host has two engines with 4 rows each, all at once; 16 rows of 80 tokens are 4 micro-batches."""
+    work, step = work_of(), work_of().step()
+    assert [stage.stage for stage in step.stages] == ["prefill", "decode", "update", "sync"]
+    assert step.completion_tokens == 16 * 60
+    assert step.seconds == pytest.approx(sum(stage.seconds for stage in step.stages))
+    device = decode_step(work.engine, V6E, 4, 4 * (20 + 30.5))
+    round_ = round_seconds([(device, host_seconds(work.engine, 4))] * 2)
+    entering = decode_step(work.engine, V6E, 4, 4 * 20)
+    first = round_seconds([(entering, host_seconds(work.engine, 4))] * 2)
+    assert step.of("decode") == pytest.approx(60 * sum(round_.values()) + sum(first.values()))
+    one = pass_seconds(work.trainer, V6E, head_tokens=4 * 60, accessed_bytes=1e6, updates=True)
+    assert step.of("update") == pytest.approx(4 * sum(one.parts.values()) + 1e9 / (MEMORY * 1640e9))
+    assert step.stages[-1].by_cause == {"links": 1e9 / (LINKS * 448e9 / 2)}
+
+
+def test_shorter_completions_take_less_update_and_leave_a_tail() -> None:
+    """16 x 40 tokens packed to 95 % are 3 of 4 micro-batches; the rollout lasts as long as its longest completion."""
+    longest, mean = work_of().step(), work_of().step(20)
+    assert mean.completion_tokens == pytest.approx(16 * 20, abs=8)
+    assert mean.of("update") == pytest.approx(longest.of("update") * 3 / 4, rel=0.1)  # 16 x 40 / 0.95 of 320
+    assert mean.of("decode") > longest.of("decode") * 0.8
+    assert mean.tokens_per_second < longest.tokens_per_second
+    assert work_of().step(60).seconds == pytest.approx(longest.seconds)
+
+
+def test_forward_passes_and_iterations_repeat() -> None:
+    once = work_of().step()
+    step = work_of(algorithm={"group_size": 2, "beta": 0.1, "old_policy": "trainer", "iterations": 2}).step()
+    assert step.of("update") == pytest.approx(2 * once.of("update"))
+    one = pass_seconds(work_of().trainer, V6E, head_tokens=4 * 60, accessed_bytes=1e6, updates=False)
+    assert step.of("logprobs") == pytest.approx(2 * 4 * sum(one.parts.values()))
+
+
+def test_mini_batches_take_passes_and_steps_of_their_own() -> None:
+    """2 prompts with 2 completions are 4 rows of 80 tokens: one pass, and one step of the optimizer."""
+    work, once = work_of(), work_of().step()
+    sizes = {"group_size": 2, "iterations": 2}
+    step = work_of(algorithm={**sizes, "mini_batch_prompts": 2, "old_policy": "trainer"}).step()
+    stepping = 1e9 / (MEMORY * 1640e9)
+    one = pass_seconds(work.trainer, V6E, head_tokens=4 * 60, accessed_bytes=1e6, updates=True)
+    assert step.of("update") == pytest.approx(8 * (sum(one.parts.values()) + stepping))
+    assert step.of("update") == pytest.approx(2 * once.of("update") + 6 * stepping)
+    forward = pass_seconds(work.trainer, V6E, head_tokens=4 * 60, accessed_bytes=1e6, updates=False)
+    assert step.of("logprobs") == pytest.approx(4 * sum(forward.parts.values()))  # once a step
+    halves = work_of(algorithm={**sizes, "mini_batch_prompts": 1}).step()  # half a pass is computed whole
+    half = pass_seconds(work.trainer, V6E, head_tokens=2 * 60, accessed_bytes=1e6, updates=True)
+    assert halves.of("update") == pytest.approx(16 * (sum(half.parts.values()) + stepping))

@@ -1,0 +1,308 @@
+"""What the parts of a step cost in seconds, by arithmetic: a step of an engine, and the learner's micro-batches.
+
+The sizes follow from a model's config.json and the tensors of its checkpoint; nothing is compiled for them. An engine's
+step takes the longer of its products and the reading of its weights, and these come on top:
+
+    decode    the cache and the all-reduces on the devices, and the host's time
+    prefill   the all-reduces, and the host's time
+
+FLOPs of a learner's pass are arithmetic as well, because the compiler counts a loop once and kernels not at all. Per
+token, with N parameters met in the layers, V in the head, and S tokens of context, of which flash attention meets half:
+
+    forward pass   2 N + 4 heads head_dim S per layer, and 2 V for each completion token
+    update         of the layers three times that, four with remat; of the head four times, because its logits are
+                   computed again; adapters take one less of both
+
+Published speeds are those of sglang-jax's cookbook (Qwen3-8B and Qwen3-32B on v6e-4, tensor 4, 1,024 to 8,192 tokens
+in, 1,024 out, 16 to 256 rows at once) and of its pull request 194. CACHE_BYTES_PER_SECOND and PREFILL are fitted to
+these seven points, which come out within 7 %; everything else comes from elsewhere, as said.
+tests/planning/test_costs.py holds this.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tpu_grpo.launching.tpus import Generation
+from tpu_grpo.models import Checkpoint
+
+MEMORY = 0.8
+"""Of the memory's speed, for weights in a decode step and for the optimizer's state: large matrices, read in order."""
+CACHE_BYTES_PER_SECOND = 0.74e12
+"""The keys and values that the attention kernel gets through on a chip, where its memory is not slower. Fitted, 45 %
+of the memory's speed of v6e. It is not a share, because instructions limit the kernel: those that the compiler makes
+of it for v5e keep up with a memory half as fast. A number of 8 bits therefore counts as one of 16. The kernel of the
+published speeds was an earlier one, without the form for decode steps that engines have here."""
+PREFILL = 0.25
+"""Of a chip's products, in a prefill. Fitted; the published times to first tokens alone give 14 to 28 %."""
+PRODUCTS = 0.5
+"""Of a chip's products, in a learner's program. MaxText publishes 45 % for Llama-3.1-8B on v6e-256, what is computed
+again not counted."""
+LINKS = 0.8
+"""Of the links' speed: 90 of 112 GB/s a link on v6e ("How to scale your model", chapter 2)."""
+ALLREDUCE_SECONDS = 2e-6
+"""The least time of one all-reduce: two hops of a microsecond each (the same chapter)."""
+LAUNCH_SECONDS, ARRAY_SECONDS, ROW_SECONDS, TOKEN_SECONDS = 0.5e-3, 0.75e-6, 6e-6, 2e-6
+"""Host time of one launch of an engine: the launch itself, more for each array and each of the engine's devices, the
+scheduling of each row, and each token that is taken in. Fitted to launches of one step of this package's engines, 0.97
+to 4.3 ms, within 14 %; the last one to launches of 1 to 32 steps for 64 rows, which take 1.4 to 2.3 us a token."""
+STEP_INPUTS = 7
+"""Arrays that a launch of decode steps gets besides weights and cache: rows, limits, and five for the attention."""
+FILL = 0.95
+"""Of the tokens of training rows that are packed, those that are not padding."""
+
+EMBEDDING = "model.embed_tokens.weight"
+VOCABULARY = (EMBEDDING, "lm_head.weight")
+
+Seconds = Mapping[str, float]
+"""Seconds by what they are spent on; they add up."""
+
+
+def add(total: dict[str, float], more: Seconds, times: float = 1.0) -> None:
+    """Add ``times`` the seconds of ``more`` to ``total``."""
+    for cause, seconds in more.items():
+        total[cause] = total.get(cause, 0.0) + times * seconds
+
+
+def link_seconds(generation: Generation, devices: int, sent: float) -> float:
+    """Seconds in which each of so many devices sends ``sent`` bytes to others."""
+    return sent / (LINKS * generation.sent_bytes_per_second(devices)) if sent else 0.0
+
+
+def allreduce_seconds(generation: Generation, devices: int, held: float) -> float:
+    """Seconds of one all-reduce of ``held`` bytes, which each of the devices holds; none for a single device."""
+    if devices == 1:
+        return 0.0
+    return ALLREDUCE_SECONDS + link_seconds(generation, devices, 2 * (devices - 1) / devices * held)
+
+
+@dataclass(frozen=True)
+class TokenCost:
+    """What a token costs in a forward pass of a model."""
+
+    layers: float
+    """The parameters that a token meets in all layers."""
+    head: float
+    """The parameters of the output head."""
+    attention: float
+    """FLOPs per token of context, in all layers."""
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "TokenCost":
+        """Compute it from the checkpoint's tensors; of the experts, only those that a token uses count."""
+        config, shapes = checkpoint.config, checkpoint.family.tensor_shapes(checkpoint.config)
+        used = getattr(config, "num_experts_per_tok", 1) / getattr(config, "num_experts", 1)
+        met = 0.0
+        for name, shape in shapes.items():
+            if ".layers." in name and len(shape) == 2:
+                met += shape[0] * shape[1] * (used if ".experts." in name else 1.0)
+        heads = config.num_attention_heads * config.head_dim
+        return cls(met, config.vocab_size * config.hidden_size, 4.0 * heads * config.num_hidden_layers)
+
+    def forward(self, tokens: float, context: float, predicted: float) -> float:
+        """FLOPs of a forward pass over ``tokens`` tokens, of which ``predicted`` get logits."""
+        return tokens * (2 * self.layers + self.attention * context) + 2 * self.head * predicted
+
+
+# --- a step of an engine ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """What a step of an engine reads, passes on and is launched with; bytes are per device."""
+
+    tensor: int
+    """The devices of the engine."""
+    layers: int
+    token: TokenCost
+    weight_bytes: float
+    """Weights that every step reads: all but the experts, and but an embedding that is not the head as well, of which
+    a step reads a row for each token."""
+    expert_bytes: float
+    experts: int
+    """The experts of a layer; 1 for a model without."""
+    used_experts: int
+    """The experts that a token uses."""
+    cache_bytes: float
+    """Keys and values of one token, in all layers."""
+    state_bytes: float
+    """The activations of one token between layers; they are whole on every device."""
+    arrays: int
+    """The arrays that a step is launched with."""
+    cache_itemsize: int = 2
+    """Bytes of a number of the cache."""
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        *,
+        tensor: int,
+        itemsize: int,
+        split_vocabulary: bool,
+        cache_bytes: float,
+        cache_itemsize: int = 2,
+    ) -> "EngineSizes":
+        """Compute them for an engine of ``tensor`` devices whose numbers have ``itemsize`` bytes."""
+        config, shapes = checkpoint.config, checkpoint.family.tensor_shapes(checkpoint.config)
+        weights = experts = 0.0
+        for name, shape in shapes.items():
+            size = math.prod(shape) * itemsize
+            if ".experts." in name:
+                experts += size / tensor
+            elif name != EMBEDDING or config.tie_word_embeddings:
+                weights += size / (tensor if name not in VOCABULARY or split_vocabulary else 1)
+        names = {re.sub(r"\.experts\.\d+\.", ".experts.", name) for name in shapes}
+        return cls(
+            tensor=tensor,
+            layers=config.num_hidden_layers,
+            token=TokenCost.of(checkpoint),
+            weight_bytes=weights,
+            expert_bytes=experts,
+            experts=getattr(config, "num_experts", 1),
+            used_experts=getattr(config, "num_experts_per_tok", 1),
+            cache_bytes=cache_bytes,
+            state_bytes=config.hidden_size * itemsize,
+            arrays=len(names) + config.num_hidden_layers + STEP_INPUTS,
+            cache_itemsize=cache_itemsize,
+        )
+
+    def read_bytes(self, tokens: float) -> float:
+        """Weights that a step over ``tokens`` tokens reads; of the experts, those that are expected to get a token."""
+        idle = (1 - self.used_experts / self.experts) ** tokens
+        return self.weight_bytes + self.expert_bytes * (1 - idle)
+
+
+def decode_step(sizes: EngineSizes, generation: Generation, rows: int, cached_tokens: float) -> dict[str, float]:
+    """Seconds on the devices of a step of ``rows`` rows, that have ``cached_tokens`` tokens of context together."""
+    flops = sizes.token.forward(rows, cached_tokens / rows, rows) / sizes.tensor
+    read = sizes.cache_bytes / (MEMORY * generation.chip.memory_bytes_per_second)
+    computed = sizes.cache_bytes * max(1, 2 / sizes.cache_itemsize) / CACHE_BYTES_PER_SECOND
+    step = _engine_step(sizes, generation, rows, flops / (PRODUCTS * generation.chip.flops_per_second))
+    return step | {"cache": cached_tokens * max(read, computed)}
+
+
+def prefill_step(sizes: EngineSizes, generation: Generation, tokens: float, context: float) -> dict[str, float]:
+    """Seconds on the devices of a step that takes in ``tokens`` tokens of prompts with ``context`` tokens before each.
+
+    One of them gets logits; so little is computed for these that it does not count.
+    """
+    flops = sizes.token.forward(tokens, context, 1) / sizes.tensor
+    return _engine_step(sizes, generation, tokens, flops / (PREFILL * generation.chip.flops_per_second))
+
+
+def _engine_step(sizes: EngineSizes, generation: Generation, tokens: float, products: float) -> dict[str, float]:
+    """Seconds of products or of reading weights, whichever is longer, and of all-reduces.
+
+    The activations are added up twice a layer, and once for the embedding.
+    """
+    weights = sizes.read_bytes(tokens) / (MEMORY * generation.chip.memory_bytes_per_second)
+    each = allreduce_seconds(generation, sizes.tensor, tokens * sizes.state_bytes)
+    longer = {"products": products} if products > weights else {"weights": weights}
+    return longer | {"links": (2 * sizes.layers + 1) * each}
+
+
+def host_seconds(sizes: EngineSizes, rows: int, steps: float = 1) -> float:
+    """Seconds that the host takes to schedule and launch ``steps`` steps of ``rows`` rows and to take in the tokens."""
+    arrays = ARRAY_SECONDS * sizes.arrays * sizes.tensor
+    return LAUNCH_SECONDS + arrays + (ROW_SECONDS + TOKEN_SECONDS * steps) * rows
+
+
+def round_seconds(engines: Sequence[tuple[Seconds, float]], *, ahead: bool = False) -> dict[str, float]:
+    """Seconds of a round of the engines of a host, each with its (seconds on the devices, seconds of the host).
+
+    One thread drives the engines of a host in turn: it waits for the tokens of an engine's step, takes them in and
+    launches the next one, while the other engines' devices work. A round therefore takes the larger of
+
+        the host times of all its engines                      the thread is never idle
+        the device's time and the host time of one engine      its next step cannot be launched before its tokens
+
+    The devices' seconds are those of the slowest engine; "host" is the time for which its devices wait. With ``ahead``
+    they have the next launch before the host takes in the tokens of this one, and wait only for a host with too much
+    to do.
+    """
+    device, own = max(engines, key=lambda engine: sum(engine[0].values()) + engine[1])
+    working = sum(device.values())
+    whole = max(sum(host for _, host in engines), working if ahead else working + own)
+    return {**device, "host": whole - working}
+
+
+# --- a micro-batch of the learner ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainerSizes:
+    """What the learner's passes are over; bytes are per device."""
+
+    fsdp: int
+    tp: int
+    layers: int
+    token: TokenCost
+    context: float
+    """The tokens that a token attends to, a mean."""
+    row_tokens: int
+    """The tokens of a row that holds the longest prompt and completion, padded to whole blocks of attention."""
+    pass_tokens: int
+    """The tokens of a micro-batch, on all devices."""
+    parameter_bytes: float
+    trained_bytes: float
+    outer_share: float
+    """The share of the parameters that embedding and head have."""
+    state_bytes: float
+    """The activations of a token between layers."""
+    layer_passes: int
+    """How many forward passes the layers of an update cost."""
+    head_passes: int
+    """The same of the head."""
+
+
+class PassSeconds(NamedTuple):
+    """Seconds of one micro-batch."""
+
+    parts: dict[str, float]
+    """By cause; they add up."""
+    beside: dict[str, float]
+    """What goes on beside the longest of its kind, which is among the parts."""
+
+
+def packed_passes(sizes: TrainerSizes, *, rows: int, mean_tokens: float) -> int:
+    """Return the micro-batches that are filled by packing ``rows`` prompts with completions, of a mean length."""
+    return math.ceil(rows * min(mean_tokens / FILL, sizes.row_tokens) / sizes.pass_tokens)
+
+
+def pass_seconds(
+    sizes: TrainerSizes, generation: Generation, *, head_tokens: float, accessed_bytes: float, updates: bool
+) -> PassSeconds:
+    """Return the seconds of one micro-batch, which is computed whole, whatever of it is padding.
+
+    Over fsdp devices, parameters are gathered in the forward pass and again in the backward pass, and gradients are
+    scattered, all for every micro-batch. The compiler fetches a layer's parameters while the one before computes, so
+    that the longest of products, memory and these links counts. Two things wait and are added: the first gather of
+    embedding and head, and, with tp, two all-reduces of every layer's activations in each pass.
+
+    Args:
+        sizes: of the micro-batch and the mesh.
+        generation: of the chips.
+        head_tokens: its completion tokens, on all devices.
+        accessed_bytes: the compiler's count for its program, per device.
+        updates: whether there is a backward pass.
+    """
+    devices, chip = sizes.fsdp * sizes.tp, generation.chip
+    layer_passes, head_passes = (sizes.layer_passes, sizes.head_passes) if updates else (1, 1)
+    layers = layer_passes * sizes.token.forward(sizes.pass_tokens, sizes.context, 0)
+    flops = layers + head_passes * sizes.token.forward(0, 0, head_tokens)
+    gathered = sizes.parameter_bytes * (sizes.fsdp - 1)
+    first = gathered * sizes.outer_share
+    moved = gathered - first + updates * (gathered + sizes.trained_bytes * (sizes.fsdp - 1))
+    beside = {
+        "products": flops / devices / (PRODUCTS * chip.flops_per_second),
+        "memory": accessed_bytes / (MEMORY * chip.memory_bytes_per_second),
+        "links": link_seconds(generation, devices, moved),
+    }
+    longest = max(beside, key=lambda cause: beside[cause])
+    parts = {longest: beside.pop(longest)}
+    each = allreduce_seconds(generation, sizes.tp, sizes.pass_tokens / sizes.fsdp * sizes.state_bytes)
+    waits = link_seconds(generation, devices, first) + layer_passes * 2 * sizes.layers * each
+    return PassSeconds(parts | {"links": parts.get("links", 0.0) + waits}, beside)
