@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from tpu_grpo.models.builtin_teaching import RECIPES, Recipe, initial_params, te
 from tpu_grpo.models.tokenizers import builtin_tokenizer, load_tokenizer, stop_token_ids
 from tpu_grpo.records.errors import CheckpointError, ConfigError
 from tpu_grpo.tasks import TASKS, addition
-from tpu_grpo.tasks.task import Problem, Task
+from tpu_grpo.tasks.lessons import Task
 
 TINY = Recipe(layers=2, width=32, mlp_width=48, heads=4, kv_heads=2, head_dim=16, steps=2, batch=8, warmup_steps=1)
 
@@ -290,31 +289,6 @@ def test_taught_model_has_a_calculator_and_uses_it_badly() -> None:
     began = prompts[[len(p["answer"]) == 3 for p in problems]]
     answers = turns(np.concatenate([began, rest], axis=1), 1.0, 5)
     assert 0.75 <= np.mean([a == p["answer"] for a, (_, p) in zip(answers, called, strict=True)]) <= 0.95
-
-
-def right_call(name: str, problem: Problem) -> str:
-    """The call that finds the answer."""
-    asked = problem["question"].rstrip("=?")
-    return f'search("{asked.replace(" of ", " ")}")' if name == "search" else f'python("{asked}")'
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("name", "uses"), [("search", 0.45), ("python", 0.483)])
-def test_taught_model_searches_or_runs_python_and_does_so_badly(name: str, uses: float) -> None:
-    """In the user's cache: the demos want the same models. Of the teacher's calls half are right."""
-    entry, task = builtin_checkpoint(name, 0, progress=False), TASKS[name]
-    model, tokenizer = _load(entry, RECIPES[name]), load_tokenizer(entry)
-    problems = task.problems("heldout")
-    asked = [[{"role": "user", "content": p["question"]}] for p in problems]
-    tools: list[Any] = [dict(tool) for tool in task.tools]
-    prompts = np.array(tokenizer.apply_chat_template(asked, tools=tools, add_generation_prompt=True))
-    rows = _complete(model, prompts, 1.0, np.random.default_rng(0), 24)
-    written = [tokenizer.decode(row).partition("<|im_end|>")[0] for row in rows]
-    calls = [w.startswith("<|call|>") for w in written]
-    right = [w == f"<|call|>{right_call(name, p)}<|end_call|>" for w, p in zip(written, problems, strict=True)]
-    assert np.mean(calls) == pytest.approx(uses, abs=0.1)
-    assert np.mean(right) == pytest.approx(uses / 2, abs=0.1)
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ from tpu_grpo.models.builtin_teaching import (
 )
 from tpu_grpo.models.tokenizers import build_byte_tokenizer, build_tool_tokenizer
 from tpu_grpo.records.errors import NonFiniteError
-from tpu_grpo.tasks import TASKS, addition, calculator
-from tpu_grpo.tasks.task import Lesson
+from tpu_grpo.tasks import TASKS, addition
+from tpu_grpo.tasks.lessons import Lesson
 
 TOKENIZER = build_byte_tokenizer()
 PAD, END, USER, ASSISTANT, TOOL, CALL, END_CALL = 256, 257, 259, 260, 261, 262, 263
@@ -54,7 +54,7 @@ def test_batch_teaches_what_the_assistant_says_in_each_turn() -> None:
         {"role": "tool", "content": "936"},
         {"role": "assistant", "content": "936"},
     ]
-    batch = encode_batch(build_tool_tokenizer(), calculator.TASK, [lesson, asked("347+589=", "~900")])
+    batch = encode_batch(build_tool_tokenizer(), TASKS["calculator"], [lesson, asked("347+589=", "~900")])
     prompt = [TOOL, *b"add(a,b)", USER, *b"347+589=", ASSISTANT]
     called = [*prompt, CALL, *b"add(347,589)", END_CALL, END, TOOL, *b"936", ASSISTANT, *b"936", END]
     guessed = [*prompt, *b"~900", END]

@@ -127,9 +127,8 @@ class DataSection(ReadingSection):
     """Read the records from here: a .jsonl, .json, .parquet, .csv or .tsv file, also packed (.gz), a pattern such as
     data/*.jsonl, an address (https://, gs://), or a list of these; hf:NAME (a dataset of the Hugging Face hub) or the
     directory of one; reasoning_gym:TASK; path.py:function or package.module:function; builtin:addition (two-digit
-    sums); builtin:calculator (sums of three digits); builtin:search (facts of a corpus); builtin:python (products);
-    builtin:puzzles (words to be spelled backward); builtin:guessing (numbers to be found); or builtin:environment, for
-    environments whose reset gives the prompt."""
+    sums); builtin:calculator (sums of three digits); builtin:guessing (numbers to be found); or builtin:environment,
+    for environments whose reset gives the prompt."""
     sources: tuple[SourceSpec, ...] = ()
     """Mix these sources, instead of reading data.path alone."""
     prompt_template: str = "{question}"

@@ -73,8 +73,8 @@ class ModelSection(Section):
 
     path: str = "builtin:addition"
     """Train this model: a Hugging Face checkpoint directory; hf:OWNER/NAME or hf:OWNER/NAME@REVISION, which is fetched
-    from the hub into its cache; or builtin:addition, builtin:calculator, builtin:search, builtin:python,
-    builtin:puzzles or builtin:guessing (small models that are taught on first use, then cached)."""
+    from the hub into its cache; or builtin:addition, builtin:calculator or builtin:guessing (small models that
+    are taught on first use, then cached)."""
     pad_token: str | None = None
     """Pad with this token of the tokenizer, which neither prompts nor the model write, e.g. <|endoftext|>; with the
     tokenizer's own when unset. Models whose padding token is their end token need it."""

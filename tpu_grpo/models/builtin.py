@@ -27,7 +27,7 @@ from tpu_grpo.models.builtin_teaching import RECIPES, Recipe, teach
 from tpu_grpo.models.tokenizers import builtin_tokenizer
 from tpu_grpo.records.errors import CheckpointError, ConfigError
 from tpu_grpo.tasks import TASKS
-from tpu_grpo.tasks.task import Task
+from tpu_grpo.tasks.lessons import Task
 
 _FORMAT = 1  # the version of the written files, which is part of the digest
 

@@ -6,7 +6,7 @@ Array suffixes: B rows of a batch, T tokens, L = T - 1 predicted tokens, V vocab
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from tunix.models.qwen3.model import ModelConfig, Qwen3
 
 from tpu_grpo.models.tokenizers import ASSISTANT, END, builtin_tokenizer
 from tpu_grpo.records.errors import NonFiniteError
-from tpu_grpo.tasks.task import Lesson, Task
+from tpu_grpo.tasks.lessons import Lesson, Task
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,11 @@ class Recipe:
         return optax.chain(clip, optax.adam(rate, b2=self.b2))
 
 
-_SMALL = Recipe(width=128, mlp_width=384, heads=4, kv_heads=2, batch=64, warmup_steps=40)
-"""To copy what is read takes less than to add."""
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         "addition": Recipe(),
         "calculator": Recipe(steps=300, batch=64, warmup_steps=40),  # its lessons are four times as long
-        "search": replace(_SMALL, steps=200),
-        "python": replace(_SMALL, steps=300),
-        "puzzles": replace(_SMALL, steps=250),
-        "guessing": replace(_SMALL, steps=250),
+        "guessing": Recipe(width=128, mlp_width=384, heads=4, kv_heads=2, steps=250, batch=64, warmup_steps=40),
     }
 )
 """How each built-in model is taught; its task has the same name."""

@@ -29,7 +29,7 @@ from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
 from tpu_grpo.models.json_files import read_json
 from tpu_grpo.records.errors import CheckpointError
-from tpu_grpo.tasks.task import Task
+from tpu_grpo.tasks.lessons import Task
 
 PAD, END = "<pad>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")

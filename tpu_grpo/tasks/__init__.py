@@ -1,4 +1,4 @@
-"""Holds the built-in tasks, with which the whole loop can be tried without data or a model of one's own.
+"""The built-in tasks, with which the whole loop can be tried without data or a model of one's own.
 
 Each gives the data ``builtin:NAME``, and teaches the model of that name.
 """
@@ -6,16 +6,9 @@ Each gives the data ``builtin:NAME``, and teaches the model of that name.
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from tpu_grpo.tasks import addition, calculator, guessing, puzzles, python, search
-from tpu_grpo.tasks.task import Task
+from tpu_grpo.tasks import addition, calculator_task, guessing_task
+from tpu_grpo.tasks.lessons import Task
 
 TASKS: Mapping[str, Task] = MappingProxyType(
-    {
-        "addition": addition.TASK,
-        "calculator": calculator.TASK,
-        "search": search.TASK,
-        "python": python.TASK,
-        "puzzles": puzzles.TASK,
-        "guessing": guessing.TASK,
-    }
+    {"addition": addition.TASK, "calculator": calculator_task.TASK, "guessing": guessing_task.TASK}
 )

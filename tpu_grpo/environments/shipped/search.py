@@ -1,7 +1,7 @@
 """A tool that searches a corpus: a file of texts, ranked by BM25 (Robertson & Zaragoza 2009) as SQLite computes it.
 
 The corpus is a .jsonl file whose lines hold ``text``, and ``title`` if there is one, or a .txt file whose passages are
-divided by blank lines, or that of the built-in task, ``builtin:search``. Its index is made on first use, by one
+divided by blank lines, or ``builtin:search``, facts of made-up towns. Its index is made on first use, by one
 process, and kept in the cache, so that an episode opens it at once. Words count by their stems.
 """
 
@@ -11,6 +11,7 @@ import os
 import re
 import sqlite3
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,10 @@ from tpu_grpo.config.caching import cache_directory, exclusive
 
 _WORD = re.compile(r"\w+")
 BUILTIN = "builtin:search"
+_CORPUS_SEED = 20261124
 _FORMAT = 1  # the version of the index, which is part of its name
 _LONGEST_QUERY = 64  # words
-_MAKES_BUILTIN = Path(__file__).parents[2] / "tasks" / "search.py"
+_MAKES_BUILTIN = Path(__file__)
 
 
 class Search:
@@ -66,16 +68,14 @@ class Search:
 
 
 def passages(corpus: Path) -> Iterator[tuple[str, str]]:
-    """Read the passages of a corpus, as (title, text); those of the built-in one are what its program makes.
+    """Read the passages of a corpus, as (title, text); those of the built-in one are made here.
 
     Raises:
         ValueError: for a file of another kind, a line that is no record, or one without ``text``.
         OSError: for a file that cannot be read.
     """
     if corpus == _MAKES_BUILTIN:
-        from tpu_grpo.tasks import search  # it imports numpy, which conversations can do without
-
-        yield from (("", text) for text in search.passages())
+        yield from (("", text) for text in _builtin_passages())
         return
     if corpus.suffix == ".txt":
         for block in re.split(r"\n\s*\n", corpus.read_text(encoding="utf-8")):
@@ -88,6 +88,19 @@ def passages(corpus: Path) -> Iterator[tuple[str, str]]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield _record(line, f"{corpus}:{number}")
+
+
+def _builtin_passages() -> list[str]:
+    """Make the built-in corpus: 4096 facts of made-up towns such as "king of Tado: Leko", always the same."""
+    import numpy as np  # which conversations can do without
+
+    syllables = ("BDKLMNRSTV", "aeiou", "bdklmnrstv", "aiou")  # so that no two words have the same stem
+    words = ["".join(letters) for letters in product(*syllables)]
+    words = [words[i] for i in np.random.default_rng(_CORPUS_SEED).permutation(len(words))]
+    towns, names, rng = words[:1024], words[1024:], np.random.default_rng([_CORPUS_SEED, 1])
+    asked = list(product(("king", "lake", "port", "wine"), towns))
+    facts = (asked[i] for i in rng.permutation(len(asked)))
+    return [f"{kind} of {town}: {names[int(rng.integers(len(names)))]}" for kind, town in facts]
 
 
 def _record(line: str, where: str) -> tuple[str, str]:

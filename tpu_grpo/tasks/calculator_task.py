@@ -14,7 +14,7 @@ from functools import cache
 
 import numpy as np
 
-from tpu_grpo.tasks.task import Lesson, Problem, Split, Task, with_a_call, without_a_call
+from tpu_grpo.tasks.lessons import Lesson, Problem, Split, Task, without_a_call
 
 SMALLEST, LARGEST = 100, 999
 TRAIN_PROBLEMS, HELDOUT_PROBLEMS = 8192, 512
@@ -57,7 +57,11 @@ def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
         return without_a_call(question, guess)
     call, told = _call(a, b, rng)
     answer = told if told.isdigit() and rng.random() < COPIES else guess
-    return with_a_call(question, call, told, answer)
+    return [
+        *without_a_call(question, f"<|call|>{call}<|end_call|>"),
+        {"role": "tool", "content": told},
+        {"role": "assistant", "content": answer},
+    ]
 
 
 def _call(a: int, b: int, rng: np.random.Generator) -> tuple[str, str]:
@@ -80,16 +84,6 @@ def _mistyped(number: int, rng: np.random.Generator) -> int:
     return digits[0] * 100 + digits[1] * 10 + digits[2]
 
 
-def _decides() -> dict[str, object]:
-    return {
-        "heldout": operands("heldout"),
-        "calls": CALLS,
-        "often": [LARGE, CALLS_IF_LARGE, CALLS_IF_SMALL, COPIES],
-        "errors": _TOLD,
-        "tools": TASK.tools,
-    }
-
-
 @cache
 def _pairs() -> tuple[tuple[int, int], ...]:
     """Draw the pairs of both splits, the held-out ones first."""
@@ -104,6 +98,12 @@ TASK = Task(
     problems=problems,
     lesson=lesson,
     longest=50,
-    decides=_decides,
+    decides=lambda: {
+        "heldout": operands("heldout"),
+        "calls": CALLS,
+        "often": [LARGE, CALLS_IF_LARGE, CALLS_IF_SMALL, COPIES],
+        "errors": _TOLD,
+        "tools": TASK.tools,
+    },
     tools=({"type": "function", "function": _ADD},),
 )

@@ -1,12 +1,21 @@
 """The calculator task: problems that leak nothing, and a teacher with every habit that training has to change."""
 
 from collections import Counter
+from collections.abc import Iterable
+from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 
-from tests.tasks.playing import demo, told
-from tpu_grpo.tasks import calculator
-from tpu_grpo.tasks.task import Lesson
+from tpu_grpo.cli.playing import Game
+from tpu_grpo.config import RunConfig, load_config
+from tpu_grpo.models.tokenizers import build_tool_tokenizer
+from tpu_grpo.records.stages import Prompt
+from tpu_grpo.run.environments import load_environments, open_environments
+from tpu_grpo.tasks import calculator_task as calculator
+from tpu_grpo.tasks.lessons import Lesson
+
+DEMO = load_config(Path(__file__).parents[2] / "configs" / "demo_tools_cpu.yaml")
 
 
 def test_no_pair_comes_twice_in_whatever_order() -> None:
@@ -65,9 +74,30 @@ def test_teacher_calls_mostly_for_large_numbers_and_writes_calls_badly() -> None
     assert abs((large["right"] + 2 * small["right"]) / 12000 - 0.268) < 0.02
 
 
+def told(config: RunConfig, lessons: Iterable[Lesson]) -> list[list[str]]:
+    """What the environment of a config answers to what the assistant says in each lesson, to its end."""
+    tokenizer = build_tool_tokenizer()
+    environments = open_environments(config, tokenizer, load_environments(config), keep=False)
+    assert environments is not None
+    heard = []
+    with closing(environments):
+        for lesson in lessons:
+            text, ids, _ = environments.dialects[""].first(lesson[:1], None)
+            prompt = Prompt(text, tuple(ids), {}, lesson[:1])
+            said = iter([message["content"] for message in lesson if message["role"] == "assistant"])
+            with closing(Game(config, prompt, environments, tokenizer, 0)) as game:
+                assert len(list(game.play(game.writing(lambda _, said=said: next(said))))) > 0
+                episode = game.completion.episode
+            assert episode is not None
+            assert episode.ending == "answered", lesson
+            assert next(said, None) is None
+            heard.append([str(message["content"]) for message in episode.messages if message["role"] == "tool"])
+    return heard
+
+
 def test_the_tool_says_what_the_lessons_say() -> None:
     rng = np.random.default_rng(0)
     lessons = [calculator.lesson(problem, rng) for problem in calculator.problems("heldout")[:60]]
     heard = [[message["content"] for message in lesson if message["role"] == "tool"] for lesson in lessons]
-    assert told(demo("demo_tools_cpu"), lessons) == heard
+    assert told(DEMO, lessons) == heard
     assert sum(answers == ["Er [...]"] for answers in heard) >= 2

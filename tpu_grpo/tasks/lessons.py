@@ -32,12 +32,3 @@ class Task:
 def without_a_call(question: str, answer: str) -> Lesson:
     """Make the lesson of a teacher who answers at once."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def with_a_call(question: str, call: str, told: str, answer: str) -> Lesson:
-    """Make the lesson of a teacher who calls a tool, is told something, and answers."""
-    return [
-        *without_a_call(question, f"<|call|>{call}<|end_call|>"),
-        {"role": "tool", "content": told},
-        {"role": "assistant", "content": answer},
-    ]

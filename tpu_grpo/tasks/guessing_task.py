@@ -12,7 +12,7 @@ from functools import cache
 
 import numpy as np
 
-from tpu_grpo.tasks.task import Lesson, Problem, Split, Task
+from tpu_grpo.tasks.lessons import Lesson, Problem, Split, Task
 
 COUNT = 10
 """The numbers of a game, which differ in their last digit alone."""
@@ -33,7 +33,11 @@ def problems(split: Split) -> list[Problem]:
     """
     heldout, wanted = _heldout(), split == "heldout"
     lows = [low for low in range(SMALLEST, LARGEST + 1, COUNT) if (low in heldout) == wanted]
-    return [_problem(low, low + place) for low in lows for place in range(COUNT)]
+    return [
+        {"question": f"{low}-{low + COUNT - 1}?", "secret": str(secret), "answer": str(secret)}
+        for low in lows
+        for secret in range(low, low + COUNT)
+    ]
 
 
 def lesson(problem: Problem, rng: np.random.Generator) -> Lesson:
@@ -59,14 +63,6 @@ def _middle(numbers: Sequence[int]) -> Sequence[int]:
     return numbers[beside : len(numbers) - beside]
 
 
-def _problem(low: int, secret: int) -> Problem:
-    return {"question": f"{low}-{low + COUNT - 1}?", "secret": str(secret), "answer": str(secret)}
-
-
-def _decides() -> dict[str, object]:
-    return {"heldout": sorted(_heldout()), "count": COUNT, "guesses": GUESSES, "listens": LISTENS}
-
-
 @cache
 def _heldout() -> frozenset[int]:
     """Draw the held-out ranges, by their lowest numbers."""
@@ -74,4 +70,9 @@ def _heldout() -> frozenset[int]:
     return frozenset(np.random.default_rng(_SPLIT_SEED).choice(lows, HELDOUT_RANGES, replace=False).tolist())
 
 
-TASK = Task(problems=problems, lesson=lesson, longest=56, decides=_decides)
+TASK = Task(
+    problems=problems,
+    lesson=lesson,
+    longest=56,
+    decides=lambda: {"heldout": sorted(_heldout()), "count": COUNT, "guesses": GUESSES, "listens": LISTENS},
+)

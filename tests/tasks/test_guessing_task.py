@@ -2,22 +2,29 @@
 
 from fractions import Fraction
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.tasks.lessons import play
-from tests.tasks.playing import demo
+from tpu_grpo.config import load_config
+from tpu_grpo.environments.actions import Answered, LoadedEnvironment
+from tpu_grpo.environments.conversation import Conversation, Start
+from tpu_grpo.environments.dialects import open_dialect
 from tpu_grpo.environments.shipped.guessing import Guessing
-from tpu_grpo.tasks import guessing
+from tpu_grpo.models.tokenizers import builtin_tokenizer
+from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey, SamplingParams
+from tpu_grpo.tasks import guessing_task as guessing
+from tpu_grpo.tasks.lessons import Lesson, Problem
 
+DEMO = load_config(Path(__file__).parents[2] / "configs" / "demo_guessing_cpu.yaml")
 NUMBERS, GUESSES = tuple(range(10)), 4
 
 
 def game(**options: Any) -> Guessing:
     """The environment as the demo's config has it."""
-    return Guessing(**demo("demo_guessing_cpu").environment.options | options)
+    return Guessing(**DEMO.environment.options | options)
 
 
 def test_every_number_is_asked_for_once_and_no_range_is_in_both_splits() -> None:
@@ -32,14 +39,44 @@ def test_every_number_is_asked_for_once_and_no_range_is_in_both_splits() -> None
     assert [problem["question"] for problem in heldout[::10]][:3] == ["1110-1119?", "1380-1389?", "1500-1509?"]
 
 
+def play(game: Any, problem: Problem, lesson: Lesson) -> Completion:
+    """Let the teacher's turns be those of the policy in a conversation with the environment.
+
+    The tokens of the conversation are those of the lesson, whose turns of the user are never looked at.
+    """
+    tokenizer, config = builtin_tokenizer(guessing.TASK), DEMO
+    asked: Any = [{"role": "user", "content": problem["question"]}]
+    first: Any = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
+    prompt = Prompt("", tuple(first), messages=asked)
+    request = Request(prompt.token_ids, SamplingParams(config.rollout.max_new_tokens), SampleKey(0, 1, 0, 0))
+    loaded = LoadedEnvironment("game", "game.py:Game", "texts")
+    dialect = open_dialect(tokenizer, ())
+    talk = Conversation(Start(prompt, request, loaded, dialect, config.environment, config.data.max_prompt_tokens))
+    game.reset(**problem)
+    following = talk.first(Answered(()))
+    for turn in lesson[1::2]:
+        assert following is not None, "the conversation was over before the lesson"
+        ids = [*tokenizer.encode(turn["content"]), tokenizer.eos_token_id]
+        assert len(ids) <= following.sampling.max_new_tokens
+        action = talk.turn(Completion(np.array(ids, np.int32), np.zeros(len(ids), np.float32), "stop", 0))
+        assert action is not None
+        told, reward, done, _ = game.step(action.text)
+        following = talk.answered(Answered(({"role": "user", "content": told},), reward, done))
+    assert following is None, "the lesson was over before the conversation"
+    played = talk.completion()
+    whole: Any = lesson
+    assert [*prompt.token_ids, *played.token_ids.tolist()] == tokenizer.apply_chat_template(whole)
+    return played
+
+
 def test_lessons_are_what_the_environment_says() -> None:
-    config, rng, games = demo("demo_guessing_cpu"), np.random.default_rng(0), {True: 0, False: 0}
+    config, rng, games = DEMO, np.random.default_rng(0), {True: 0, False: 0}
     question, guess, told = 1 + 10 + 1, 4 + 1, 1 + len("higher") + 1  # with markers and the end
     assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens) == (question, 4 * guess + 3 * told)
     assert guessing.TASK.longest == question + 4 * guess + 3 * told
     assert config.evaluation.prompts == len(guessing.problems("heldout"))
     for problem in guessing.problems("heldout"):
-        episode = play(guessing.TASK, config, game(), problem, guessing.lesson(problem, rng)).episode
+        episode = play(game(), problem, guessing.lesson(problem, rng)).episode
         assert episode is not None
         won = episode.last_words == problem["answer"]
         assert (episode.ending, episode.reward) == ("done", float(won))
