@@ -5,7 +5,10 @@ Shows how many prompts a config has, how long they are, and the first ones as th
 
 import sys
 
-from tpu_grpo.cli.data import main
+import beside
 
 if __name__ == "__main__":
+    beside.prepare()
+    from tpu_grpo.cli.data import main
+
     sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,10 @@ You write what the policy would write, or let a model do it, and see tokens, mas
 
 import sys
 
-from tpu_grpo.cli.environment import main
+import beside
 
 if __name__ == "__main__":
+    beside.prepare()
+    from tpu_grpo.cli.environment import main
+
     sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,10 @@ Evaluates a checkpoint of a run on held-out prompts, without training. --help sa
 
 import sys
 
-from tpu_grpo.cli.evaluate import main
+import beside
 
 if __name__ == "__main__":
+    beside.prepare()
+    from tpu_grpo.cli.evaluate import main
+
     sys.exit(main(sys.argv[1:]))

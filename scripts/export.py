@@ -5,7 +5,10 @@ Writes the model of a checkpoint as a Hugging Face directory. --help says what e
 
 import sys
 
-from tpu_grpo.cli.export import main
+import beside
 
 if __name__ == "__main__":
+    beside.prepare()
+    from tpu_grpo.cli.export import main
+
     sys.exit(main(sys.argv[1:]))

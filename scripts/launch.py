@@ -5,7 +5,10 @@ Drives gcloud and prints every command; --dry-run only prints. --help explains t
 
 import sys
 
-from tpu_grpo.cli.launch import main
+import beside
 
 if __name__ == "__main__":
+    beside.prepare()
+    from tpu_grpo.cli.launch import main
+
     sys.exit(main(sys.argv[1:]))

@@ -12,8 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpu_grpo.hosts.local import run_local_hosts
-from tpu_grpo.records.errors import ConfigError, say
+import beside
 
 RUN = Path(__file__).resolve().with_name("run.py")
 USAGE = (
@@ -24,6 +23,9 @@ USAGE = (
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
+    from tpu_grpo.hosts.local import run_local_hosts
+    from tpu_grpo.records.errors import ConfigError, say
+
     options = _parser().parse_args(arguments)
     try:
         return run_local_hosts(
@@ -54,4 +56,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    beside.prepare()
     sys.exit(main(sys.argv[1:]))

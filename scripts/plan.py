@@ -5,7 +5,10 @@ Says whether the run fits the slice, and how long a step takes, by compiling its
 
 import sys
 
-from tpu_grpo.cli.plan import main
+import beside
 
 if __name__ == "__main__":
+    beside.prepare()
+    from tpu_grpo.cli.plan import main
+
     sys.exit(main(sys.argv[1:]))

@@ -5,7 +5,10 @@ Writes a page that shows a run, also while it goes on, or one that compares seve
 
 import sys
 
-from tpu_grpo.cli.report import main
+import beside
 
 if __name__ == "__main__":
+    beside.prepare()
+    from tpu_grpo.cli.report import main
+
     sys.exit(main(sys.argv[1:]))

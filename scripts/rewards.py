@@ -5,7 +5,10 @@ Scores completions that are there already with the rewards of a config, without 
 
 import sys
 
-from tpu_grpo.cli.rewards import main
+import beside
 
 if __name__ == "__main__":
+    beside.prepare()
+    from tpu_grpo.cli.rewards import main
+
     sys.exit(main(sys.argv[1:]))

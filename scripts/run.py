@@ -6,7 +6,10 @@ Without a config it runs configs/demo_cpu.yaml. --help lists every setting, --pr
 
 import sys
 
-from tpu_grpo.cli.train import main
+import beside
 
 if __name__ == "__main__":
+    beside.prepare()
+    from tpu_grpo.cli.train import main
+
     sys.exit(main(sys.argv[1:]))

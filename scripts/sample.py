@@ -5,7 +5,10 @@ Lets the model of a run, an export, or any other answer prompts, or talk. --help
 
 import sys
 
-from tpu_grpo.cli.sample import main
+import beside
 
 if __name__ == "__main__":
+    beside.prepare()
+    from tpu_grpo.cli.sample import main
+
     sys.exit(main(sys.argv[1:]))

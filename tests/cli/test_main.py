@@ -26,7 +26,7 @@ def test_a_command_is_what_its_script_does(command: str) -> None:
 
 
 def test_every_module_with_a_main_is_a_command() -> None:
-    modules = {path.stem for path in (REPOSITORY / "tpu_grpo" / "commands").glob("*.py")} - {"main"}
+    modules = {path.stem for path in (REPOSITORY / "tpu_grpo" / "cli").glob("*.py")} - {"main"}
     with_main = {name for name in modules if hasattr(import_module(f"tpu_grpo.cli.{name}"), "main")}
     assert with_main == {module for module, _ in COMMANDS.values()}
 

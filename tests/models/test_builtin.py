@@ -16,7 +16,7 @@ from transformers import Qwen3Config
 from tunix.models.qwen3.model import Qwen3
 from tunix.models.qwen3.params import create_model_from_safe_tensors
 
-from tpu_grpo.config.caching import CACHE_VARIABLE
+from tpu_grpo.hosts.caching import CACHE_VARIABLE
 from tpu_grpo.models import builtin
 from tpu_grpo.models.builtin import builtin_checkpoint, recipe_digest
 from tpu_grpo.models.builtin_teaching import RECIPES, Recipe, initial_params, teach

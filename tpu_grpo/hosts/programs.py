@@ -24,8 +24,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.config.caching import cache_directory
 from tpu_grpo.hosts.agreement import Hosts
+from tpu_grpo.hosts.caching import cache_directory
 from tpu_grpo.hosts.log import logger
 from tpu_grpo.hosts.platform import cpu_devices
 

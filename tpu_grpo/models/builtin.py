@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tpu_grpo.config.caching import CACHE_VARIABLE, cache_directory, exclusive
+from tpu_grpo.hosts.caching import CACHE_VARIABLE, cache_directory, exclusive
 from tpu_grpo.models.builtin_files import hugging_face_config, is_whole, library_versions, write_checkpoint
 from tpu_grpo.models.builtin_teaching import RECIPES, Recipe, teach
 from tpu_grpo.models.tokenizers import builtin_tokenizer

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import jax
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.config.caching import cache_directory
+from tpu_grpo.hosts.caching import cache_directory
 from tpu_grpo.run.abstract import AbstractRun
 
 Stage = Literal["rollout", "logprobs", "update", "sync"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tpu_grpo.config.caching import CACHE_VARIABLE
 from tpu_grpo.environments.shipped import search
 from tpu_grpo.environments.shipped.search import Search, passages
+from tpu_grpo.hosts.caching import CACHE_VARIABLE
 
 DOCS = Path(__file__).parents[3] / "docs"
 

@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.config.caching import cache_directory, exclusive
+from tpu_grpo.hosts.caching import cache_directory, exclusive
 
 _WORD = re.compile(r"\w+")
 BUILTIN = "builtin:search"
