@@ -23,7 +23,7 @@ LEVELS = (
     {"tasks", "algorithms", "launching"},
     {"models", "observe"},
     {"data", "engine", "rewards", "environments", "weights", "learner"},
-    {"evaluation", "tunix_loop"},
+    {"tunix_loop"},
     {"run"},
     {"planning"},
     {"cli"},
@@ -49,9 +49,9 @@ BROAD_EXCEPTS = {
     "tpu_grpo/learner/saving.py:_wait_for_checkpointers": "Orbax raises many types; told to all hosts, and re-raised",
     "tpu_grpo/learner/restoring.py:read_items": "Orbax raises many types, some of them the bare Exception; re-raised",
     "tpu_grpo/learner/optimizers.py:_own": "runs the user's code; re-raised with its name",
-    "tpu_grpo/observe/metrics/optional_sink.py:_try": "a library that a run can do without; told once, with its type",
-    "tpu_grpo/observe/metrics/run_log.py:open_run_log": "gives the terminal back whatever happens; re-raised",
-    "tpu_grpo/observe/report/live.py:_write_page": "a mistake of the page's own must not end a run; told once",
+    "tpu_grpo/observe/run_log.py:_try": "a library that a run can do without; told once, with its type",
+    "tpu_grpo/observe/run_log.py:open_run_log": "gives the terminal back whatever happens; re-raised",
+    "tpu_grpo/observe/live_report.py:_write_page": "a mistake of the page's own must not end a run; told once",
     "tpu_grpo/models/tokenizers.py:_load": "the tokenizers library raises the bare Exception; others are re-raised",
     "tpu_grpo/config/plugins.py:_load_file": "runs the user's code; re-raised with its name",
     "tpu_grpo/config/plugins.py:_load_module": "runs the user's code; re-raised with its name",
@@ -277,7 +277,7 @@ def planted(root: Path, name: str, text: str) -> list[Source]:
         ("tpu_grpo/config/a.py", "from tpu_grpo import hosts", "tpu_grpo/config/a.py:1 config imports hosts"),
         (
             "tpu_grpo/hosts/a.py",
-            "from tpu_grpo.observe.metrics import x",
+            "from tpu_grpo.observe.console import x",
             "tpu_grpo/hosts/a.py:1 hosts imports observe",
         ),
         (
@@ -303,8 +303,8 @@ def planted(root: Path, name: str, text: str) -> list[Source]:
         ),
         (
             "tpu_grpo/tunix_loop/a.py",
-            "from tpu_grpo.evaluation import x",
-            "tpu_grpo/tunix_loop/a.py:1 tunix_loop imports evaluation",
+            "from tpu_grpo.run.task import x",
+            "tpu_grpo/tunix_loop/a.py:1 tunix_loop imports run",
         ),
         ("tpu_grpo/cellar/a.py", "", "tpu_grpo/cellar/a.py:1 the room cellar has no level; give it one in this test"),
     ],
@@ -345,12 +345,10 @@ def test_what_the_package_imports_at_once_is_found(tmp_path: Path, text: str, fo
 
 
 def test_imports_of_tests_are_found(tmp_path: Path) -> None:
-    files = planted(
-        tmp_path, "tpu_grpo/a.py", "import pytest\nfrom tests.observe.metrics import samples\nimport testing"
-    )
+    files = planted(tmp_path, "tpu_grpo/a.py", "import pytest\nfrom tests.observe import samples\nimport testing")
     assert list(imports_of_tests(files)) == [
         "tpu_grpo/a.py:1 imports pytest",
-        "tpu_grpo/a.py:2 imports tests.observe.metrics.samples",
+        "tpu_grpo/a.py:2 imports tests.observe.samples",
     ]
 
 
@@ -373,8 +371,8 @@ def test_libraries_outside_their_rooms_are_found(tmp_path: Path) -> None:
 def test_process_index_outside_hosts_is_found(tmp_path: Path) -> None:
     text = '"""About process_index."""\nfrom jax import process_index\nx = jax.process_index()\nf(process_index=1)\n'
     planted(tmp_path, "tpu_grpo/hosts/a.py", text)
-    found = list(process_index_outside_hosts(planted(tmp_path, "tpu_grpo/observe/metrics/a.py", text)))
-    assert sorted(found) == [f"tpu_grpo/observe/metrics/a.py:{line} names process_index" for line in (2, 3, 4)]
+    found = list(process_index_outside_hosts(planted(tmp_path, "tpu_grpo/observe/a.py", text)))
+    assert sorted(found) == [f"tpu_grpo/observe/a.py:{line} names process_index" for line in (2, 3, 4)]
 
 
 def test_broad_excepts_are_found(tmp_path: Path) -> None:

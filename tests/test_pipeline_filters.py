@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tpu_grpo.config import load_config
-from tpu_grpo.observe.metrics.jsonl import read_records
+from tpu_grpo.observe.json_lines import read_records
 from tpu_grpo.run.pipeline import train
 
 DEMO = Path(__file__).parents[1] / "configs" / "demo_cpu.yaml"

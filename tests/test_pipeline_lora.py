@@ -13,8 +13,8 @@ from tests.several.runs import settings, write_files
 from tpu_grpo.cli.checkpoint_evaluation import evaluate_checkpoint
 from tpu_grpo.cli.dry_run import check
 from tpu_grpo.config import EvaluationSection, RunConfig, parse_config
-from tpu_grpo.evaluation import record_of
 from tpu_grpo.hosts import Hosts, Watch
+from tpu_grpo.observe.evaluation import record_of
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.fingerprints import fingerprints
 from tpu_grpo.run.pipeline import train

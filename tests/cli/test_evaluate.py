@@ -11,8 +11,8 @@ from tests.several.runs import settings, write_files
 from tpu_grpo.cli.checkpoint_evaluation import evaluate_checkpoint
 from tpu_grpo.cli.checkpoint_export import export_checkpoint
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.evaluation import Estimate, Evaluation
 from tpu_grpo.hosts import Hosts, Watch
+from tpu_grpo.observe.evaluation import Estimate, Evaluation
 from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError
 from tpu_grpo.run import pipeline
 from tpu_grpo.run.pipeline import train

@@ -13,7 +13,7 @@ from tpu_grpo.records.errors import DiskError, disk_error, disk_errors_explained
 PROLOGUE = """
 import sys
 from tpu_grpo.cli.starting import exit_code_of
-from tpu_grpo.observe.metrics.console import ConsoleSink
+from tpu_grpo.observe.console import ConsoleSink
 
 def command():
 {body}

@@ -11,7 +11,7 @@ import pytest
 
 from tpu_grpo.data.history import PASSES, PromptHistory
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.observe.metrics.run_files import HISTORY_FILE
+from tpu_grpo.observe.run_files import HISTORY_FILE
 from tpu_grpo.records.errors import DataError
 
 ALONE = Hosts()

@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import jax, jax.monitoring
 from tpu_grpo.hosts import Hosts, keep_programs
-from tpu_grpo.observe.metrics.compilations import CompilationCounter
+from tpu_grpo.observe.process_metrics import CompilationCounter
 
 events = []
 jax.monitoring.register_event_listener(lambda name, **_: events.append(name))

@@ -28,7 +28,7 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.learner import Learner
 from tpu_grpo.learner.agreement import agreement_metrics
 from tpu_grpo.learner.loss import TrainBatch
-from tpu_grpo.observe.metrics.values import update_metrics
+from tpu_grpo.observe.step_metrics import update_metrics
 from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RewardError
 from tpu_grpo.records.stages import ScoredRollout
 

@@ -13,9 +13,8 @@ from tests.rewards.conftest import make_rollout
 from tests.rewards.test_scoring import constant, open_function
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.observe.metrics.run_log import sample_rows
-from tpu_grpo.observe.metrics.sinks import sample_fields
-from tpu_grpo.observe.metrics.values import rollout_metrics
+from tpu_grpo.observe.sample_rows import sample_fields, sample_rows
+from tpu_grpo.observe.step_metrics import rollout_metrics
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import ScoredRollout
 from tpu_grpo.rewards import DistributedRewards, LoadedReward, OpenReward, RewardSet

@@ -7,7 +7,7 @@ import pytest
 from tests.hosts.processes import run
 from tpu_grpo.config import parse_config
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.observe.metrics.run_files import saved_steps
+from tpu_grpo.observe.run_files import saved_steps
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.lock import RunLock
 from tpu_grpo.run.sharing import first_does

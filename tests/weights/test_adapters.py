@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.weights.test_meshes import HEADS, HIDDEN, RULES, WIDTH, sampler_specs, trainer_leaves
-from tpu_grpo.observe.metrics.compilations import CompilationCounter
+from tpu_grpo.observe.process_metrics import CompilationCounter
 from tpu_grpo.weights.sync import WeightSync
 
 RANK, ALPHA, KV_HEADS = 3, 6.0, 2

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from tpu_grpo.engine.engine import engine_mesh
 from tpu_grpo.models.families import FAMILIES, WeightRule
 from tpu_grpo.models.families.layouts import InputsFirst
-from tpu_grpo.observe.metrics.compilations import CompilationCounter
+from tpu_grpo.observe.process_metrics import CompilationCounter
 from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.weights.plan import Spec, plan_sync
 from tpu_grpo.weights.sync import WeightSync

@@ -10,11 +10,11 @@ from contextlib import closing
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.sampler import Sampler
-from tpu_grpo.evaluation import Evaluation, record_of, write_samples
 from tpu_grpo.hosts import Hosts, Watch, keep_programs
 from tpu_grpo.learner import parameters
-from tpu_grpo.observe.metrics.jsonl import write_json
-from tpu_grpo.observe.metrics.run_files import EVALUATIONS_DIR
+from tpu_grpo.observe.evaluation import Evaluation, record_of, write_samples
+from tpu_grpo.observe.json_lines import write_json
+from tpu_grpo.observe.run_files import EVALUATIONS_DIR
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.meshes import build_meshes
 from tpu_grpo.run.parts import open_engines, open_model

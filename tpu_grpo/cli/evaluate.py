@@ -12,10 +12,10 @@ from rich.table import Table
 
 from tpu_grpo.cli.starting import config_from_words, exit_code_of, joined_hosts, prepare
 from tpu_grpo.config import RunConfig
-from tpu_grpo.observe.metrics.run_files import EVALUATIONS_DIR
+from tpu_grpo.observe.run_files import EVALUATIONS_DIR
 
 if TYPE_CHECKING:
-    from tpu_grpo.evaluation import Evaluation
+    from tpu_grpo.observe.evaluation import Evaluation
 
 ABOUT = """Evaluates a checkpoint of a run on held-out prompts, without training.
 

@@ -25,7 +25,7 @@ from tpu_grpo.config import (
     changed_config,
     load_config,
 )
-from tpu_grpo.observe.metrics.run_files import CONFIG_FILE, EXPORTED_CONFIG_FILE
+from tpu_grpo.observe.run_files import CONFIG_FILE, EXPORTED_CONFIG_FILE
 from tpu_grpo.records.errors import ConfigError
 
 MODEL_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"

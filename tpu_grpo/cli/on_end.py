@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import End, Hosts, here
-from tpu_grpo.observe.metrics.run_files import BEST_FILE, METRICS_FILE, REPORT_FILE
+from tpu_grpo.observe.run_files import BEST_FILE, METRICS_FILE, REPORT_FILE
 from tpu_grpo.records.errors import ConfigError, DataError
 
 SECONDS = 10.0
@@ -77,9 +77,12 @@ class PeopleTold:
 
 def description(config: RunConfig, end: End) -> dict[str, Any]:
     """Describe an end: ``text`` in one line, as chats show it, and its parts."""
-    from tpu_grpo.observe.metrics.jsonl import jsonable, read_records  # with numpy, which takes a moment to import
-    from tpu_grpo.observe.metrics.lines import numbers
-    from tpu_grpo.observe.metrics.summary import edge_means
+    from tpu_grpo.observe.json_lines import (  # with numpy, which takes a moment to import
+        jsonable,
+        numbers,
+        read_records,
+    )
+    from tpu_grpo.observe.summary import edge_means
 
     directory, steps = config.run_dir.resolve(), here.step
     known: dict[str, Any] = {}

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tpu_grpo.cli.starting import exit_code_of
-from tpu_grpo.observe.metrics.run_files import COMPARISON_FILE
-from tpu_grpo.observe.report.comparison import write_comparison
-from tpu_grpo.observe.report.page import write_report
-from tpu_grpo.observe.report.reading import read_run
+from tpu_grpo.observe.comparison_page import write_comparison
+from tpu_grpo.observe.run_files import COMPARISON_FILE
+from tpu_grpo.observe.run_page import write_report
+from tpu_grpo.observe.run_reader import read_run
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.lock import holder
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from tpu_grpo.cli.output import lasting_output
 from tpu_grpo.config import BUILTIN, HUB, RunConfig, load_config
 from tpu_grpo.hosts import Hosts, Watch, announce, choose_platform, in_time, start
-from tpu_grpo.observe.metrics.run_files import CONFIG_FILE
+from tpu_grpo.observe.run_files import CONFIG_FILE
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError, disk_errors_explained, say
 
 if TYPE_CHECKING:

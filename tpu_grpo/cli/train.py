@@ -14,7 +14,7 @@ from tpu_grpo.cli.on_end import PeopleTold
 from tpu_grpo.cli.starting import config_from_words, exit_code_of, joined_hosts, opened_data, prepare
 from tpu_grpo.config import RunConfig, settings
 from tpu_grpo.hosts import SignalledStop, announce
-from tpu_grpo.observe.metrics.run_files import REPORT_FILE
+from tpu_grpo.observe.run_files import REPORT_FILE
 from tpu_grpo.records.errors import ConfigError
 
 ABOUT = """Trains a language model by GRPO with the rewards of the config.

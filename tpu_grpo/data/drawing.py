@@ -27,7 +27,7 @@ from tpu_grpo.config import DataSection, RunConfig
 from tpu_grpo.data.history import PASSES, PromptHistory
 from tpu_grpo.data.stream import PromptStream
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.observe.metrics.run_files import HISTORY_FILE
+from tpu_grpo.observe.run_files import HISTORY_FILE
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import PromptBatch
 

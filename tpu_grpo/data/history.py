@@ -21,8 +21,8 @@ import numpy as np
 from jaxtyping import Float
 
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.observe.metrics.jsonl import encode_line, keep_records, read_records
-from tpu_grpo.observe.metrics.run_files import HISTORY_FILE
+from tpu_grpo.observe.json_lines import encode_line, keep_records, read_records
+from tpu_grpo.observe.run_files import HISTORY_FILE
 
 COLUMNS = ("tokens", "pass_rate")
 """``tokens`` is the mean length of the completions of a prompt's group, ``pass_rate`` the mean of their reward."""

@@ -12,7 +12,7 @@ jax (0.10.2) has such a cache, which is changed here in four ways:
 - Programs for CPUs lie in a directory for the kind of CPU and the number of threads. Both decide what is compiled (see
   platform.py), and jax's key holds neither.
 
-`metrics/compilations.py` counts a program that comes from here like any other.
+`observe/process_metrics.py` counts a program that comes from here like any other.
 """
 
 import contextlib

@@ -34,7 +34,7 @@ from tpu_grpo.learner.digest import checksums
 from tpu_grpo.learner.restoring import ENTROPY, FORMAT, MODEL, REFERENCE, STATE, Unsound
 from tpu_grpo.learner.saving import SavingManager
 from tpu_grpo.learner.update import Updater, UpdateState, by_name
-from tpu_grpo.observe.metrics.run_files import DAMAGED_DIR, saved_steps
+from tpu_grpo.observe.run_files import DAMAGED_DIR, saved_steps
 from tpu_grpo.records.errors import CheckpointError
 
 Resume = Literal["auto", "never", "require"]

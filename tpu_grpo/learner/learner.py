@@ -37,7 +37,7 @@ from tpu_grpo.learner.token_advantages import token_advantages
 from tpu_grpo.learner.trained import has_adapters, parameters
 from tpu_grpo.learner.update import by_name
 from tpu_grpo.learner.update_metrics import MeasuredUpdate, update_metrics
-from tpu_grpo.observe.metrics.run_files import CHECKPOINTS_DIR
+from tpu_grpo.observe.run_files import CHECKPOINTS_DIR
 from tpu_grpo.records.errors import DataError, RewardError
 from tpu_grpo.records.stages import Completion, ScoredRollout, UpdateResult
 

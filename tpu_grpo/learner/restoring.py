@@ -14,7 +14,7 @@ from flax import nnx
 
 from tpu_grpo.learner.digest import checksums
 from tpu_grpo.learner.update import by_name
-from tpu_grpo.observe.metrics.run_files import saved_steps
+from tpu_grpo.observe.run_files import saved_steps
 from tpu_grpo.records.errors import CheckpointError
 
 FORMAT = 2

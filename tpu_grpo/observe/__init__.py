@@ -1,1 +1,1 @@
-"""What a run tells whoever watches it: metrics and where they are written, pages of one run and of several."""
+"""What a run measures, and how people see it: metrics, evaluations, the files of a run, and its pages."""

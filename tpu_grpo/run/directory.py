@@ -12,8 +12,8 @@ from typing import Any, Self
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import Hosts, host_log
-from tpu_grpo.observe.metrics.jsonl import encode_line, replace_text, write_json
-from tpu_grpo.observe.metrics.run_files import (
+from tpu_grpo.observe.json_lines import encode_line, replace_text, write_json
+from tpu_grpo.observe.run_files import (
     CHANGES_FILE,
     CHECKPOINTS_DIR,
     CONFIG_FILE,

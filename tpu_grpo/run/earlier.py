@@ -11,7 +11,7 @@ from typing import Any
 
 from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.observe.metrics.run_files import (
+from tpu_grpo.observe.run_files import (
     CHECKPOINTS_DIR,
     CONFIG_FILE,
     LOCK_FILE,

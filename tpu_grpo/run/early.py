@@ -13,7 +13,7 @@ from tpu_grpo.data.opening import with_template
 from tpu_grpo.data.records import Record
 from tpu_grpo.data.sources import Source, glance
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.observe.metrics.run_files import CHECKPOINTS_DIR, saved_steps
+from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, saved_steps
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.rewards import load_reward
 from tpu_grpo.run.earlier import changes_since, check_required, must_move

@@ -30,9 +30,9 @@ from tpu_grpo.models import Checkpoint, read_checkpoint
 from tpu_grpo.models.adapters import write_adapter_files
 from tpu_grpo.models.new_directory import new_directory
 from tpu_grpo.models.publishing import Read, copy_tokenizer, write_settings, write_tensors
-from tpu_grpo.observe.metrics.model_card import ModelFacts, write_model_card
-from tpu_grpo.observe.metrics.run_files import EXPORTED_CONFIG_FILE, EXPORTS_DIR
-from tpu_grpo.observe.metrics.summary import versions
+from tpu_grpo.observe.model_card import ModelFacts, write_model_card
+from tpu_grpo.observe.run_files import EXPORTED_CONFIG_FILE, EXPORTS_DIR
+from tpu_grpo.observe.summary import versions
 from tpu_grpo.run.environments import stop_ids
 from tpu_grpo.run.parts import Parts, open_model
 from tpu_grpo.run.sharing import first_does

@@ -28,12 +28,10 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.broken import BrokenRollout
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner.failed import FailedUpdate, PassArrays
-from tpu_grpo.observe.metrics.conversations import sampled_conversation
-from tpu_grpo.observe.metrics.jsonl import encode_line, replace_bytes
-from tpu_grpo.observe.metrics.run_files import CHECKPOINTS_DIR, NON_FINITE_DIR
-from tpu_grpo.observe.metrics.run_log import sample_rows
-from tpu_grpo.observe.metrics.sinks import sample_fields
-from tpu_grpo.observe.metrics.summary import versions
+from tpu_grpo.observe.json_lines import encode_line, replace_bytes
+from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, NON_FINITE_DIR
+from tpu_grpo.observe.sample_rows import conversation_fields, sample_fields, sample_rows
+from tpu_grpo.observe.summary import versions
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Completion
 
@@ -57,8 +55,8 @@ class FailureFiles:
         if self.hosts.is_first:
             rows = sample_rows(failed.scored, failed.advantages)
             lines = [encode_line({"step": failed.step, **sample_fields(row)}) for row in rows]
-            replace_bytes(path.with_suffix(".jsonl"), b"".join(lines))
-            replace_bytes(path, _packed(_about(failed, self.config), passes))
+            replace_bytes(path.with_suffix(".jsonl"), lines)
+            replace_bytes(path, [_packed(_about(failed, self.config), passes)])
         self.hosts.barrier("the files of an update that is not finite")
         return path
 
@@ -66,7 +64,7 @@ class FailureFiles:
         """Keep what was sampled, and return its file once it is complete on every host."""
         path = self._with_checkpoint(broken.step) / f"{broken.step or 'evaluation'}.jsonl"
         if self.hosts.is_first:
-            replace_bytes(path, b"".join(encode_line(record) for record in _rows(broken)))
+            replace_bytes(path, (encode_line(record) for record in _rows(broken)))
         self.hosts.barrier("the file of a rollout that is not finite")
         return path
 
@@ -149,15 +147,19 @@ def _rows(broken: BrokenRollout) -> Iterator[dict[str, Any]]:
 
 def _conversation(completion: Completion) -> dict[str, Any]:
     """Return what a row of a conversation has beside, or in place of others: its first prompt is that of a branch."""
-    episode, conversation = completion.episode, sampled_conversation(completion)
-    if episode is None or conversation is None:
+    if (episode := completion.episode) is None:
         return {}
     branches = [
         {"prompt_token_ids": list(branch.prompt), "start": branch.start, "end": branch.end}
         for branch in episode.branches
     ]
     first = branches[0]["prompt_token_ids"] if branches else []
-    return {"prompt": episode.prompt, "prompt_token_ids": first, **conversation.fields(), "branches": branches}
+    return {
+        "prompt": episode.prompt,
+        "prompt_token_ids": first,
+        **conversation_fields(completion),
+        "branches": branches,
+    }
 
 
 def _about(failed: FailedUpdate, config: RunConfig) -> dict[str, Any]:

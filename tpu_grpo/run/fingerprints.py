@@ -18,7 +18,7 @@ from tpu_grpo.config import BUILTIN, GYM, HUB, RunConfig
 from tpu_grpo.config.plugins import source_file
 from tpu_grpo.data.locations import is_address
 from tpu_grpo.models.adapters import CONFIG_FILE, TENSORS_FILE
-from tpu_grpo.observe.metrics.summary import versions
+from tpu_grpo.observe.summary import versions
 
 OWN_SETTINGS = {"hosts.index", "run.dir", "run.compilation_cache"}
 """Settings that may differ: which host this is, and where it keeps its files."""

@@ -27,7 +27,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from tpu_grpo.hosts.ending import end_process
-from tpu_grpo.observe.metrics.run_files import LOCK_FILE
+from tpu_grpo.observe.run_files import LOCK_FILE
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.owner import Owner, boot, process_lives, read_owner, this_process
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.observe.metrics.run_files import saved_steps
+from tpu_grpo.observe.run_files import saved_steps
 from tpu_grpo.records import errors
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError
 from tpu_grpo.run.owner import read_owner

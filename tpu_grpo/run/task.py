@@ -10,11 +10,12 @@ from tpu_grpo.config import RewardSpec, RunConfig
 from tpu_grpo.data import PromptStream, open_evaluation_prompts, prompts_digest
 from tpu_grpo.engine.sampler import Sampler
 from tpu_grpo.environments.episodes import Environments
-from tpu_grpo.evaluation import GREEDY, Evaluation, EvaluationSamples, EvaluationSettings, evaluate
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.observe.evaluation import GREEDY, Evaluation, EvaluationSamples, EvaluationSettings, evaluate
 from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.rewards import DistributedRewards, RewardSet, open_rewards, repeats_itself
+from tpu_grpo.rewards.final_answer import final_answer
 from tpu_grpo.run.data import OpenData, open_data
 from tpu_grpo.run.environments import load_environments, open_environments, tools_of
 
@@ -147,4 +148,6 @@ def evaluate_policy(
     sampler: Sampler, held_out: HeldOut, step: int
 ) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
     """Evaluate the policy that the sampler's engines hold; returns the estimates and the samples they are of."""
-    return evaluate(sampler.answer, held_out.rewards.begin, held_out.prompts, held_out.settings, step=step)
+    return evaluate(
+        sampler.answer, held_out.rewards.begin, held_out.prompts, held_out.settings, final_answer, step=step
+    )

@@ -1,0 +1,126 @@
+"""The pages in a browser: what its scripts do, on wide and narrow screens, light and dark.
+
+Chromium runs without a window, and looks at files of this machine only: ``uv run pytest -n 0 -m browser``.
+"""
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.observe.runs import CHARTS, leave_evaluation, leave_run, leave_talks
+from tpu_grpo.observe.comparison_page import write_comparison
+from tpu_grpo.observe.run_page import write_report
+from tpu_grpo.observe.run_reader import read_run
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium, which is not installed (apt-get install chromium)"),
+]
+OPTIONS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--virtual-time-budget=3000"),
+]
+DARK, LIGHT = 0, 1
+"""Blink's preferredColorScheme."""
+PROBE = Path(__file__).with_name("probe.js")
+FRAME = """<!doctype html><body style="margin:0"><pre id="probe"></pre>
+<iframe src="probed.html" style="border:0;width:{width}px;height:2000px"></iframe>
+<script>onmessage = (event) => document.getElementById("probe").textContent = event.data;</script>"""
+"""A window is 500 pixels wide at least; a frame may be as narrow as a phone."""
+
+
+def probed(page: Path, width: int, scheme: int, tmp_path: Path) -> dict[str, Any]:
+    """What the browser made of a page, told by a script of this test at its end."""
+    probe = f"<script>{PROBE.read_text()}</script></body>"
+    (tmp_path / "probed.html").write_text(page.read_text().replace("</body>", probe))
+    (tmp_path / "frame.html").write_text(FRAME.format(width=width))
+    command = [str(CHROMIUM), *OPTIONS, f"--user-data-dir={tmp_path / 'profile'}", "--window-size=1400,2000"]
+    command += [f"--blink-settings=preferredColorScheme={scheme}", "--dump-dom", (tmp_path / "frame.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    found = re.search(r'<pre id="probe">([^<]*)</pre>', done.stdout)
+    assert found is not None, done.stderr
+    assert found[1], "a script failed"
+    return json.loads(html.unescape(found[1]))
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("runs")
+    names = ("first", "a_second_run_with_a_rather_long_name_that_must_wrap_somewhere")
+    for number, name in enumerate(names):
+        leave_run(root / name, 10 - 3 * number, name=name, optimizer={"learning_rate": 1e-6 * (1 + number)})
+        for step, values in ((0, [0.0, 1.0, 0.0]), (10 - 3 * number, [1.0, 1.0, 0.0])):
+            leave_evaluation(root / name, step, values)
+    runs = [read_run(root / name) for name in names]
+    return {
+        "run": write_report(root / "first"),
+        "comparison": write_comparison(runs, root / "comparison.html"),
+        "talks": write_report(leave_talks(root / "talks")),
+        "going": write_report(root / "first", goes_on=True, path=root / "going.html"),
+    }
+
+
+def contrast(first: str, second: str) -> float:
+    """The contrast ratio of two colours (WCAG 2.2, relative luminance)."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+        return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted(map(luminance, (first, second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("page", ["run", "comparison", "going", "talks"])
+@pytest.mark.parametrize(("width", "columns"), [(1280, 2), (390, 1)])
+@pytest.mark.parametrize("scheme", [DARK, LIGHT])
+def test_a_page_fits_shows_values_and_loads_nothing(
+    pages: dict[str, Path], tmp_path: Path, page: str, width: int, columns: int, scheme: int
+) -> None:
+    seen = probed(pages[page], width, scheme, tmp_path)
+    assert (seen["width"], seen["columns"]) == (width, columns)
+    assert (seen["errors"], seen["outside"], seen["overflow"], seen["loaded"]) == ([], [], [], [])
+    background, ink = seen["colours"]
+    assert contrast(background, ink) > 10
+    assert (contrast(background, "rgb(0, 0, 0)") > contrast(background, "rgb(255, 255, 255)")) == (scheme == LIGHT)
+    assert all(len(rows) > 1 for rows in seen["tips"].values())
+    if page == "talks":
+        turn, answer, by = seen["said"]
+        assert (turn, by) == (ink, answer)
+        assert 4.5 < contrast(background, answer) < contrast(background, turn) / 2
+    elif page != "comparison":
+        assert list(seen["tips"]) == CHARTS
+
+
+def test_values_show_where_the_pointer_is(pages: dict[str, Path], tmp_path: Path) -> None:
+    seen = probed(pages["run"], 1280, LIGHT, tmp_path)
+    # steps 1 to 10: the middle is 5.5, and 5 is the nearest before it
+    assert seen["tips"]["Reward"] == [
+        ["step 5"],
+        ["total ± standard deviation", "0.5"],
+        ["$x_1$ <b>", "0.5"],
+        ["exact_answer", "0.25"],
+    ]
+    assert seen["tips"]["Agreement of engine and trainer"] == [["step 5"], ["largest", "2.00e-5"], ["mean", "0"]]
+    assert seen["tips"]["Time per stage"][1:] == [
+        ["rollout", "1"], ["rewards", "0.1"], ["update", "0.5"], ["weight sync", "0.1"]
+    ]  # fmt: skip
+    assert seen["keys"] == ["step 2"]  # from step 1 two to the right and one back
+
+
+def test_runs_of_different_lengths_name_the_step_of_each_value(pages: dict[str, Path], tmp_path: Path) -> None:
+    seen = probed(pages["comparison"], 1280, LIGHT, tmp_path)
+    # evaluated at steps 0 and 10, and at 0 and 7: of all, 7 is the nearest to the middle, 5
+    assert seen["tips"]["Held out: greedy exact_answer"] == [
+        ["step 7"],
+        ["first (step 10)", "0.6667"],
+        ["a_second_run_with_a_rather_long_name_that_must_wrap_somewhere", "0.6667"],
+    ]

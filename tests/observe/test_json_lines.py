@@ -1,0 +1,53 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tpu_grpo.observe.json_lines import encode_line, jsonable, keep_records, read_records, replace_text
+from tpu_grpo.records.errors import DataError
+
+
+def test_numbers_that_json_lacks_become_null_at_any_depth() -> None:
+    record = {"a": float("nan"), "b": {"c": [np.float32(0.5), -np.inf]}, "d": np.int64(7)}
+    assert jsonable(record) == {"a": None, "b": {"c": [0.5, None]}, "d": 7}
+
+
+@pytest.mark.parametrize(
+    "text", ["é 中 \U0001f600", "line\nbreak\u2028here", "lone \udc80 surrogate", '"quoted" \\ \x00']
+)
+def test_text_round_trips_on_one_line(text: str) -> None:
+    line = encode_line({"text": text})
+    assert line.count(b"\n") == 1
+    assert json.loads(line) == {"text": text}
+
+
+def test_floats_round_trip_exactly() -> None:
+    values = [0.1, 1e-300, 1 / 3, -0.0, 123456789.123456789]
+    assert json.loads(encode_line({"v": values}))["v"] == values
+
+
+def test_only_the_last_line_may_be_torn(tmp_path: Path) -> None:
+    path = tmp_path / "f.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"ste')
+    assert [r["step"] for r in read_records(path)] == [1, 2]
+    path.write_bytes(b'{"step": 1}\n{"ste\n{"step": 3}\n')
+    with pytest.raises(DataError, match=r"f\.jsonl:2 must be one JSON object"):
+        list(read_records(path))
+
+
+def test_a_broken_file_is_left_as_it_is(tmp_path: Path) -> None:
+    path = tmp_path / "f.jsonl"
+    content = b'{"step": 1}\nbroken\n{"step": 3}\n'
+    path.write_bytes(content)
+    with pytest.raises(DataError):
+        keep_records(path, lambda record: True)
+    assert path.read_bytes() == content
+
+
+def test_replacing_a_file_leaves_no_temporary(tmp_path: Path) -> None:
+    path = tmp_path / "f.json"
+    path.write_text("old and longer")
+    replace_text(path, "new")
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]

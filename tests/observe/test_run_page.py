@@ -1,0 +1,224 @@
+"""What stands on the page of a run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.observe.runs import CHARTS, TALK_CHARTS, Page, leave_evaluation, leave_run, leave_talks
+from tpu_grpo.observe.run_log import JsonlSink
+from tpu_grpo.observe.run_page import write_report
+from tpu_grpo.records.errors import DataError
+
+
+def written(run_dir: Path, *, goes_on: bool = False) -> str:
+    return write_report(run_dir, goes_on=goes_on).read_text()
+
+
+def figures(html: str) -> dict[str, tuple[str, str]]:
+    return {a: (b, c) for a, b, c in re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)(?:<small>([^<]*)</small>)?</dd>", html)}
+
+
+def test_a_run_on_one_page(tmp_path: Path) -> None:
+    leave_run(tmp_path, 10, data={"prompts_per_step": 4}, algorithm={"name": "grpo", "group_size": 8})
+    for step, values in ((0, [0.0] * 7 + [1.0]), (10, [1.0] * 7 + [0.0])):
+        leave_evaluation(tmp_path, step, values)
+    path = write_report(tmp_path)
+    html = path.read_text()
+    page = Page(html)
+    assert path == tmp_path / "report.html"
+    assert list(page.charts) == CHARTS
+    assert html.count("<h1>my-run</h1>") == 1
+    assert "grpo · 4 prompts × 8 completions a step" in page.text
+    assert figures(html) == {
+        "reward, first → last": ("0.300 → 0.800", "+0.500, each the mean of 5 steps"),  # 0.1 .. 0.5 and 0.6 .. 1.0
+        "held out": ("0.125 → 0.875", "greedy exact_answer"),
+        "seconds per step, median": ("1.7", "6,000 tokens/s sampled"),
+        "log-probability gap": ("2.0e-05", "largest, engine against trainer"),
+    }
+    wide = re.findall(r'<figure class="wide"><figcaption>([^<]*)<', html)
+    assert wide == ["Reward", "Evaluation"]
+    assert html.index("</dl>") < html.index("Reward<span>") < html.index("<table>")
+
+
+def test_the_page_needs_nothing_but_itself(tmp_path: Path) -> None:
+    leave_run(tmp_path, 3)
+    page = Page(written(tmp_path))
+    assert page.links == []
+    assert "http" not in written(tmp_path)
+    assert {"link", "img", "iframe", "form"} & set(page.tags) == set()
+    assert page.tags.count("script") == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (1, {"reward": ("0.100", "of one step")}),
+        (2, {"reward, first → last": ("0.100 → 0.200", "+0.100")}),
+        (3, {"reward, first → last": ("0.100 → 0.300", "+0.200")}),
+        (4, {"reward, first → last": ("0.150 → 0.350", "+0.200, each the mean of 2 steps")}),
+        (12, {"reward, first → last": ("0.300 → 1.000", "+0.700, each the mean of 5 steps")}),
+    ],
+)
+def test_a_short_run_shows_a_change_of_reward(tmp_path: Path, steps: int, expected: dict[str, tuple[str, str]]) -> None:
+    leave_run(tmp_path, steps)
+    found = figures(written(tmp_path))
+    assert {label: value for label, value in found.items() if label.startswith("reward")} == expected
+    assert len(found) <= 5
+
+
+def test_a_reward_that_is_the_total_is_drawn_once(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path, 0)
+    for step in (1, 2):
+        sink.write({"step": step, "rewards/mean": step, "rewards/a/mean": step, "rewards/b/mean": 0.0})
+    sink.close()
+    chart = Page(written(tmp_path)).charts["Reward"]
+    assert [line["l"] for line in chart["lines"]] == ["total, a", "b"]
+
+
+def test_changes_of_a_continued_run_are_shown(tmp_path: Path) -> None:
+    leave_run(tmp_path, 2)
+    assert "Changed while the run went on" not in written(tmp_path)
+    change = {"step": 1, "name": "optimizer.learning_rate", "old": "1e-06", "new": "<b>", "effect": "results"}
+    (tmp_path / "changes.jsonl").write_text(json.dumps(change) + "\n")
+    assert ["1", "optimizer.learning_rate", "1e-06", "<b>"] in Page(written(tmp_path)).tables[-1]
+
+
+def test_everything_from_outside_is_escaped(tmp_path: Path) -> None:
+    leave_run(tmp_path, 3, name="<script>name")
+    leave_evaluation(tmp_path, 3, [1.0])
+    (tmp_path / "end.json").write_text('{"outcome": "failed", "message": "<b>no</b>", "exit_code": 1, "at": "now"}')
+    html = written(tmp_path)
+    page = Page(html)
+    assert page.tags.count("script") == 1
+    assert "alert(" not in html.partition("<script>\n")[2].replace("&lt;script&gt;alert(", "")
+    assert page.tags.count("b") == 0
+    assert "&lt;script&gt;alert(5)&lt;/script&gt;" in html
+    assert [line["l"] for line in page.charts["Reward"]["lines"]][1:] == ["$x_1$ <b>", "exact_answer"]
+
+
+def test_samples_of_the_first_a_middle_and_the_last_step_with_right_answers(tmp_path: Path) -> None:
+    leave_run(tmp_path, 9)
+    html = written(tmp_path)
+    assert re.findall(r"<h2>Samples of step (\d)</h2>", html) == ["1", "5", "9"]
+    first = Page(html).tables[1]
+    assert first[0] == ["prompt", "completion", "right answer", "e", "f", "total", "advantage", "tokens"]
+    cut = "cut at the longest length"
+    assert first[1] == [
+        "<b>prompt 1", f"<script>alert(5)</script>{cut}", "gold <1>", "5.00", "–", "5.00", "-1.00", "3"
+    ]  # fmt: skip
+    assert [row[5] for row in first[1:]] == ["5.00", "4.00", "1.00", "0.00"]  # the best two and the worst two of six
+    assert first[4][1] == "<script>alert(0)</script>"  # which was not cut
+
+
+def test_conversations_show_what_the_policy_wrote_and_what_it_was_answered(tmp_path: Path) -> None:
+    leave_talks(tmp_path)
+    html = written(tmp_path)
+    page = Page(html)
+    places = [list(page.charts).index(title) for title in TALK_CHARTS]
+    assert places == list(range(places[0], places[0] + len(TALK_CHARTS)))
+    assert list(page.charts)[places[-1] + 1 :][:3] == [
+        "Agreement of engine and trainer", "Time per stage", "Rollout speed"
+    ]  # fmt: skip
+    table = page.tables[1]
+    assert table[0] == ["prompt", "conversation", "success", "advantage", "tokens"]
+    assert table[1][1].startswith("3 turns, ended with its answerI add the two numbers.\n<tool_call>\n")
+    assert '{"name": "add", "arguments": {"a": 2, "b": "<3>"}}' in table[1][1]
+    assert "addError: TypeError: b must be a number1 call failed<tool_call>" in table[1][1]
+    assert table[1][1].endswith("The answer is <b>5</b>.reward 0.50")
+    assert table[2][1].count("go on") == table[2][1].count("calculatoryes") == 12
+    assert "… 3 turns left out …go on" in table[2][1]
+    assert table[2][1].startswith("15 turns, cut at the most turnsgo on")
+    ended = "1 turn, ended because the environment failed: late: took 60 s?called add, reward 0.50"
+    assert table[3][1] == ended
+    parts = re.findall(r'<div class="(turn|answer)">(?:<small class="by">([^<]*)</small>)?', html)
+    assert parts[:5] == [
+        ("turn", ""), ("answer", "add"), ("turn", ""), ("answer", "add, a call that cannot be read"), ("turn", "")
+    ]  # fmt: skip
+
+
+def test_equal_completions_of_a_prompt_show_once(tmp_path: Path) -> None:
+    leave_run(tmp_path, 1)
+    lines = (tmp_path / "samples.jsonl").read_text().splitlines()
+    (tmp_path / "samples.jsonl").write_text("\n".join([lines[5]] * 4 + lines[:5]) + "\n")
+    assert [row[5] for row in Page(written(tmp_path)).tables[1][1:]] == ["5.00", "4.00", "1.00", "0.00"]
+
+
+def test_held_out_prompts_before_and_after(tmp_path: Path) -> None:
+    leave_run(tmp_path, 4)
+    before = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+    after_ = [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+    for step, values in ((0, before), (2, before), (4, after_)):
+        leave_evaluation(tmp_path, step, values)
+    table = next(t for t in Page(written(tmp_path)).tables if "held out 0" in t[1])
+    assert table[0] == [
+        "prompt", "right answer", "completion, step 0", "completion, step 4", "exact_answer, step 0",
+        "exact_answer, step 4",
+    ]  # fmt: skip
+    # two that got right (3, 4), one that got wrong (6), one that stayed wrong (7), two that stayed right (0, 1)
+    assert [row[0] for row in table[1:]] == [f"held out {n}" for n in (0, 1, 3, 4, 6, 7)]
+    assert table[3] == ["held out 3", "gold 3", "greedy answer 3 after 0", "greedy answer 3 after 4", "0.00", "1.00"]
+
+
+def test_evaluations_as_a_table_with_their_intervals(tmp_path: Path) -> None:
+    leave_run(tmp_path, 4)
+    for step, values in ((0, [0.0, 1.0]), (2, [1.0, 1.0]), (4, [1.0, 0.5])):
+        leave_evaluation(tmp_path, step, values)
+    assert Page(written(tmp_path)).tables[0] == [
+        ["held out", "first", "highest", "last"],
+        [
+            "greedy exact_answer",
+            "0.5000.400 to 0.600, step 0",
+            "1.0000.900 to 1.100, step 2",
+            "0.7500.650 to 0.850, step 4",
+        ],
+    ]
+
+
+def test_long_texts_lose_their_middle(tmp_path: Path) -> None:
+    leave_run(tmp_path, 1)
+    path = tmp_path / "samples.jsonl"
+    path.write_text(path.read_text().replace("<b>prompt 1", "x" * 10_000))
+    html = written(tmp_path)
+    assert "… 8,100 characters left out …" in html
+    assert "x" * 1401 not in html
+
+
+def test_a_run_of_two_steps_shows_what_it_has(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path, 0)
+    for step in (1, 2):
+        sink.write({"step": step, "rewards/mean": 0.5, "rollout/seconds": 0.0, "update/kl": float("nan")})
+    sink.close()
+    html = written(tmp_path)
+    assert list(Page(html).charts) == ["Reward", "Time per stage"]
+    assert "Samples" not in html
+    assert "Configuration" not in html
+    assert f"<h1>{tmp_path.name}</h1>" in html
+
+
+def test_a_run_that_has_just_begun_has_a_page(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("run: {name: new, max_steps: 7}\n")
+    page = Page(written(tmp_path, goes_on=True))
+    assert page.charts == {}
+    assert "The run goes on: step 0 of 7" in page.text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("evaluation.jsonl", "[1]\n{}", "evaluation.jsonl:1 must be one JSON object"),
+        ("config.yaml", "a: [", "config.yaml must be YAML"),
+        ("samples.jsonl", "[1]\n[2]\n", "samples.jsonl must hold a JSON object with a step on every line"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str, message: str) -> None:
+    leave_run(tmp_path, 1)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        write_report(tmp_path)
+
+
+def test_a_page_of_2_000_steps_is_below_2_mb(tmp_path: Path) -> None:
+    leave_run(tmp_path, 2_000, samples_every=500)
+    assert write_report(tmp_path).stat().st_size < 2e6

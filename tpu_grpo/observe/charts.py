@@ -1,0 +1,260 @@
+"""Says what each chart shows: of one run, and of several runs over each other."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from tpu_grpo.observe.chart_drawing import Chart, Line, Scale
+from tpu_grpo.observe.json_lines import Lines, interval_of, is_number, number_or_zero, series
+from tpu_grpo.observe.run_reader import RunRead
+
+EVALUATION_LENGTHS = ("evaluation/tokens/", "evaluation/truncated/", "evaluation/failed/")
+"""What evaluations measure beside rewards: it is not between 0 and 1, or not better when it is higher."""
+STAGES = {
+    "rollout/seconds": "rollout",
+    "rewards/seconds": "rewards",
+    "update/seconds": "update",
+    "weights/sync_seconds": "weight sync",
+}
+Labelled = Sequence[tuple[str, RunRead]]
+"""Several runs, each with its label; its colour is its place."""
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """A chart of metrics by step; a metric that no line has is left out, and a chart without any, too."""
+
+    title: str
+    note: str
+    labels: dict[str, str]
+    """Metric -> its label. A comparison shows the first."""
+    scale: Scale = "linear"
+    unless_zero: bool = False
+    """Leave it out where every value is 0, which means that it is switched off."""
+
+    def is_off(self, lines: Lines) -> bool:
+        """Say whether it is left out, because what it shows is switched off."""
+        return self.unless_zero and not any(number_or_zero(line.get(name)) for line in lines for name in self.labels)
+
+
+SPECS = (
+    _Spec("Completion length", "Mean tokens per completion.", {"completions/mean_tokens": "mean tokens"}, "zero"),
+    _Spec(
+        "Truncated completions and idle groups",
+        "Shares. A group whose rewards are all equal teaches nothing.",
+        {
+            "completions/truncated_fraction": "completions truncated",
+            "groups/zero_variance_fraction": "groups with equal rewards",
+        },
+        "share",
+    ),
+    _Spec(
+        "Turns and calls",
+        "Per conversation.",
+        {
+            "episodes/turns_mean": "turns, mean",
+            "episodes/turns_max": "turns, most",
+            "episodes/calls_mean": "tool calls, mean",
+        },
+        "zero",
+    ),
+    _Spec(
+        "Tokens of conversations",
+        "Means per conversation, and per turn.",
+        {
+            "episodes/tokens_mean": "sampled",
+            "episodes/observation_tokens_mean": "answered by the environment",
+            "turns/tokens_mean": "sampled in a turn",
+        },
+        "zero",
+    ),
+    _Spec(
+        "How conversations end",
+        "Shares.",
+        {
+            "episodes/ended_answered": "with an answer",
+            "episodes/ended_done": "by the environment",
+            "episodes/ended_turns": "cut at the most turns",
+            "episodes/ended_tokens": "cut at the longest length",
+            "episodes/ended_failed": "environment failed",
+        },
+        "share",
+        True,
+    ),
+    _Spec(
+        "Calls that failed",
+        "Per turn: calls that could not be read, or raised.",
+        {"turns/bad_calls": "calls that failed"},
+        "zero",
+        True,
+    ),
+    _Spec(
+        "Wait for environments",
+        "Seconds of a conversation in which its environment worked.",
+        {"episodes/wait_seconds_mean": "mean", "episodes/wait_seconds_max": "longest"},
+        "zero",
+    ),
+    _Spec(
+        "Agreement of engine and trainer",
+        "Absolute difference of the log-probabilities of the same tokens under the same weights.",
+        {"agreement/logprob_abs_diff_max": "largest", "agreement/logprob_abs_diff_mean": "mean"},
+        "log",
+    ),
+    _Spec("Rollout speed", "Sampled tokens per second.", {"rollout/tokens_per_second": "tokens/s"}, "zero"),
+    _Spec("Entropy", "Mean over tokens, in nats.", {"update/entropy": "entropy"}, "zero"),
+    _Spec("KL to the reference", "Per token.", {"update/kl": "KL"}, unless_zero=True),
+    _Spec("Loss", "Of the whole step.", {"update/loss": "loss"}),
+    _Spec("Gradient norm", "Before clipping.", {"update/grad_norm": "gradient norm"}, "zero"),
+    _Spec("Clipped tokens", "Share of tokens where the clip acted.", {"update/clip_fraction": "clipped"}, "zero", True),
+    _Spec(
+        "Memory",
+        "GiB, at the end of each step; of devices, the fullest one of this host.",
+        {
+            "memory/device_peak_gib": "device, highest so far",
+            "memory/device_gib": "device",
+            "memory/host_gib": "host process",
+        },
+        "zero",
+    ),
+)
+"""The charts below reward, evaluation and stages, in reading order."""
+
+
+# --- one run ---------------------------------------------------------------------------------------------------------
+
+
+def run_charts(run: RunRead) -> list[Chart]:
+    """List the charts that a run's metrics allow, in reading order."""
+    found = [_reward(run.lines), _evaluation(run)]
+    for spec in SPECS:
+        if spec.title == "Rollout speed":
+            found.append(_stages(run.lines))
+        known = [line for name, label in spec.labels.items() if (line := _line(name, label, run.lines)) is not None]
+        if known and not spec.is_off(run.lines):
+            known = [replace(line, colour=number) for number, line in enumerate(known)]
+            found.append(Chart(spec.title, spec.note, known, spec.scale, is_named=len(spec.labels) > 1))
+    return [chart for chart in found if chart is not None]
+
+
+def _reward(lines: Lines) -> Chart | None:
+    if (total := _line("rewards/mean", "total", lines)) is None:
+        return None
+    names = sorted({n for line in lines for n in line if n.startswith("rewards/") and n.endswith("/mean")})
+    labels = {n: n.removeprefix("rewards/").removesuffix("/mean") for n in names if n != "rewards/mean"}
+    parts = [part for name, label in labels.items() if (part := _line(name, label, lines)) is not None]
+    same = [part.label for part in parts if np.array_equal(part.values, total.values, equal_nan=True)]
+    parts = [replace(part, colour=place) for place, part in enumerate((p for p in parts if p.label not in same), 1)]
+    std_steps, std = series(lines, "rewards/std")
+    low, high = (total.values - std, total.values + std) if np.array_equal(total.steps, std_steps) else (None, None)
+    label = f"total{''.join(f', {name}' for name in same)}{'' if low is None else ' ± standard deviation'}"
+    total = replace(total, label=label, low=low, high=high, is_strong=True)
+    return Chart("Reward", "Mean over the completions of a step.", [total, *parts], is_wide=True)
+
+
+def _evaluation(run: RunRead) -> Chart | None:
+    records = evaluation_lines(run)
+    lines = [_evaluated(name, records) for name in evaluation_names(records)]
+    known = [replace(line, colour=number) for number, line in enumerate(lines) if line is not None]
+    if not known:
+        return None
+    values = np.concatenate([line.values for line in known])
+    inside = bool(((values >= 0) & (values <= 1) | np.isnan(values)).all())
+    note = "On prompts that are not trained on, with 95 % intervals."
+    return Chart("Evaluation", note, known, "share" if inside else "linear", is_wide=True)
+
+
+def _stages(lines: Lines) -> Chart | None:
+    names = {name: label for name, label in STAGES.items() if any(is_number(line.get(name)) for line in lines)}
+    if not names:
+        return None
+    steps = np.array([line["step"] for line in lines], np.float64)
+    layers = [
+        Line(label, steps, np.array([number_or_zero(line.get(name)) for line in lines]), number)
+        for number, (name, label) in enumerate(names.items())
+    ]
+    return Chart("Time per stage", "Seconds of each step, stacked.", layers, "zero", is_stack=True)
+
+
+# --- several runs ----------------------------------------------------------------------------------------------------
+
+
+def comparison_charts(runs: Labelled) -> list[Chart]:
+    """List charts with a line for each run."""
+    rewards = [_line("rewards/mean", "", run.lines) for _, run in runs]
+    found = [_overlaid(runs, "Reward", "Mean over the completions of a step.", rewards, is_wide=True)]
+    names = dict.fromkeys(name for _, run in runs for name in evaluation_names(evaluation_lines(run)))
+    for number, name in enumerate(names):
+        values, title = [_evaluated(name, evaluation_lines(run)) for _, run in runs], evaluation_label(name)
+        found.append(_overlaid(runs, f"Held out: {title}", "With 95 % intervals.", values, is_wide=not number))
+    seconds = [Line("", *steps) if len((steps := stage_seconds(run.lines))[0]) else None for _, run in runs]
+    found.append(_overlaid(runs, "Seconds per step", "All stages.", seconds, scale="zero", is_cut=True))
+    for spec in SPECS:
+        found += _compared(spec, runs)
+    return [chart for chart in found if chart is not None]
+
+
+def _compared(spec: _Spec, runs: Labelled) -> Iterator[Chart | None]:
+    """Show the first metric of a chart that is there; of shares, which say different things, each."""
+    lines = [line for _, run in runs for line in run.lines]
+    known = {name: label for name, label in spec.labels.items() if any(is_number(line.get(name)) for line in lines)}
+    for name, label in list(known.items())[: None if spec.scale == "share" else 1]:
+        of_several = label.capitalize() if spec.scale == "share" else f"{spec.title}: {label}"
+        title = spec.title if len(spec.labels) == 1 else of_several
+        if not replace(spec, labels={name: label}).is_off(lines):
+            values = [_line(name, label, run.lines) for _, run in runs]
+            yield _overlaid(runs, title, spec.note, values, scale=spec.scale)
+
+
+def _overlaid(runs: Labelled, title: str, note: str, lines: Iterable[Line | None], **options: Any) -> Chart | None:
+    """Lay a line of each run over each other, each under the run's label and colour; None where no run has one."""
+    found = [
+        replace(line, label=label, colour=number)
+        for number, ((label, _), line) in enumerate(zip(runs, lines, strict=True))
+        if line is not None
+    ]
+    return Chart(title, note, found, **options) if found else None
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def evaluation_lines(run: RunRead) -> Lines:
+    """Return the evaluations of a run; of runs without their file, what the steps say of them."""
+    return run.evaluations or [line for line in run.lines if any(map(_is_evaluation, line))]
+
+
+def evaluation_names(records: Lines) -> list[str]:
+    """List the rewards that were evaluated, by the names of metrics."""
+    return list(dict.fromkeys(n for record in records for n, v in record.items() if _is_evaluation(n) and is_number(v)))
+
+
+def evaluation_label(name: str) -> str:
+    """Say ``greedy exact_answer`` for ``evaluation/greedy/exact_answer``."""
+    return name.removeprefix("evaluation/").replace("/", " ")
+
+
+def stage_seconds(lines: Lines) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps whose stages were timed, and the seconds of all stages of each."""
+    known = [line for line in lines if any(is_number(line.get(name)) for name in STAGES)]
+    seconds = [sum(number_or_zero(line.get(name)) for name in STAGES) for line in known]
+    return np.array([line["step"] for line in known], np.float64), np.array(seconds, np.float64)
+
+
+def _line(name: str, label: str, lines: Lines) -> Line | None:
+    """Take a metric's values; None where no line has a number."""
+    steps, values = series(lines, name)
+    return Line(label, steps, values) if np.isfinite(values).any() else None
+
+
+def _evaluated(name: str, records: Lines) -> Line | None:
+    """Take the values of evaluations with their intervals, where these are known."""
+    if (line := _line(name, evaluation_label(name), records)) is None:
+        return None
+    low, high = np.array([interval_of(record, name) for record in records if name in record]).T
+    return replace(line, low=low, high=high)
+
+
+def _is_evaluation(name: str) -> bool:
+    return name.startswith("evaluation/") and not name.startswith(EVALUATION_LENGTHS)

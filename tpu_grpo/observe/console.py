@@ -1,0 +1,150 @@
+"""Shows a run to the person who watches it: as a progress bar, or as plain lines where there is no terminal."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from tpu_grpo.observe.json_lines import names_in
+from tpu_grpo.observe.sample_rows import SampleRow, called_tools, pick_rows, visible
+from tpu_grpo.observe.step_metrics import MetricValue
+
+PLAIN_WIDTH = 120
+TABLE_WIDTH = 60
+"""A narrower console shows samples as lines; in a table, a column would have room for a letter or two."""
+SHOWN_ROWS = 4
+SHOWN_CHARACTERS = 320
+SHOWN_TURNS = 4
+"""Of a longer conversation the first half of so many turns, and the last."""
+SHOWN_OF_A_TURN = 160
+
+_FIELDS = (
+    ("reward", "rewards/mean", "{:.3f}"),
+    ("agreement", "agreement/logprob_abs_diff_max", "{:.1e}"),
+    ("tokens/s", "rollout/tokens_per_second", "{:,.0f}"),
+)
+
+
+class ConsoleSink:
+    """Shows reward, agreement, tokens per second and progress, and some samples when asked.
+
+    On a terminal that is a bar; elsewhere a line for the first step, the last one, and in between at most one every
+    ``plain_seconds``. Model text is shown as it is: no markup is read from it, and control characters are written
+    out as escapes, so that a completion cannot steer the terminal.
+    """
+
+    def __init__(
+        self,
+        start_step: int,
+        max_steps: int,
+        *,
+        console: Console | None = None,
+        plain_seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if console is None:
+            console = Console()
+            console = console if console.is_terminal else Console(width=PLAIN_WIDTH)
+        self._console = console
+        self._max_steps = max_steps
+        self._plain_seconds = plain_seconds
+        self._clock = clock
+        self._started = clock()
+        self._last_line: float | None = None
+        self._bar: Progress | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("step {task.completed:.0f} of {task.total:.0f}"),
+                BarColumn(bar_width=None),
+                TextColumn("{task.fields[figures]}", markup=False),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=console,
+                expand=True,
+            )
+            self._task = self._bar.add_task("", total=max_steps, completed=start_step, figures="")
+            self._bar.start()
+
+    def write(self, metrics: Mapping[str, MetricValue]) -> None:
+        """Show one step."""
+        step, now = int(metrics["step"]), self._clock()
+        known = [(label, metrics.get(name), form) for label, name, form in _FIELDS]
+        figures = "  ".join(f"{label} {form.format(v)}" for label, v, form in known if isinstance(v, int | float))
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step, figures=figures)
+        elif self._last_line is None or step >= self._max_steps or now - self._last_line >= self._plain_seconds:
+            self._last_line = now
+            minutes, seconds = divmod(int(now - self._started), 60)
+            elapsed = f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
+            self.note(f"step {step} of {self._max_steps}  {figures}  elapsed {elapsed}")
+
+    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Show the best row, the worst one, and others drawn by the step."""
+        if not rows:
+            return
+        shown = pick_rows(step, rows, SHOWN_ROWS)
+        if self._console.width >= TABLE_WIDTH:
+            self._console.print(_sample_table(step, shown))
+        else:
+            self._console.print(Text("\n".join(_sample_lines(step, shown))), soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Show a line of text."""
+        self._console.print(Text(text), soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the bar as it stands."""
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _sample_table(step: int, rows: Sequence[SampleRow]) -> Table:
+    names = names_in(row.rewards for row in rows)
+    table = Table(title=Text(f"samples of step {step}"), title_justify="left", show_lines=True, expand=True)
+    table.add_column("prompt", ratio=2, overflow="fold")
+    table.add_column("completion", ratio=3, overflow="fold")
+    for name in [*names, "advantage"]:
+        table.add_column(Text(name), justify="right", overflow="fold")
+    for row in rows:
+        rewards = [Text(_number(row.rewards.get(name))) for name in names]
+        prompt = Text(visible(row.prompt, SHOWN_CHARACTERS))
+        completion = Text("\n").join(Text(text, style="dim" if is_dim else "") for text, is_dim in _pieces(row))
+        table.add_row(prompt, completion, *rewards, Text(f"{row.advantage:+.2f}"))
+    return table
+
+
+def _sample_lines(step: int, rows: Sequence[SampleRow]) -> list[str]:
+    lines = [f"samples of step {step}"]
+    for row in rows:
+        prompt, completion = visible(row.prompt, SHOWN_CHARACTERS), " ".join(text for text, _ in _pieces(row))
+        rewards = ", ".join(f"{name} {_number(value)}" for name, value in row.rewards.items() if value is not None)
+        lines.append(f"{prompt} -> {completion} ({rewards}; advantage {row.advantage:+.2f})")
+    return lines
+
+
+def _pieces(row: SampleRow) -> list[tuple[str, bool]]:
+    """Return the texts of a completion, a conversation's turn by turn; True with what the policy did not write."""
+    if not (talk := row.conversation):
+        return [(visible(row.completion, SHOWN_CHARACTERS), False)]
+    pieces: list[tuple[str, bool]] = []
+    turns, half = talk["turns"], SHOWN_TURNS // 2
+    left_out = range(half, len(turns) - half) if len(turns) > SHOWN_TURNS else range(0)
+    for number, turn in enumerate(turns):
+        if number in left_out:
+            pieces += [(f"[{len(left_out)} turns left out]", True)] if number == half else []
+            continue
+        pieces.append((visible(turn["text"], SHOWN_OF_A_TURN), False))
+        if turn["answer"]:
+            said = visible(turn["answer"], SHOWN_OF_A_TURN)
+            pieces.append((f"{visible(called_tools(turn) or talk['environment'], 40)}> {said}", True))
+    if talk["ending"] == "failed":
+        pieces.append((visible(f"[failed, {talk.get('failure')}]", SHOWN_OF_A_TURN), True))
+    return pieces
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,146 @@
+"""Files of JSON lines, which survive a kill, and what is read back from them: any name may be missing or null.
+
+Other files of a run are replaced as a whole.
+"""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeGuard
+
+import numpy as np
+from jaxtyping import Float
+
+from tpu_grpo.records.errors import DataError
+
+Record = Mapping[str, Any]
+Lines = Sequence[Record]
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def encode_line(record: Record) -> bytes:
+    """Encode one record as a line of JSON, newline included.
+
+    NaN and infinities, which JSON does not have, become null. A lone surrogate in a text is written as its escape,
+    so that the file stays UTF-8 and the text still reads back as it was.
+    """
+    text = json.dumps(jsonable(record), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", errors="backslashreplace") + b"\n"
+
+
+def jsonable(value: Any) -> Any:
+    """Return the value with numpy scalars as Python's and numbers that are not finite as None, at any depth."""
+    if isinstance(value, Mapping):
+        return {str(key): jsonable(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [jsonable(v) for v in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def keep_records(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a file with the records for which ``keep`` holds, as a whole or not at all; a missing file stays so.
+
+    Raises:
+        DataError: as ``read_records`` does; the file is then as it was.
+    """
+    if path.exists():
+        replace_bytes(path, (encode_line(record) for record in read_records(path) if keep(record)))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a value as indented JSON, as a whole or not at all; numbers that are not finite become null."""
+    replace_text(path, json.dumps(jsonable(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def replace_text(path: Path, text: str, temporary: str = ".tmp") -> None:
+    """Write a UTF-8 file as a whole or not at all; see ``replace_bytes``."""
+    replace_bytes(path, [text.encode("utf-8", errors="backslashreplace")], temporary)
+
+
+def replace_bytes(path: Path, data: Iterable[bytes], temporary: str = ".tmp") -> None:
+    """Write a file as a whole or not at all: a reader sees the old one or the new one.
+
+    Until it is complete it is a file whose name ends in ``temporary``; several writers need different ones.
+    """
+    unfinished = path.with_name(path.name + temporary)
+    with unfinished.open("wb") as file:
+        file.writelines(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+# --- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read_records(path: Path, *, missing_ok: bool = False) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file, in order; a last line that a kill left torn is passed over.
+
+    With ``missing_ok`` a file that is not there holds no records.
+
+    Raises:
+        DataError: for any other line that is not a JSON object.
+    """
+    if missing_ok and not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+            except ValueError:  # both a JSON and a UTF-8 error
+                record = None
+            if isinstance(record, dict):
+                yield record
+            elif file.read(1):
+                raise DataError(
+                    f"{path}:{number} must be one JSON object, got {line[:60]!r}; only the last line may be torn: "
+                    "remove this line, or the file"
+                )
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Tell whether a value is a number; null, texts and truth values are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def number_or_zero(value: object) -> float:
+    """Return the number that ``value`` is, or 0 where it is none."""
+    return float(value) if is_number(value) else 0.0
+
+
+def numbers(lines: Iterable[Record], name: str) -> list[float]:
+    """Collect a metric's values, in order, from the lines in which it is a number."""
+    return [float(line[name]) for line in lines if is_number(line.get(name))]
+
+
+def series(lines: Lines, name: str) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
+    """Return steps and values of a metric over the N lines that name it; a null value is NaN, which leaves a gap."""
+    points = [(line["step"], line[name]) for line in lines if name in line]
+    return (
+        np.array([step for step, _ in points], np.float64),
+        np.array([value if is_number(value) else np.nan for _, value in points], np.float64),
+    )
+
+
+def interval_of(record: Record, name: str) -> tuple[float, float]:
+    """Return the 95 % interval of an evaluated metric, as a line of ``evaluation.jsonl`` has it; NaN without one."""
+    bounds = (record.get("intervals") or {}).get(name.removeprefix("evaluation/")) or ()
+    low, high = (bounds[end] if len(bounds) > 1 and is_number(bounds[end]) else math.nan for end in (0, 1))
+    return low, high
+
+
+def names_in(records: Iterable[Record]) -> list[str]:
+    """List every name that occurs in any of the records, in the order in which they first appear.
+
+    >>> names_in([{"a": 1, "b": 2}, {"c": 3, "a": 4}])
+    ['a', 'b', 'c']
+    """
+    return list(dict.fromkeys(name for record in records for name in record))

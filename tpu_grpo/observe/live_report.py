@@ -1,0 +1,141 @@
+"""Writes a run's page while the run goes on, and however it ends.
+
+It is written at the start, after the first step, and then as often as costs at most a hundredth of the time: after a
+writing of 0.1 s the next one comes 10 s later at the earliest. A run of long steps writes it after every step.
+"""
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from types import TracebackType
+from typing import Self
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.hosts import End, Hosts, here
+from tpu_grpo.hosts.log import logger
+from tpu_grpo.observe.run_files import END_FILE, REPORT_FILE, SUMMARY_FILE
+from tpu_grpo.observe.run_page import write_report
+from tpu_grpo.observe.run_reader import Standing, now, write_end
+from tpu_grpo.observe.sample_rows import SampleRow
+from tpu_grpo.observe.step_metrics import MetricValue
+
+SHARE = 0.01
+"""So much of a run's time may go into writing its page."""
+NAME = "the report"
+WAIT_SECONDS = 2.0
+"""A thread that ends the process waits so long for the writing that is under way."""
+
+
+class LiveReport:
+    """The page of a run for the time of a ``with`` block, on host 0; a sink like others.
+
+        with LiveReport(config, hosts, start, directory.is_ours) as report:
+            ...                                # report.write after every step
+
+    Leaving the block writes how the run ended, into ``end.json`` and the page; so does a thread that ends the process.
+
+    An error of the disk in the block is raised, as everywhere in a run. Any other one, which would be a mistake of the
+    page's own, is said once, and the run goes on without the page until it ends.
+
+    Args:
+        config: the run's.
+        hosts: those of the run.
+        start: the steps that are done.
+        is_ours: whether the directory is still this process's.
+        clock: gives seconds.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        hosts: Hosts,
+        start: int,
+        is_ours: Callable[[], bool] = lambda: True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._config, self._hosts, self._is_ours, self._clock = config, hosts, is_ours, clock
+        self._step, self._most = start, config.run.max_steps
+        self._lock = threading.Lock()
+        self._next = 0.0
+        self._began: tuple[int, float] | None = None
+        """Step and time from which the rest is reckoned: not from the start, because the first step compiles."""
+        self._works = True
+
+    def write(self, metrics: Mapping[str, MetricValue]) -> None:
+        """Take the metrics of one step, which are on disk; write the page if its time has come."""
+        self._step = int(metrics["step"])
+        began = self._clock()
+        if self._began is None:
+            self._began = (self._step, began)
+        if self._works and began >= self._next:
+            (first, since), left = self._began, None
+            if self._step > first:
+                left = (began - since) / (self._step - first) * (self._most - self._step)
+            with self._lock:
+                self._write_page(Standing("going", self._step, self._most, at=now(), seconds_left=left))
+            ended = self._clock()
+            self._next = ended + (ended - began) / SHARE
+
+    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Do nothing: they are read from their file."""
+
+    def close(self) -> None:
+        """Do nothing: the end of the run writes the page."""
+
+    def __enter__(self) -> Self:
+        directory = self._config.run_dir
+        (directory / END_FILE).unlink(missing_ok=True)
+        for left in directory.glob(f"{REPORT_FILE}.*.tmp"):  # of a kill
+            left.unlink(missing_ok=True)
+        self._write_page(Standing("going", self._step, self._most, at=now()))
+        here.at_end = {NAME: self._end_in_time, **here.at_end}  # first, so that people who are told find it
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            here.at_end.pop(NAME, None)
+            self._write_end(End.by(None))
+            return
+        self._end_in_time(End.by(error))
+        if self._hosts.count == 1:  # else why hosts were lost may be found out later
+            here.at_end.pop(NAME, None)
+
+    def _write_end(self, end: End) -> None:
+        if end.outcome == "done":
+            with suppress(OSError, ValueError):  # a summary that is not there, or not whole
+                early = json.loads((self._config.run_dir / SUMMARY_FILE).read_bytes()).get("ended_early")
+                end = replace(end, message=str(early or end.message))
+        standing = Standing.after(end, self._step, self._most)
+        write_end(self._config.run_dir, standing)
+        self._write_page(standing)
+
+    def _end_in_time(self, end: End) -> None:
+        """Write how the run ended, from any thread, without an error, unless another run has the directory by now."""
+        if self._lock.acquire(timeout=WAIT_SECONDS):
+            try:
+                with suppress(OSError):  # the run ends by another error, and the disk may be its cause
+                    if self._is_ours():
+                        self._write_end(end)
+            finally:
+                self._lock.release()
+
+    def _write_page(self, standing: Standing) -> None:
+        try:
+            write_report(self._config.run_dir, standing=standing)
+        except OSError:
+            raise
+        except Exception as error:
+            self._works = False
+            logger.error("the page cannot be written", exc_info=error)
+            print(
+                f"{REPORT_FILE} cannot be written ({type(error).__name__}: {error}); the run goes on without it, and "
+                "its other files are complete",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,0 +1,237 @@
+"""Tables of the pages: evaluations, samples of some steps, and held-out prompts before and after.
+
+Every cell is a text, or a conversation turn by turn; numbers stand to the right.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tpu_grpo.observe.charts import evaluation_label, evaluation_lines, evaluation_names
+from tpu_grpo.observe.json_lines import Lines, Record, interval_of, is_number, names_in, number_or_zero
+from tpu_grpo.observe.run_reader import Rows, RunRead
+from tpu_grpo.observe.sample_rows import called_tools
+
+HEAD_CHARACTERS, TAIL_CHARACTERS = 1400, 500
+"""Of a longer text so much is shown, from its beginning and from its end."""
+TURN_CHARACTERS = (500, 200)
+"""The same of a longer text of a turn."""
+SHOWN_TURNS = 12
+"""Of a longer conversation the first half of so many turns is shown, and the last."""
+SHOWN_ROWS = 4
+"""How many samples of a step are shown: half of them the best, half the worst."""
+SHOWN_PROBLEMS = 6
+ENDINGS = {
+    "answered": "ended with its answer",
+    "done": "ended by the environment",
+    "turns": "cut at the most turns",
+    "tokens": "cut at the longest length",
+    "failed": "ended because the environment failed",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table."""
+
+    label: str
+    is_number: bool = False
+    colour: int | None = None
+    """The colour of the run that the column is of."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """A piece of a conversation."""
+
+    text: str
+    by: str = ""
+    """Who said it; nothing for the policy."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell of a table."""
+
+    text: str
+    note: str = ""
+    is_best: bool = False
+    colour: int | None = None
+    """The colour of the run that the cell names."""
+    said: Sequence[Said] = ()
+    """A conversation in place of the text."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table; every row has a cell for each column."""
+
+    title: str
+    note: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+
+
+def shorten(text: str, head: int = HEAD_CHARACTERS, tail: int = TAIL_CHARACTERS) -> str:
+    """Leave out the middle of a long text, and say how much that is."""
+    left_out = len(text) - head - tail
+    if left_out <= 0:
+        return text
+    return f"{text[:head]}\n… {left_out:,} characters left out …\n{text[-tail:]}"
+
+
+def decimal(value: Any, form: str = ".2f") -> str:
+    """Write a number, or a dash where there is none."""
+    return format(value, form) if is_number(value) else "–"
+
+
+# --- evaluations -----------------------------------------------------------------------------------------------------
+
+
+def evaluation_table(run: RunRead) -> Table | None:
+    """Show every evaluated reward at first, at its best and at last, with intervals; None without an evaluation."""
+    records = evaluation_lines(run)
+    if not records:
+        return None
+    several = len(records) > 1
+    heads = ["first", "highest", "last"] if several else [f"step {records[0]['step']:,}"]
+    rows = []
+    for name in evaluation_names(records):
+        known = [record for record in records if is_number(record.get(name))]
+        chosen = [known[0], max(known, key=lambda record: record[name]), known[-1]] if several else known
+        rows.append([Cell(evaluation_label(name)), *(value_cell(record, name, say_step=several) for record in chosen)])
+    columns = [Column("held out"), *(Column(head, is_number=True) for head in heads)]
+    return Table("Evaluation", "With 95 % intervals.", columns, rows)
+
+
+def value_cell(record: Record, name: str, *, say_step: bool, is_best: bool = False) -> Cell:
+    """Show an evaluated value, with its interval and its step below."""
+    low, high = interval_of(record, name)
+    notes = [f"{low:.3f} to {high:.3f}"] if low <= high else []
+    notes += [f"step {record['step']:,}"] if say_step else []
+    return Cell(decimal(record[name], ".3f"), ", ".join(notes), is_best)
+
+
+def best_name(config: Mapping[str, Any], records: Lines) -> str:
+    """Return the metric that decides which evaluation is the best; empty without one."""
+    names = evaluation_names(records)
+    section = config.get("evaluation")
+    chosen = section.get("best") if isinstance(section, dict) else None
+    return f"evaluation/{chosen}" if f"evaluation/{chosen}" in names else next(iter(names), "")
+
+
+# --- completions -----------------------------------------------------------------------------------------------------
+
+
+def step_table(rows: Rows) -> Table:
+    """Show the best and the worst rows of a step, of which there is at least one."""
+    different = {(row["prompt"], row["completion"]): row for row in rows}  # of equal completions one is enough
+    ranked = sorted(different.values(), key=lambda row: -number_or_zero(row["reward"]))
+    half = SHOWN_ROWS // 2
+    shown = ranked if len(ranked) <= SHOWN_ROWS else [*ranked[:half], *ranked[-half:]]
+    rewards = names_in(row["rewards"] for row in shown)
+    total = ["total"] if len(rewards) > 1 else []
+    gold = _gold_column(shown)
+    cells = []
+    for row in shown:
+        values = [row["rewards"].get(name) for name in rewards] + [row["reward"] for _ in total]
+        figures = [*map(decimal, values), decimal(row["advantage"], "+.2f"), f"{row['tokens']:,}"]
+        texts = [Cell(shorten(row["prompt"])), _completion(row), *(_gold(row) for _ in gold)]
+        cells.append([*texts, *map(Cell, figures)])
+    return Table(
+        title=f"Samples of step {rows[0]['step']:,}",
+        note="The best and the worst by reward." if len(rows) > len(shown) else "",
+        columns=[
+            *map(Column, ("prompt", "conversation" if any(map(_is_conversation, shown)) else "completion", *gold)),
+            *(Column(name, is_number=True) for name in (*rewards, *total, "advantage", "tokens")),
+        ],
+        rows=cells,
+    )
+
+
+def held_out_table(evaluations: Sequence[tuple[int, Rows]], best: str) -> Table | None:
+    """Show held-out prompts with the greedy completion of the first evaluation beside that of the last.
+
+    Args:
+        evaluations: step and completions of the first and the last one, or of one.
+        best: the reward by which prompts are chosen: what got better, what got worse, what stayed wrong, then others.
+    """
+    if not evaluations:
+        return None
+    before, after = evaluations[0], evaluations[-1]
+    earlier = {row["problem"]: row for row in before[1]}
+    pairs = [(earlier[row["problem"]], row) for row in after[1] if row["problem"] in earlier]
+    names = names_in(row["rewards"] for _, row in pairs)
+    reward = best if best in names else next(iter(names), "")
+    chosen = _telling(pairs, reward)
+    gold = _gold_column([row for _, row in chosen])
+    texts = [f"step {step:,}" for step, _ in evaluations]
+    kind = "conversation" if any(_is_conversation(row) for _, row in chosen) else "completion"
+    cells = []
+    for pair in chosen:
+        prompt, shown = [Cell(shorten(pair[1]["prompt"])), *(_gold(pair[1]) for _ in gold)], pair[-len(evaluations) :]
+        values = [Cell(decimal(row["rewards"].get(reward))) for row in shown]
+        cells.append([*prompt, *map(_completion, shown), *values])
+    return Table(
+        title="Held-out prompts",
+        note="Greedy completions of the first and of the last evaluation." if len(texts) > 1 else "Greedy completions.",
+        columns=[
+            *map(Column, ("prompt", *gold, *(f"{kind}, {text}" for text in texts))),
+            *(Column(f"{reward}, {text}", is_number=True) for text in texts),
+        ],
+        rows=cells,
+    )
+
+
+def _telling(pairs: Sequence[tuple[Record, Record]], reward: str) -> list[tuple[Record, Record]]:
+    """Choose prompts that tell something: of each kind two, then more of the kinds that have them, in their order."""
+    kinds: list[list[int]] = [[], [], [], []]
+    for number, (before, after) in enumerate(pairs):
+        change = number_or_zero(after["rewards"].get(reward)) - number_or_zero(before["rewards"].get(reward))
+        wrong = number_or_zero(after["rewards"].get(reward)) < 1
+        kinds[0 if change > 0 else 1 if change < 0 else 2 if wrong else 3].append(number)
+    chosen = [number for kind in kinds for number in kind[:2]][:SHOWN_PROBLEMS]
+    rest = [number for kind in kinds for number in kind[2:]]
+    return [pairs[number] for number in sorted([*chosen, *rest[: SHOWN_PROBLEMS - len(chosen)]])]
+
+
+def _gold_column(rows: Rows) -> list[str]:
+    return ["right answer"] if any(row.get("gold") is not None for row in rows) else []
+
+
+def _gold(row: Record) -> Cell:
+    gold = row.get("gold")
+    return Cell("–" if gold is None else shorten(str(gold)))
+
+
+def _is_conversation(row: Record) -> bool:
+    return isinstance(row.get("turns"), list)
+
+
+def _completion(row: Record) -> Cell:
+    if not _is_conversation(row):
+        return Cell(shorten(row["completion"]), "" if row["finish_reason"] == "stop" else "cut at the longest length")
+    turns = row["turns"]
+    ending = ENDINGS.get(str(row.get("ending")), str(row.get("ending")))
+    failure = f": {row['failure']}" if row.get("failure") else ""
+    count = "1 turn" if len(turns) == 1 else f"{len(turns):,} turns"
+    return Cell("", f"{count}, {ending}{failure}", said=list(_said(row)))
+
+
+def _said(row: Record) -> Iterator[Said]:
+    turns, half = row["turns"], SHOWN_TURNS // 2
+    left_out = len(turns) - SHOWN_TURNS
+    for number, turn in enumerate(turns):
+        if left_out > 0 and number == half:
+            yield Said(f"… {left_out:,} turns left out …")
+        if left_out > 0 and half <= number < half + left_out:
+            continue
+        calls, answer, reward = called_tools(turn), turn.get("answer", ""), turn.get("reward")
+        notes = [f"called {calls}"] if calls and not answer else []
+        notes += [f"reward {decimal(reward)}"] if is_number(reward) else []
+        yield Said(shorten(turn.get("text", ""), *TURN_CHARACTERS), note=", ".join(notes))
+        if answer:
+            errors = int(number_or_zero(turn.get("errors")))
+            failed = "" if not errors else "1 call failed" if errors == 1 else f"{errors:,} calls failed"
+            yield Said(shorten(answer, *TURN_CHARACTERS), calls or str(row.get("environment") or "environment"), failed)

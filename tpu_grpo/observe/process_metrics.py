@@ -1,0 +1,69 @@
+"""What this process needs: the programs that XLA compiles in it, and memory.
+
+After the second step of a run nothing should be compiled any more.
+"""
+
+import threading
+from types import TracebackType
+from typing import Any
+
+import jax.monitoring
+import psutil
+
+BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
+"""The event that jax (0.10.2) records each time an executable is made, and not when a call finds it in memory."""
+GIB = 2**30
+
+
+class CompilationCounter:
+    """Counts compilations since it was created, until it is closed.
+
+        with CompilationCounter() as counter:
+            jitted(x)      # first call with this shape: counter.count rises by one
+            jitted(x)      # does not rise
+
+    What an operation outside ``jax.jit`` needs counts too: each eager op is a program of its own for each new shape,
+    and making an array can take several (``jnp.ones(5) + 1`` takes three). A jitted function called inside another
+    is part of the outer program and counts nothing. A program that the persistent compilation cache on disk supplies
+    counts like any other, because it holds the step up as well; so the count does not depend on that cache.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        """How many programs were compiled so far, by any thread."""
+        self._lock = threading.Lock()
+        self._open = True
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def close(self) -> None:
+        """Stop counting; a second call does nothing."""
+        if self._open:
+            self._open = False
+            jax.monitoring.unregister_event_duration_listener(self._listen)
+
+    def __enter__(self) -> "CompilationCounter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _listen(self, event: str, duration_secs: float, **attributes: Any) -> None:
+        if event == BACKEND_COMPILE:
+            with self._lock:
+                self.count += 1
+
+
+def memory_metrics() -> dict[str, float]:
+    """Return ``memory/*`` in GiB: of this process, and of the fullest of its devices now and at its peak so far.
+
+    Devices that do not say, such as CPUs, are left out.
+    """
+    known = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
+    of_devices = {"memory/device_gib": "bytes_in_use", "memory/device_peak_gib": "peak_bytes_in_use"}
+    return {"memory/host_gib": psutil.Process().memory_info().rss / GIB} | {
+        name: max(found) / GIB
+        for name, key in of_devices.items()
+        if (found := [stats[key] for stats in known if key in stats])
+    }

@@ -1,0 +1,170 @@
+"""Writes the page of a run, which needs nothing but itself, from the files that the run has left so far.
+
+What is there is shown: a metric that no line has gives no chart, a file that is missing no section. Nothing here
+imports jax; scripts of the page serve only what shows on hover.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median_high
+from typing import Any, NamedTuple
+
+import jinja2
+
+from tpu_grpo.observe.chart_drawing import SIDE, draw
+from tpu_grpo.observe.charts import evaluation_label, evaluation_lines, run_charts, stage_seconds
+from tpu_grpo.observe.json_lines import Lines, is_number, numbers, replace_text
+from tpu_grpo.observe.page_tables import (
+    Cell,
+    Column,
+    Table,
+    best_name,
+    evaluation_table,
+    held_out_table,
+    step_table,
+)
+from tpu_grpo.observe.run_files import REPORT_FILE
+from tpu_grpo.observe.run_reader import RunRead, Standing, read_run
+from tpu_grpo.observe.summary import EDGE_STEPS
+
+TEMPLATES = Path(__file__).with_name("templates")
+AGAIN_SECONDS = 20
+"""The page of a run that goes on is loaded again so often."""
+
+
+def write_report(
+    run_dir: Path, *, goes_on: bool = False, standing: Standing | None = None, path: Path | None = None
+) -> Path:
+    """Write ``report.html`` as a whole or not at all, and return where it is.
+
+    Args:
+        run_dir: the directory of a run.
+        goes_on: whether a process has the directory.
+        standing: how the run stands, if the caller knows; else it is taken from the files.
+        path: where to write; in the run's directory when None.
+
+    Raises:
+        DataError: for a directory that is no run's, or a file that cannot be read as what it should be.
+    """
+    path = path or run_dir / REPORT_FILE
+    run = read_run(run_dir, goes_on=goes_on, standing=standing)
+    best = best_name(run.config, run.evaluations).rpartition("/")[2]
+    tables = [evaluation_table(run), held_out_table(run.held_out, best), *map(step_table, run.samples), _changes(run)]
+    write_page(
+        path,
+        "run.html.jinja",
+        title=run.name,
+        again=AGAIN_SECONDS if run.standing.outcome == "going" else 0,
+        settings=_settings_line(run.config),
+        standing=run.standing,
+        figures=list(_figures(run)),
+        drawings=[draw(chart) for chart in run_charts(run)],
+        tables=[table for table in tables if table is not None],
+        config=run.config_text,
+        summary=run.summary_text,
+    )
+    return path
+
+
+def write_page(path: Path, template: str, **values: Any) -> None:
+    """Fill a template of the room, and replace a page with it; another process may be doing the same."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    page = environment.get_template(template).render(side=SIDE, **values)
+    replace_text(path, page, temporary=f".{os.getpid()}.tmp")
+
+
+# --- what sums a run up ----------------------------------------------------------------------------------------------
+
+
+class Figure(NamedTuple):
+    """One of the few figures at the top of the page."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+class Reward(NamedTuple):
+    """What the reward was at first and at last: means over ``steps`` steps that the two do not share."""
+
+    first: float
+    last: float
+    steps: int
+
+
+def reward_of(lines: Lines) -> Reward | None:
+    """Average the first and the last steps, five of each where there are ten; None without a reward.
+
+    Shorter runs average half of their steps, so that a change shows from two steps on. One step is first and last.
+    """
+    if not (values := numbers(lines, "rewards/mean")):
+        return None
+    count = max(1, min(EDGE_STEPS, len(values) // 2))
+    return Reward(sum(values[:count]) / count, sum(values[-count:]) / count, count)
+
+
+def median_seconds(lines: Lines) -> str:
+    """Write the median of the seconds per step; empty where no stage was timed."""
+    seconds = stage_seconds(lines)[1].tolist()
+    return f"{median_high(seconds):.3g}" if seconds else ""
+
+
+def median_speed(lines: Lines) -> str:
+    """Write the median of the tokens that were sampled per second; empty where that is not known."""
+    speeds = numbers(lines, "rollout/tokens_per_second")
+    return f"{median_high(speeds):,.0f}" if speeds else ""
+
+
+def _figures(run: RunRead) -> Iterator[Figure]:
+    """List at most five figures."""
+    if reward := reward_of(run.lines):
+        several = f", each the mean of {reward.steps} steps" if reward.steps > 1 else ""
+        if len(numbers(run.lines, "rewards/mean")) > 1:
+            change = f"{reward.last - reward.first:+.3f}{several}"
+            yield Figure("reward, first → last", f"{reward.first:.3f} → {reward.last:.3f}", change)
+        else:
+            yield Figure("reward", f"{reward.first:.3f}", "of one step")
+    records = evaluation_lines(run)
+    if name := best_name(run.config, records):
+        first, last = numbers(records, name)[0], numbers(records, name)[-1]
+        times = f"{first:.3f} → {last:.3f}" if len(records) > 1 else f"{last:.3f}"
+        yield Figure("held out", times, evaluation_label(name))
+    if seconds := median_seconds(run.lines):
+        speed = median_speed(run.lines)
+        yield Figure("seconds per step, median", seconds, f"{speed} tokens/s sampled" if speed else "")
+    if gaps := numbers(run.lines, "agreement/logprob_abs_diff_max"):
+        yield Figure("log-probability gap", f"{max(gaps):.1e}", "largest, engine against trainer")
+
+
+def _settings_line(config: Mapping[str, Any]) -> str:
+    """Say in a line what a run is: model, data, algorithm, sizes and learning rate, as far as the config has them."""
+
+    def setting(section: str, key: str) -> Any:
+        found = config.get(section)
+        return found.get(key) if isinstance(found, dict) else None
+
+    prompts, group = setting("data", "prompts_per_step"), setting("algorithm", "group_size")
+    rate = setting("optimizer", "learning_rate")
+    parts = [
+        setting("model", "path"),
+        setting("data", "path"),
+        setting("algorithm", "name"),
+        f"{prompts} prompts × {group} completions a step" if prompts and group else None,
+        f"learning rate {rate:g}" if is_number(rate) else None,
+    ]
+    return " · ".join(dict.fromkeys(str(part) for part in parts if part))
+
+
+def _changes(run: RunRead) -> Table | None:
+    if not run.changes:
+        return None
+    columns = [Column("after step", is_number=True), Column("setting"), Column("before"), Column("since")]
+    rows = [[Cell(str(change[key])) for key in ("step", "name", "old", "new")] for change in run.changes]
+    return Table("Changed while the run went on", "", columns, rows)

@@ -1,0 +1,271 @@
+"""Reads what a run left, or has left so far, and says how it stands: going on, done, stopped, failed, or gone.
+
+Any file may be missing, and a metric may be missing in any line.
+"""
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+
+from tpu_grpo.config.yaml_dialect import Loader
+from tpu_grpo.hosts import End
+from tpu_grpo.observe.json_lines import Lines, Record, read_records, write_json
+from tpu_grpo.observe.run_files import (
+    CHANGES_FILE,
+    CONFIG_FILE,
+    END_FILE,
+    EVALUATION_FILE,
+    EVALUATIONS_DIR,
+    METRICS_FILE,
+    SAMPLES_FILE,
+    SUMMARY_FILE,
+)
+from tpu_grpo.records.errors import DataError
+
+MOST_ROWS = 256
+"""So many completions of a step are read: its best and its worst are those of the first ones."""
+MOST_PROBLEMS = 64
+"""So many held-out prompts of an evaluation are read."""
+Rows = Sequence[Record]
+
+
+# --- how a run stands ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How far a run has come, and whether it goes on."""
+
+    outcome: Literal["going", "done", "stopped", "failed", "gone"]
+    """``gone``: it neither goes on nor has said how it ended."""
+    step: int = 0
+    max_steps: int | None = None
+    """None where nobody knows."""
+    message: str = ""
+    exit_code: int | None = None
+    at: str = ""
+    """When it ended; while it goes on, when this was so. In UTC."""
+    seconds_left: float | None = None
+
+    @classmethod
+    def after(cls, end: End, step: int, max_steps: int) -> Self:
+        """Say how a run stands that has just ended."""
+        return cls(end.outcome, step, max_steps, end.message, end.code, now())
+
+    @property
+    def sentence(self) -> str:
+        """Say it to people."""
+        reached = f"step {self.step:,}" + ("" if self.max_steps is None else f" of {self.max_steps:,}")
+        match self.outcome:
+            case "going":
+                left = ""
+                if self.seconds_left is not None:
+                    minutes = round(self.seconds_left / 60)
+                    hours = f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+                    left = f", about {f'{self.seconds_left:.0f} s' if minutes < 2 else hours} left"
+                return f"The run goes on: {reached}{left}; written {self.at}."
+            case "done":
+                early = f": {self.message}" if self.message else ""
+                return f"The run is done, after {reached}{early}." + (f" It ended {self.at}." if self.at else "")
+            case "stopped":
+                return f"The run was stopped after {reached}, {self.at}: {self.message}."
+            case "failed":
+                return f"The run failed after {reached}, {self.at}, with exit code {self.exit_code}."
+            case "gone":
+                return (
+                    f"The run ended after {reached} without saying why: it was killed, or its machine was lost; its "
+                    "log may say more."
+                )
+
+
+def now() -> str:
+    """Return the time as pages show it."""
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def write_end(run_dir: Path, standing: Standing) -> None:
+    """Write how the run ended to ``end.json``."""
+    fields = {name: value for name, value in asdict(standing).items() if name != "seconds_left"}
+    write_json(run_dir / END_FILE, fields)
+
+
+def standing_of(
+    end: Mapping[str, Any], summary: Mapping[str, Any], step: int, max_steps: int | None, *, goes_on: bool
+) -> Standing:
+    """Say how a run stands by the files that it left.
+
+    Args:
+        end: what ``end.json`` holds; empty without one.
+        summary: what ``summary.json`` holds; empty without one. Of runs before ``end.json`` it says that they are done.
+        step: the last step in ``metrics.jsonl``.
+        max_steps: by the config.
+        goes_on: whether a process has the directory.
+    """
+    going = Standing("going", step, max_steps, at=now())
+    if goes_on:
+        return going
+    if end.get("outcome") in ("done", "stopped", "failed"):
+        return replace(going, **{name: end[name] for name in ("outcome", "message", "exit_code", "at") if name in end})
+    if summary and summary.get("steps") == step:
+        return replace(going, outcome="done", message=str(summary.get("ended_early") or ""), at="")
+    return replace(going, outcome="gone", at="")
+
+
+# --- what it left ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunRead:
+    """What is known of a run."""
+
+    directory: Path
+    name: str
+    standing: Standing
+    lines: Lines
+    """Of ``metrics.jsonl``."""
+    evaluations: Lines
+    """Of ``evaluation.jsonl``."""
+    changes: Lines
+    config: Mapping[str, Any]
+    config_text: str
+    summary_text: str
+    samples: tuple[Rows, ...]
+    """The rows of the first, a middle and the last logged step; fewer where there are fewer."""
+    held_out: tuple[tuple[int, Rows], ...]
+    """Step and greedy completions of the first and the last evaluation; one, or none, where there are fewer."""
+
+
+def read_run(directory: Path, *, goes_on: bool = False, standing: Standing | None = None) -> RunRead:
+    """Read the directory of a run.
+
+    Args:
+        directory: the run's.
+        goes_on: whether a process has the directory.
+        standing: how the run stands, if the caller knows; else it is taken from the files.
+
+    Raises:
+        DataError: for a directory that is no run's, and for a file that is not what it should be.
+    """
+    if not any((directory / name).is_file() for name in (CONFIG_FILE, METRICS_FILE)):
+        raise DataError(
+            f"a report needs the directory of a run (run.dir), which holds {CONFIG_FILE} and {METRICS_FILE}; "
+            f"{directory} {'holds neither' if directory.is_dir() else 'is no directory'}"
+        )
+
+    def text(name: str) -> str:
+        path = directory / name
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+    lines, evaluations, changes = (
+        list(read_records(directory / name, missing_ok=True)) for name in (METRICS_FILE, EVALUATION_FILE, CHANGES_FILE)
+    )
+    config_text, summary_text = text(CONFIG_FILE), text(SUMMARY_FILE)
+    try:
+        config = yaml.load(config_text, Loader)
+    except yaml.YAMLError as error:
+        raise DataError(f"{directory / CONFIG_FILE} must be YAML ({error}); remove or mend it") from error
+    config = config if isinstance(config, dict) else {}
+    run = section if isinstance(section := config.get("run"), dict) else {}
+    if standing is None:
+        step = lines[-1]["step"] if lines else 0
+        end = _object(text(END_FILE))
+        standing = standing_of(end, _object(summary_text), step, run.get("max_steps"), goes_on=goes_on)
+    return RunRead(
+        directory=directory,
+        name=str(run.get("name") or directory.resolve().name),
+        standing=standing,
+        lines=lines,
+        evaluations=evaluations,
+        changes=changes,
+        config=config,
+        config_text=config_text,
+        summary_text=summary_text,
+        samples=tuple(read_samples(directory / SAMPLES_FILE)),
+        held_out=tuple(_held_out(directory / EVALUATIONS_DIR, evaluations)),
+    )
+
+
+def read_samples(path: Path) -> list[Rows]:
+    """Read the rows of the first, a middle and the last logged step, by jumps: the file may have gigabytes.
+
+    Raises:
+        DataError: for a line among them that is no JSON object.
+    """
+    if not path.is_file():
+        return []
+    steps = _StepFile(path)
+    first = steps.at(0)
+    last = steps.last()
+    if first is None or last is None:
+        return []
+    middle = steps.at(steps.begin((first + last) // 2))
+    wanted = sorted({first, last if middle is None else middle, last})
+    return [rows for step in wanted if (rows := steps.rows(step))]
+
+
+class _StepFile:
+    """A file of lines with ascending steps, ``{"step": 3, ...``, in which a step is found by bisection."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._size = path.stat().st_size
+
+    def at(self, offset: int) -> int | None:
+        """Return the step of the first whole line that begins at ``offset`` or after it; None for none."""
+        with self._path.open("rb") as file:
+            if offset:
+                file.seek(offset - 1)
+                file.readline()
+            line = file.readline()
+        if not line.endswith(b"\n"):
+            return None
+        step = _object(line).get("step")
+        if not isinstance(step, int):
+            raise DataError(f"{self._path} must hold a JSON object with a step on every line, got {line[:60]!r}")
+        return step
+
+    def begin(self, step: int) -> int:
+        """Return an offset at or before which the first line of ``step`` or a later one begins."""
+        return bisect_left(
+            range(self._size), step, key=lambda offset: math.inf if (at := self.at(offset)) is None else at
+        )
+
+    def last(self) -> int | None:
+        """Return the last step; None without one."""
+        end = bisect_left(range(self._size), True, key=lambda offset: self.at(offset) is None)
+        return self.at(end - 1) if end else None
+
+    def rows(self, step: int) -> Rows:
+        """Read the first rows of a step."""
+        with self._path.open("rb") as file:
+            if offset := self.begin(step):
+                file.seek(offset - 1)
+                file.readline()
+            found = (_object(line) for line in file if line.endswith(b"\n"))
+            return list(islice(takewhile(lambda row: row.get("step") == step, found), MOST_ROWS))
+
+
+def _held_out(directory: Path, evaluations: Lines) -> list[tuple[int, Rows]]:
+    steps = sorted({record["step"] for record in evaluations})
+    found = []
+    for step in sorted({*steps[:1], *steps[-1:]}):
+        rows = list(islice(read_records(directory / f"{step}.jsonl", missing_ok=True), MOST_PROBLEMS))
+        found.append((step, [row for row in rows if row.get("mode") == "greedy"]))
+    return [(step, rows) for step, rows in found if rows]
+
+
+def _object(text: str | bytes) -> dict[str, Any]:
+    """Read a JSON object; what is none, such as a file that is being written, is empty."""
+    try:
+        found = json.loads(text)
+    except ValueError:  # both a JSON and a UTF-8 error
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,144 @@
+"""Completions as people read them: the lines of ``samples.jsonl``, and what is shown of them elsewhere."""
+
+import math
+import random
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from tpu_grpo.records.stages import Completion, FinishReason, ScoredRollout
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """Holds one row of a step as people read it."""
+
+    prompt: str
+    completion: str
+    rewards: Mapping[str, float | None]
+    """The value of each reward by its name in the metrics, before weighting; None where a reward does not apply."""
+    reward: float
+    """The weighted sum of the rewards."""
+    advantage: float
+    tokens: int
+    """How many tokens of the completion were sampled."""
+    finish_reason: FinishReason
+    per_token: tuple[float, ...] = ()
+    """What was added to the advantage of each token; empty for nothing."""
+    gold: str | None = None
+    """The right answer; None where the prompt's record has none."""
+    conversation: Mapping[str, Any] = field(default_factory=dict)
+    """What ``conversation_fields`` says of a conversation with an environment; the prompt is its first one then."""
+
+
+def sample_rows(scored: ScoredRollout, advantages: Float[np.ndarray, " B"]) -> list[SampleRow]:
+    """Return the B rows of a step as people read them, in order.
+
+    Raises:
+        ValueError: for a number of advantages that is not B.
+    """
+    rollout, scores = scored.rollout, scored.scores
+    rows = zip(rollout.row_prompts, rollout.completions, rollout.texts, advantages, strict=True)
+    return [
+        SampleRow(
+            prompt=prompt.text if completion.episode is None else completion.episode.prompt,
+            completion=text,
+            rewards={name: none_if_nan(rewards_B[row]) for name, rewards_B in scores.by_name.items()},
+            reward=float(scores.total[row]),
+            advantage=float(advantage),
+            tokens=completion.sampled_tokens,
+            finish_reason=completion.finish_reason,
+            per_token=tuple(map(float, scores.per_token[row])) if scores.per_token else (),
+            gold=prompt.gold,
+            conversation=conversation_fields(completion),
+        )
+        for row, (prompt, completion, text, advantage) in enumerate(rows)
+    ]
+
+
+def sample_fields(row: SampleRow) -> dict[str, object]:
+    """Return a row as a line of ``samples.jsonl`` has it, after its step."""
+    return {
+        "prompt": row.prompt,
+        "completion": row.completion,
+        **({} if row.gold is None else {"gold": row.gold}),
+        "rewards": dict(row.rewards),
+        "reward": row.reward,
+        "advantage": row.advantage,
+        "tokens": row.tokens,
+        "finish_reason": row.finish_reason,
+        **({"per_token": list(row.per_token)} if row.per_token else {}),
+        **row.conversation,
+    }
+
+
+def conversation_fields(completion: Completion) -> dict[str, Any]:
+    """Return what a line of a file says of a conversation: environment, ending, failure, turns and mask.
+
+    Nothing is said of a completion that is no conversation. The mask tells the tokens after the first prompt as runs,
+    so many that the policy sampled, so many that it did not, and so on:
+
+        sampled  [1 1 1 0 0 1 1]   ->   mask  [[3, 2], [2, 0]]
+    """
+    if (episode := completion.episode) is None:
+        return {}
+    sampled = completion.sampled
+    mask = [True] * len(completion.token_ids) if sampled is None else np.asarray(sampled).tolist()
+    runs = [(is_sampled, len(list(run))) for is_sampled, run in groupby(mask)]
+    counts = [0] * bool(runs and not runs[0][0]) + [length for _, length in runs]
+    counts += [0] * (len(counts) % 2)
+    failure = episode.failure
+    return {
+        "environment": episode.environment,
+        "ending": episode.ending,
+        **({} if failure is None else {"failure": f"{failure.kind}: {failure.text}"}),
+        "turns": [
+            {
+                "text": turn.text,
+                "calls": list(turn.calls),
+                "answer": turn.answer,
+                "reward": turn.reward,
+                "tokens": turn.end - turn.start,
+                "observed_tokens": turn.observed,
+                "errors": turn.errors,
+            }
+            for turn in episode.turns
+        ],
+        "mask": [list(pair) for pair in zip(counts[::2], counts[1::2], strict=True)],
+    }
+
+
+def called_tools(turn: Mapping[str, Any]) -> str:
+    """Name the tools that a turn of ``conversation_fields`` called; empty if it called none."""
+    return ", ".join(name or "a call that cannot be read" for name in turn.get("calls", ()))
+
+
+def pick_rows(step: int, rows: Sequence[SampleRow], count: int) -> list[SampleRow]:
+    """Pick at most ``count`` rows: the best, the worst, and others at random, which are the same ones for a step."""
+    ranked = sorted(rows, key=lambda row: -row.reward)
+    if len(ranked) <= count:
+        return ranked
+    middle = random.Random(step).sample(range(1, len(ranked) - 1), count - 2)
+    return [ranked[i] for i in (0, *sorted(middle), len(ranked) - 1)]
+
+
+def visible(text: str, limit: int) -> str:
+    """Make text fit for one cell: write control characters as escapes, and cut out the middle beyond ``limit`` ones.
+
+    >>> visible("2 + 2 =\\n4", 80)
+    '2 + 2 =\\\\n4'
+    """
+    head = limit * 2 // 3
+    shown = text if len(text) <= limit else f"{text[:head]} … {text[len(text) - (limit - head) :]}"
+    control = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in control else c for c in shown)
+
+
+def none_if_nan(value: float) -> float | None:
+    """Return a reward as files have it: None where it does not apply."""
+    return None if math.isnan(value) else float(value)

@@ -1,0 +1,80 @@
+"""Builds and writes ``summary.json``, which says in one small file what a run came to."""
+
+import importlib.metadata
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tpu_grpo.observe.json_lines import numbers, write_json
+from tpu_grpo.observe.run_files import SUMMARY_FILE
+
+EDGE_STEPS = 5
+"""How many steps at either end of a run its first and its last reward are means of."""
+PACKAGES = (
+    "tpu-grpo",
+    "jax",
+    "jaxlib",
+    "libtpu",
+    "google-tunix",
+    "sglang-jax",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "transformers",
+    "tokenizers",
+    "numpy",
+)
+
+
+def build_summary(
+    metrics_lines: Sequence[Mapping[str, Any]],
+    *,
+    params_digest: str,
+    versions: Mapping[str, str],
+    evaluation: Mapping[str, Any],
+    changes: Sequence[Mapping[str, Any]] = (),
+    ended_early: str | None = None,
+) -> dict[str, Any]:
+    """Collect the last value of every metric, and what only the whole run can tell.
+
+    ``steps`` is the last step. ``rewards/first_mean`` and ``rewards/last_mean`` are means of ``rewards/mean`` over the
+    first and the last five steps that have one; with fewer than ten steps they share some. ``evaluation`` is added
+    under the names it comes with. ``changes`` are the settings that were changed when the run was continued, and
+    ``ended_early`` says why it ended before ``run.max_steps``; both are left out where there is nothing to say.
+    """
+    summary: dict[str, Any] = {}
+    for line in metrics_lines:
+        summary.update(line)
+    if rewards := numbers(metrics_lines, "rewards/mean"):
+        summary["rewards/first_mean"], summary["rewards/last_mean"] = edge_means(rewards)
+    summary["steps"] = summary.get("step", 0)
+    if changes:
+        summary["changes"] = list(changes)
+    if ended_early:
+        summary["ended_early"] = ended_early
+    return {**summary, **evaluation, "params_digest": params_digest, "versions": dict(versions)}
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
+    """Write ``summary.json`` as a whole or not at all; numbers that are not finite become null."""
+    path = run_dir / SUMMARY_FILE
+    write_json(path, summary)
+    return path
+
+
+def edge_means(values: Sequence[float]) -> tuple[float, float]:
+    """Return the means of the first and of the last five values, of which there is at least one."""
+    first, last = values[:EDGE_STEPS], values[-EDGE_STEPS:]
+    return sum(first) / len(first), sum(last) / len(last)
+
+
+def versions() -> dict[str, str]:
+    """Look up the versions of Python and of the packages that decide what a run computes, as far as installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,198 @@
+"""Experiment trackers, which a run can do without: Weights & Biases, and TensorBoard.
+
+TensorBoard's event files are written here and now, without tensorboardX's own queue: its thread ends at the first error
+of the disk, and whoever puts into the queue then waits for ever.
+"""
+
+import importlib.util
+import netrc
+import os
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from tpu_grpo.observe.json_lines import is_number, names_in
+from tpu_grpo.observe.run_files import TENSORBOARD_DIR, WANDB_DIR
+from tpu_grpo.observe.sample_rows import SampleRow, pick_rows, visible
+from tpu_grpo.observe.step_metrics import MetricValue
+from tpu_grpo.records.errors import ConfigError
+
+DEFAULT_SERVER = "https://api.wandb.ai"
+TENSORBOARD_LIBRARY = "tensorboardX"
+SHOWN_ROWS = 8
+SHOWN_CHARACTERS = 1000
+
+
+# --- Weights & Biases ------------------------------------------------------------------------------------------------
+
+
+class WandbSink:
+    """Logs to a run under ``run_dir/wandb``; a resumed run continues the same one.
+
+    ``online`` without credentials falls to ``offline``, which needs no network and can be uploaded later with
+    ``wandb sync``; that is told through ``say``. Steps are the x axis of every plot. An online start waits for the
+    server for at most ``timeout_seconds``. Errors are wandb's own.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        name: str,
+        project: str,
+        mode: Literal["online", "offline"],
+        config: Mapping[str, Any],
+        say: Callable[[str], None],
+        *,
+        timeout_seconds: float = 30.0,
+    ) -> None:
+        import wandb  # takes a second, and most runs do without
+
+        self._wandb = wandb
+        if mode == "online" and not has_credentials():
+            mode = "offline"
+            say(
+                "logging.wandb=online needs an API key and none was found; logging offline instead. Set WANDB_API_KEY "
+                "or run `wandb login`; what was logged can be uploaded with "
+                f"`wandb sync {run_dir / WANDB_DIR}/offline-run-*`"
+            )
+        (run_dir / WANDB_DIR).mkdir(parents=True, exist_ok=True)  # without it wandb would choose a temporary folder
+        id_file = run_dir / WANDB_DIR / "run_id"
+        if not (run_id := id_file.read_text().strip() if id_file.is_file() else ""):
+            run_id = uuid.uuid4().hex[:12]
+            id_file.write_text(run_id + "\n")
+        self._run = wandb.init(
+            dir=str(run_dir.resolve()),
+            id=run_id,
+            resume="allow",
+            name=name,
+            project=project,
+            mode=mode,
+            config=dict(config),
+            settings=wandb.Settings(
+                init_timeout=timeout_seconds,
+                login_timeout=timeout_seconds,
+                finish_timeout=timeout_seconds,
+                silent=True,
+                console="off",
+            ),
+        )
+        if mode == "online":
+            say(f"wandb: {self._run.url}")
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, metrics: Mapping[str, MetricValue]) -> None:
+        """Log one step."""
+        self._run.log(dict(metrics))
+
+    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Log a table of the rows."""
+        if not rows:
+            return
+        names = names_in(row.rewards for row in rows)
+        columns: list[Any] = ["prompt", "completion", *names, "reward", "advantage", "tokens", "finish_reason"]
+        data: list[Any] = [
+            [r.prompt, r.completion, *map(r.rewards.get, names), r.reward, r.advantage, r.tokens, r.finish_reason]
+            for r in rows
+        ]
+        self._run.log({"step": step, "samples": self._wandb.Table(columns=columns, data=data)})
+
+    def close(self) -> None:
+        """Finish the run; what could not be uploaded in time stays under ``run_dir/wandb``."""
+        self._run.finish()
+
+
+def has_credentials() -> bool:
+    """Tell whether wandb would find an API key or an identity token without asking, in the environment or netrc."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or DEFAULT_SERVER).hostname or ""
+    path = os.environ.get("NETRC")
+    candidates = [Path(path).expanduser()] if path else [Path.home() / ".netrc", Path.home() / "_netrc"]
+    try:
+        return any(netrc.netrc(str(file)).authenticators(host) is not None for file in candidates if file.is_file())
+    except (netrc.NetrcParseError, OSError):
+        return False
+
+
+# --- TensorBoard -----------------------------------------------------------------------------------------------------
+
+
+class TensorBoardSink:
+    """Logs every metric that is a number as a scalar of its own name, and some samples as a table.
+
+    Event files lie under ``run.dir/tensorboard``, which ``tensorboard --logdir`` shows.
+
+    Args:
+        run_dir: the run's.
+        start_step: the number of steps already done, 0 for a new run. TensorBoard drops what an earlier part of the
+            run has logged beyond it, because those steps are done again.
+    """
+
+    def __init__(self, run_dir: Path, start_step: int) -> None:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+
+        self._event = Event
+        directory = run_dir / TENSORBOARD_DIR
+        directory.mkdir(parents=True, exist_ok=True)
+        # the library adds the time in seconds, which two parts of a run may share
+        self._file = EventsWriter(str(directory / "events"), f".{os.getpid()}.{start_step}")
+        self._log(step=start_step + 1, session_log=SessionLog(status=SessionLog.START))
+
+    def write(self, metrics: Mapping[str, MetricValue]) -> None:
+        """Log one step."""
+        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+
+        values = [
+            Summary.Value(tag=name, simple_value=float(value))
+            for name, value in metrics.items()
+            if name != "step" and is_number(value)
+        ]
+        self._log(step=int(metrics["step"]), summary=Summary(value=values))
+
+    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Log a table of the best row, the worst one, and others drawn by the step."""
+        from tensorboardX.summary import text
+
+        if rows:
+            self._log(step=step, summary=text("samples", _markdown(pick_rows(step, rows, SHOWN_ROWS))))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _log(self, **fields: Any) -> None:
+        self._file.write_event(self._event(wall_time=time.time(), **fields))
+        self._file.flush()
+
+
+def check_tensorboard() -> None:
+    """See that the library is there.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if importlib.util.find_spec(TENSORBOARD_LIBRARY) is None:
+        raise ConfigError(
+            f"logging.tensorboard=true needs the package {TENSORBOARD_LIBRARY}, which is not installed; install it "
+            "with `uv sync`, or set logging.tensorboard=false"
+        )
+
+
+def _markdown(rows: Sequence[SampleRow]) -> str:
+    """Write rows as a table of Markdown; model text cannot leave its cell."""
+    names = names_in(row.rewards for row in rows)
+    heads = ["prompt", "completion", *names, "reward", "advantage", "tokens", "ended by"]
+    lines = [heads, ["---"] * len(heads)]
+    for row in rows:
+        shown = [visible(text, SHOWN_CHARACTERS) for text in (row.prompt, row.completion)]
+        texts = ["".join(f"&#{ord(c)};" if c in "|<>&*_`[]\\#~$" else c for c in text) for text in shown]
+        rewards = ["" if (value := row.rewards.get(name)) is None else f"{value:.2f}" for name in names]
+        lines.append(
+            [*texts, *rewards, f"{row.reward:.2f}", f"{row.advantage:+.2f}", str(row.tokens), row.finish_reason]
+        )
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
