@@ -3,8 +3,7 @@
 import re
 from decimal import Decimal
 
-from tpu_grpo.rewards.shipped.gsm8k import final_number
-from tpu_grpo.rewards.shipped.texts import boxed, inside
+from tpu_grpo.rewards.shipped.correctness import boxed, final_number, inside
 
 _NUMBER = re.compile(r"[$€£¥]?\s*([+-]?[0-9]+(?:\.[0-9]+)?)%?")
 _GROUPED = re.compile(r"(?<=[0-9]),(?=[0-9]{3}\b)")

@@ -4,9 +4,7 @@ from typing import Any
 
 import pytest
 
-from tpu_grpo.rewards.shipped.instruction_checks import CHECKS, sentences
-from tpu_grpo.rewards.shipped.instructions import follows, instructions
-from tpu_grpo.rewards.shipped.language import language
+from tpu_grpo.rewards.shipped.instructions import CHECKS, follows, instructions, language, sentences
 
 GERMAN = "Das ist ein kurzer Text in deutscher Sprache, den jeder verstehen kann."
 ENGLISH = "This is a short text in the English language that everybody understands."

@@ -1,13 +1,22 @@
-"""This reward checks instructions by program, under the names of IFEval (Zhou et al. 2023, arXiv 2311.07911).
+"""These rewards check instructions by program, under the names of IFEval (Zhou et al. 2023, arXiv 2311.07911).
 
 Data in IFEval's form has the columns ``instruction_id_list`` (names) and ``kwargs`` (their arguments, one mapping per
-name; nulls are ignored). The checks are in ``instruction_checks.py``.
+name; nulls are ignored). The language is told by py3langid (its model comes with it; 97 languages).
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
-from tpu_grpo.rewards.shipped.instruction_checks import CHECKS
+from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+from tpu_grpo.rewards.shipped.correctness import number
+
+_SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’)\]]))\s+(?=[\"'“‘(\[]*[A-Z0-9])")
+_ABBREVIATION = re.compile(r"\b(?:Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|vs|etc|e\.g|i\.e|[A-Z])\.\Z")
 
 
 def instructions(
@@ -26,6 +35,20 @@ def instructions(
     return [_row(c, names, arguments, loose, partial) for c, names, arguments in rows]
 
 
+def _row(text: str, names: Any, arguments: Any, loose: bool, partial: bool) -> float | None:
+    if not names:
+        return None
+    if len(names) != len(arguments):
+        raise ValueError(f"kwargs must have one mapping per instruction, got {len(arguments)} for {list(names)}")
+    tried = [text]
+    if loose:
+        lines = text.split("\n")
+        cuts = ["\n".join(kept).strip() for kept in (lines, lines[1:], lines[:-1], lines[1:-1])]
+        tried = [version for cut in cuts for version in (cut, cut.replace("*", ""))]
+    kept = [any(follows(t, name, given) for t in tried) for name, given in zip(names, arguments, strict=True)]
+    return sum(kept) / len(kept) if partial else float(all(kept))
+
+
 def follows(text: str, name: str, arguments: Mapping[str, Any] | None) -> bool:
     """Return whether a text follows one instruction.
 
@@ -41,19 +64,159 @@ def follows(text: str, name: str, arguments: Mapping[str, Any] | None) -> bool:
         raise ValueError(f"kwargs of {name} do not fit: {error}") from error
 
 
-def _row(text: str, names: Any, arguments: Any, loose: bool, partial: bool) -> float | None:
-    if not names:
-        return None
-    if len(names) != len(arguments):
-        raise ValueError(f"kwargs must have one mapping per instruction, got {len(arguments)} for {list(names)}")
-    tried = list(_looser(text)) if loose else [text]
-    kept = [any(follows(t, name, given) for t in tried) for name, given in zip(names, arguments, strict=True)]
-    return sum(kept) / len(kept) if partial else float(all(kept))
+# --- the language ----------------------------------------------------------------------------------------------------
 
 
-def _looser(text: str) -> Iterator[str]:
-    lines = text.split("\n")
-    for kept in (lines, lines[1:], lines[:-1], lines[1:-1]):
-        cut = "\n".join(kept).strip()
-        yield cut
-        yield cut.replace("*", "")
+def language(completions: Sequence[str], language: str | Sequence[str], min_letters: int = 20) -> list[float | None]:
+    """Score 1.0 where a completion is in ``language`` (ISO 639-1: en, de, zh; an option or a column), else 0.0.
+
+    A completion of fewer than ``min_letters`` letters is too short to tell, and gets None.
+    """
+    number("min_letters", min_letters, 1)
+    expected = [language] * len(completions) if isinstance(language, str) else list(language)
+    known = sorted(map(str, _identifier().labels))
+    for code in {language} if isinstance(language, str) else set(expected):
+        if code not in known:
+            raise ValueError(f"language must be one of {', '.join(known)}, got {code!r}")
+    return [
+        float(language_of(text) == code) if sum(c.isalpha() for c in text) >= min_letters else None
+        for text, code in zip(completions, expected, strict=True)
+    ]
+
+
+def language_of(text: str) -> str:
+    """Return the likeliest language, as its ISO 639-1 code."""
+    return str(_identifier().classify(text)[0])
+
+
+@functools.cache
+def _identifier() -> LanguageIdentifier:
+    return LanguageIdentifier.from_model_file(MODEL_FILE)
+
+
+# --- the checks: (text, arguments of the instruction) -> followed or not ---------------------------------------------
+
+
+def sentences(text: str) -> list[str]:
+    """Return the pieces that end with a full stop, exclamation or question mark; abbreviations do not end one."""
+    found: list[str] = []
+    for piece in _SENTENCE_END.split(text.strip()):
+        if found and _ABBREVIATION.search(found[-1]):
+            found[-1] += f" {piece}"
+        elif piece.strip():
+            found.append(piece)
+    return found
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text)
+
+
+def _compared(count: int, relation: str, limit: int) -> bool:
+    if relation not in ("less than", "at least"):
+        raise ValueError(f"a relation must be 'less than' or 'at least', got {relation!r}")
+    return count < limit if relation == "less than" else count >= limit
+
+
+def _forbidden(text: str, forbidden_words: Sequence[str]) -> bool:
+    return not any(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) for word in forbidden_words)
+
+
+def _paragraphs(text: str, num_paragraphs: int) -> bool:
+    """Check the number of paragraphs between ``***``; an empty one is allowed first and last, and does not count."""
+    pieces = [piece.strip() for piece in re.split(r"\s?\*\*\*\s?", text)]
+    return all(pieces[1:-1]) and sum(map(bool, pieces)) == num_paragraphs
+
+
+def _paragraph_starts(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    pieces = [piece.strip() for piece in re.split(r"\n\n", text)]
+    if sum(map(bool, pieces)) != num_paragraphs or not 1 <= nth_paragraph <= len(pieces):
+        return False
+    first = re.match(r"[\"'“‘]*([^\s.,?!'\"”’]*)", pieces[nth_paragraph - 1])
+    return first is not None and first[1].lower() == first_word.lower()
+
+
+def _postscript(text: str, postscript_marker: str) -> bool:
+    letters = r"\.?\s?".join(re.escape(c) for c in postscript_marker.lower() if c.isalpha())
+    return re.search(rf"^\s*{letters}", text.lower(), re.MULTILINE) is not None
+
+
+def _highlights(text: str, num_highlights: int) -> bool:
+    double = re.findall(r"\*\*([^\n*]+)\*\*", text)
+    single = re.findall(r"(?<!\*)\*([^\n*]+)\*(?!\*)", text)
+    return sum(bool(found.strip()) for found in [*single, *double]) >= num_highlights
+
+
+def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
+    return len(re.findall(rf"\s?{re.escape(section_spliter)}\s?\d+\s?", text)) >= num_sections
+
+
+def _json(text: str) -> bool:
+    bare = re.sub(r"\A\s*```(?:json)?\s*|\s*```\s*\Z", "", text, flags=re.IGNORECASE)
+    try:
+        json.loads(bare)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _two_responses(text: str) -> bool:
+    pieces = [piece.strip() for piece in text.split("******")]
+    answers = [piece for piece in pieces if piece]
+    return all(pieces[1:-1]) and len(answers) == 2 and answers[0] != answers[1]
+
+
+def _quoted(text: str) -> bool:
+    bare = text.strip()
+    return len(bare) > 1 and bare[0] == bare[-1] == '"'
+
+
+CHECKS: Mapping[str, Callable[..., bool]] = MappingProxyType(
+    {
+        "keywords:existence": lambda text, keywords: all(word.lower() in text.lower() for word in keywords),
+        "keywords:frequency": lambda text, keyword, frequency, relation: _compared(
+            len(re.findall(re.escape(keyword), text, re.IGNORECASE)), relation, frequency
+        ),
+        "keywords:forbidden_words": _forbidden,
+        "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: _compared(
+            text.lower().count(letter.lower()), let_relation, let_frequency
+        ),
+        "language:response_language": lambda text, language: language_of(text) == language,
+        "length_constraints:number_sentences": lambda text, num_sentences, relation: _compared(
+            len(sentences(text)), relation, num_sentences
+        ),
+        "length_constraints:number_words": lambda text, num_words, relation: _compared(
+            len(_words(text)), relation, num_words
+        ),
+        "length_constraints:number_paragraphs": _paragraphs,
+        "length_constraints:nth_paragraph_first_word": _paragraph_starts,
+        "detectable_content:number_placeholders": lambda text, num_placeholders: (
+            len(re.findall(r"\[.*?\]", text)) >= num_placeholders
+        ),
+        "detectable_content:postscript": _postscript,
+        "detectable_format:number_bullet_lists": lambda text, num_bullets: (
+            len(re.findall(r"^\s*\*[^*\n].*$|^\s*-.*$", text, re.MULTILINE)) == num_bullets
+        ),
+        "detectable_format:constrained_response": lambda text: any(
+            f"My answer is {answer}." in text for answer in ("yes", "no", "maybe")
+        ),
+        "detectable_format:number_highlighted_sections": _highlights,
+        "detectable_format:multiple_sections": _sections,
+        "detectable_format:json_format": _json,
+        "detectable_format:title": lambda text: any(map(str.strip, re.findall(r"<<([^\n]+?)>>", text))),
+        "combination:two_responses": _two_responses,
+        "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+            text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+        ),
+        "startend:end_checker": lambda text, end_phrase: (
+            text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+        ),
+        "startend:quotation": _quoted,
+        "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: _compared(
+            sum(word.isupper() for word in _words(text)), capital_relation, capital_frequency
+        ),
+        "change_case:english_capital": str.isupper,
+        "change_case:english_lowercase": str.islower,
+        "punctuation:no_comma": lambda text: "," not in text,
+    }
+)

@@ -12,7 +12,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from tpu_grpo.rewards.protocol import per_sample
-from tpu_grpo.rewards.shipped.texts import number
+from tpu_grpo.rewards.shipped.correctness import number
 
 TEMPLATE = """Grade an answer to a question.
 

@@ -11,7 +11,7 @@ from math_verify import parse, verify
 from math_verify.errors import TimeoutException
 
 from tpu_grpo.rewards.protocol import per_sample
-from tpu_grpo.rewards.shipped.texts import boxed, missing, number
+from tpu_grpo.rewards.shipped.correctness import boxed, missing, number
 
 logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it reports every text that is not mathematics
 

@@ -1,11 +1,20 @@
-"""Regular expressions and tags are labelled by hand."""
+"""Regular expressions and tags are labelled by hand, lengths worked out from the formulas of the papers."""
 
+import math
 import time
 
 import pytest
 
-from tpu_grpo.rewards.shipped.patterns import matches_format, regex_answer
-from tpu_grpo.rewards.shipped.tags import think_answer, xml_count
+from tpu_grpo.rewards.shipped.form import (
+    cosine_length,
+    length,
+    matches_format,
+    overlong,
+    regex_answer,
+    repetition,
+    think_answer,
+    xml_count,
+)
 
 SOFT = "Well. <think>a</think>\n <answer>5</answer> So."
 STRICT = "<think>\na\nb\n</think>\n<answer>\n5\n</answer>\n"
@@ -76,3 +85,62 @@ def test_tags_of_other_names():
 )
 def test_xml_count(text: str, expected: float):
     assert xml_count([text]) == pytest.approx([expected])
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("2+3=5\n#### 5", 1.0),
+        ("#### -1,234.5", 1.0),
+        ("#### $5.\n", 1.0),
+        ("#### 5\nso there", 0.0),
+        ("so #### 5", 0.0),
+        ("#### five", 0.0),
+        ("5", 0.0),
+    ],
+)
+def test_format_wants_a_last_line_with_the_number(completion: str, expected: float):
+    assert matches_format([completion]) == [expected]
+
+
+def test_format_with_a_pattern_over_several_lines():
+    pattern = r"<think>.+</think>\s*<answer>.+</answer>"
+    texts = ["x <think>a\nb</think>\n<answer>5</answer> y", "<think>a</think>", "<answer>5</answer>"]
+    assert matches_format(texts, pattern=pattern) == [1.0, 0.0, 0.0]
+
+
+# --- lengths and repetition ------------------------------------------------------------------------------------------
+
+
+def ids(*counts: int) -> list[list[int]]:
+    return [[7] * n for n in counts]
+
+
+def test_length():
+    assert length(ids(0, 5, 10, 11), max_tokens=10, min_tokens=5) == [0.0, 1.0, 1.0, 0.0]
+    assert length(ids(3, 12, 14, 99), max_tokens=10, min_tokens=5, margin=4) == [0.5, 0.5, 0.0, 0.0]
+
+
+def test_overlong_is_dapo_s_penalty():
+    # max 100, buffer 20: nothing up to 80, then (80 - n) / 20
+    assert overlong(ids(10, 80, 85, 90, 100, 150), max_tokens=100, buffer=20) == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+    with pytest.raises(ValueError, match="max_tokens must be >= 20, got 10"):
+        overlong([], max_tokens=10, buffer=20)
+
+
+def test_cosine_length():
+    texts = ["#### 5"] * 4 + ["#### 6"] * 3 + ["#### 5"]
+    found = cosine_length(texts, ids(0, 50, 100, 101, 0, 50, 100, 1), ["5"] * 7 + [None], max_tokens=100)
+    assert found[:7] == pytest.approx([1.0, 0.75, 0.5, -1.0, -1.0, -0.75, -0.5])
+    assert found[7] is None
+    quarter = cosine_length(["5"], ids(25), ["5"], 100, verifier="exact_answer", correct=(2.0, 1.0))
+    assert quarter == pytest.approx([1.0 + 0.5 * (1.0 + math.cos(math.pi / 4))])
+    assert cosine_length([r"\boxed{1/2}"], ids(0), ["0.5"], 100, verifier="math") == [1.0]
+    with pytest.raises(ValueError, match="verifier must be one of gsm8k, .*math, got 'x'"):
+        cosine_length([], [], [], 10, verifier="x")
+
+
+def test_repetition():
+    # a b a b a b: aba bab aba bab -> 2 of 4 seen before
+    assert repetition(["a b a b a b", "a b c d", "A a A a", "a b", ""]) == [-0.5, 0.0, -0.5, 0.0, 0.0]
+    assert repetition(["a a a"], ngram=1, penalty=0.3) == pytest.approx([-0.2])

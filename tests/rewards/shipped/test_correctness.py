@@ -1,0 +1,295 @@
+"""Answers as text, final numbers and final answers are labelled by hand; the real GSM8K test set is read, too."""
+
+import json
+import time
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tpu_grpo.config import RewardSpec
+from tpu_grpo.rewards import load_reward
+from tpu_grpo.rewards.shipped.correctness import (
+    boxed,
+    exact_answer,
+    fenced,
+    final_answer,
+    final_number,
+    gsm8k,
+    inside,
+    integer_answer,
+    multiple_choice,
+    normalised_match,
+)
+from tpu_grpo.rewards.shipped.form import matches_format
+
+GSM8K = Path(__file__).parents[4] / "shared" / "data" / "gsm8k" / "test.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("85", "85", 1.0),
+        (" 85\n", "85", 1.0),
+        ("New \n  York", "New York", 1.0),
+        ("NewYork", "New York", 0.0),
+        ("085", "85", 0.0),
+        ("85.", "85", 0.0),
+        ("", "85", 0.0),
+        ("85", 85, 1.0),
+        ("85", None, None),
+        ("", " ", None),
+    ],
+)
+def test_exact_answer(completion: str, answer: Any, expected: float | None):
+    assert exact_answer([completion], [answer]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("The Eiffel Tower!", "eiffel tower", 1.0),
+        ("an  apple", "Apple", 1.0),
+        ("Straße", "strasse", 1.0),
+        ("ﬁne", "fine", 1.0),
+        ("theatre", "atre", 0.0),
+        ("Paris, France", "Paris", 0.0),
+        ("Paris", ["London", "paris"], 1.0),
+        ("Rome", ["London", "paris"], 0.0),
+        ("Rome", [], None),
+        ("Rome", None, None),
+    ],
+)
+def test_normalised_match(completion: str, answer: Any, expected: float | None):
+    assert normalised_match([completion], [answer]) == [expected]
+
+
+def test_normalised_match_in_a_tag():
+    texts = ["I think <answer>Paris.</answer>", "Paris", "<answer>Rome</answer> <answer>paris</answer>"]
+    assert normalised_match(texts, ["Paris"] * 3, tag="answer") == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("B", "B", 1.0),
+        ("b", "B", 1.0),
+        ("B.", "(B)", 1.0),
+        ("(B) Paris", "B", 1.0),
+        ("The answer is B", "B", 1.0),
+        ("The answer is (B).", "B", 1.0),
+        ("The correct answer is: **C**", "C", 1.0),
+        ("Answer: D", "D", 1.0),
+        ("answer is a banana, so option C", "C", 1.0),
+        (r"Thus \boxed{B}", "B", 1.0),
+        (r"Thus \boxed{\text{B}}", "B", 1.0),
+        ("<answer>C</answer>", "C", 1.0),
+        ("The answer is A. Wait, the answer is B.", "B", 1.0),
+        ("The answer is A. Wait, the answer is B.", "A", 0.0),
+        ("Between (A) and (C), the latter", "C", 1.0),
+        ("Some long reasoning\nB", "B", 1.0),
+        ("The answer is Z", "B", 0.0),
+        ("I do not know", "B", 0.0),
+        ("", "B", 0.0),
+        ("B", 1, 1.0),
+        ("A", 1, 0.0),
+        ("B", "B) Paris", 1.0),
+        ("B", None, None),
+    ],
+)
+def test_multiple_choice(completion: str, answer: Any, expected: float | None):
+    assert multiple_choice([completion], [answer]) == [expected]
+
+
+def test_multiple_choice_refuses_what_it_cannot_use():
+    with pytest.raises(ValueError, match="choices must be at least two letters, got 'A'"):
+        multiple_choice([], [], choices="A")
+    with pytest.raises(ValueError, match="answer must be one of the choices ABCDE or its number, got 'Paris'"):
+        multiple_choice(["B"], ["Paris"])
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("<answer>12</answer>", 1.0),
+        ("<answer> -1,200 </answer>", 1.0),
+        ("<answer>12.5</answer>", 0.0),
+        ("<answer>12 apples</answer>", 0.0),
+        ("<answer></answer>", 0.0),
+        ("12", 0.0),
+    ],
+)
+def test_integer_answer(completion: str, expected: float):
+    assert integer_answer([completion]) == [expected]
+
+
+def test_integer_answer_of_the_whole_text():
+    assert integer_answer(["12", "x12"], tag=None) == [1.0, 0.0]
+
+
+def test_parts_of_texts():
+    assert inside("<a>1</a> <a>2</a>", "a") == "2"
+    assert inside("<a>1", "a") is None
+    assert inside("</a><a>", "a") is None
+    assert boxed(r"\boxed{a{b}c} \boxed {d} \boxed{e") == ["a{b}c", "d"]
+    assert fenced("```python\nx\n```\n```\ny\n```\n```c\nz\n```", ("python",)) == "y\n"
+    assert fenced("x", ("python",)) is None
+
+
+# --- the final number ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        # the number after ####
+        ("2*9=18\n#### 18", "#### 18", 1.0),
+        ("#### 18", "She makes 9*2=<<9*2=18>>18.\n#### 18", 1.0),
+        ("####18", "18", 1.0),
+        ("#### 18.", "18", 1.0),
+        ("#### 18.0", "18", 1.0),
+        ("#### 18.5", "18", 0.0),
+        ("#### 180", "18", 0.0),
+        ("#### 1", "18", 0.0),
+        ("#### $18.00 per day", "18", 1.0),
+        ("#### 18 dollars", "18", 1.0),
+        ("#### 50%", "50", 1.0),
+        ("#### 1,234,567", "#### 1234567", 1.0),
+        ("#### 1234567", "#### 1,234,567", 1.0),
+        ("#### 1{,}234", "1234", 1.0),
+        ("#### 1,2345", "12345", 0.0),
+        ("#### -5", "-5", 1.0),
+        ("#### −5", "-5", 1.0),
+        ("#### -$5", "-5", 1.0),
+        ("#### $-5", "-5", 1.0),
+        ("#### 5", "-5", 0.0),
+        ("#### .5", "0.5", 1.0),
+        ("#### **18**", "18", 1.0),
+        ("#### 018", "18", 1.0),
+        ("#### 18\n#### 19", "19", 1.0),  # the last marker is the answer
+        ("#### 18\n#### 19", "18", 0.0),
+        ("#### 18\nI checked this 3 times.", "18", 1.0),  # what follows the marker's number does not count
+        ("#### 18\nI checked this 3 times.", "3", 0.0),
+        # no number after ####: the last one of the text
+        ("The answer is 18.", "18", 1.0),
+        ("The answer is $1,234.50.", "1234.5", 1.0),
+        ("I earn US$18", "18", 1.0),
+        (r"\boxed{18}", "18", 1.0),
+        (r"It costs \$18\%", "18", 1.0),
+        ("16-3-4=9", "9", 1.0),
+        ("That leaves 10-4", "4", 1.0),  # a difference, not -4
+        ("That leaves 10-4", "-4", 0.0),
+        ("The change is -4", "-4", 1.0),
+        ("That is 50 m2", "50", 1.0),  # a unit's exponent is no number
+        ("That is 50 m^2", "50", 1.0),
+        ("The answer is...18", "18", 1.0),
+        ("#### 1/2", "1", 0.0),  # a fraction is none of its parts
+        ("#### 1/2", "2", 0.0),
+        ("#### 12/25", "1", 0.0),
+        ("#### 3.5/2", "3", 0.0),
+        ("#### 18/day", "18", 1.0),
+        ("18 then ####", "18", 1.0),
+        ("#### eighteen", "18", 0.0),
+        ("", "18", 0.0),
+        ("no number here", "0", 0.0),
+        # the answer column
+        ("#### 18", 18, 1.0),
+        ("#### 18", 18.0, 1.0),
+        ("#### 10000000000000000000000", 1e22, 1.0),
+        ("#### 18", "$18", 1.0),
+        ("#### 18", None, None),
+        ("#### 18", "", None),
+        ("#### 18", "unknown", None),
+        ("#### 1", True, None),
+        ("#### 18", float("nan"), None),
+    ],
+)
+def test_gsm8k(completion: str, answer: Any, expected: float | None):
+    assert gsm8k([completion], [answer]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"), [("#### 18", 1.0), ("The answer is 18", 0.0), ("####\n18", 0.0), ("#### **18**", 1.0)]
+)
+def test_gsm8k_strict_wants_the_marker(completion: str, expected: float):
+    assert gsm8k([completion], ["18"], flexible=False) == [expected]
+
+
+def test_numbers_compare_exactly():
+    digits = "0.1000000000000000055511151231257827"  # what the float 0.1 really is
+    assert final_number(digits, flexible=True) == Decimal(digits)
+    assert gsm8k([digits, "0.10"], ["0.1", "0.1"]) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("text", ["9" * 100_000, "#" * 100_000, "1," * 50_000, "####" + " " * 100_000, "-" * 100_000])
+def test_hostile_completions_take_no_time(text: str):
+    started = time.perf_counter()
+    gsm8k([text], ["18"])
+    matches_format([text])
+    assert time.perf_counter() - started < 5.0
+
+
+def gsm8k_references() -> list[str]:
+    if not GSM8K.exists():
+        pytest.skip("the GSM8K test set is not here: ../shared/data/gsm8k/test.jsonl")
+    return [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
+
+
+def test_gsm8k_on_the_reference_solutions():
+    answers = gsm8k_references()
+    assert len(answers) == 1319
+    for flexible in (True, False):
+        assert gsm8k(answers, answers, flexible=flexible) == [1.0] * 1319
+    without_marker = [a.replace("####", "So the answer is") for a in answers]
+    assert gsm8k(without_marker, answers) == [1.0] * 1319
+    assert matches_format(answers) == [1.0] * 1319
+
+
+def test_gsm8k_on_solutions_of_other_problems():
+    """Each solution meets the next answer of another value, read here without the code under test."""
+    answers = gsm8k_references()
+    value = [float(a.rpartition("#### ")[2].replace(",", "")) for a in answers]
+    n = len(answers)
+    others = [next((i + k) % n for k in range(1, n) if value[(i + k) % n] != value[i]) for i in range(n)]
+    assert gsm8k(answers, [answers[i] for i in others]) == [0.0] * n
+
+
+# --- the final answer of a conversation ------------------------------------------------------------------------------
+
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+TOLD = {"role": "tool", "name": "add", "content": "936"}
+
+
+def says(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    ("messages", "score"),
+    [
+        ([CALL, TOLD, says("936")], 1.0),
+        ([CALL, TOLD, says(" 936\n")], 1.0),
+        ([CALL, TOLD, says("~900")], 0.0),
+        ([says("936")], 1.0),
+        ([says("936"), TOLD, says("935")], 0.0),  # the last turn alone counts
+        ([CALL, TOLD], 0.0),  # it ends with the tool
+        ([{**CALL, "content": "936"}], 0.0),  # a call is no answer
+        ([], 0.0),
+    ],
+)
+def test_the_last_turn_is_compared(messages: list[dict[str, str]], score: float):
+    assert final_answer([messages], ["936"]) == [score]
+
+
+def test_a_verifier_decides():
+    rows = [[says("so it is #### 1,000")], [CALL], [says("1000")]]
+    assert final_answer(rows, ["1000", "1000", None], verifier="gsm8k") == [1.0, 0.0, None]
+    assert final_answer([[says("The Cat!")], [CALL]], ["cat", None], verifier="normalised_match") == [1.0, None]
+    with pytest.raises(ValueError, match="verifier must be one of gsm8k, .*math, got 'judge'"):
+        final_answer([], [], verifier="judge")
+
+
+def test_it_gets_messages_without_being_told_to():
+    assert load_reward(RewardSpec(name="final_answer"), ("answer",)).call.messages
+    assert not load_reward(RewardSpec(name="exact_answer"), ("answer",)).call.messages

@@ -1,0 +1,243 @@
+"""These rewards say whether an answer is correct: as text, as a choice, as a number; and what they read it from."""
+
+import importlib
+import re
+import string
+import unicodedata
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+
+from tpu_grpo.rewards.shipped import SHIPPED
+
+VERIFIERS = ("gsm8k", "exact_answer", "normalised_match", "multiple_choice", "math")
+"""These rewards can tell others whether an answer is correct."""
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_INTEGER = re.compile(r"[+-]?[0-9]+\Z")
+_STATED = re.compile(
+    r"(?:answer|choice|option)\b(?:\s+is)?\s*(?:[:=]|is)?\s*(?:option|choice)?\s*[(\[*]*([A-Za-z])(?![A-Za-z'’])",
+    re.IGNORECASE,
+)
+_ALONE = re.compile(r"(?:^|\n)\s*[(\[*]*([A-Za-z])[)\]*.:]*\s*\Z")
+_IN_BRACKETS = re.compile(r"[(\[]([A-Za-z])[)\]]")
+# A number as people write it, without its currency sign: grouped by commas or not, not part of a word (m2), a power
+# (m^2) or a fraction (1/2); a minus counts when nothing stands before it that could be subtracted from (10-4 holds no
+# -4). The atomic group keeps a rejected number from being cut short and accepted (1/2 -> "", not 1).
+_NUMBER = r"""
+    ((?<![\w)\]}])-)?
+    (?<![^\W_]) (?<![\^/])
+    ((?> [0-9]{1,3}(?:,[0-9]{3})+(?![0-9])(?:\.[0-9]+)? | [0-9]+(?:\.[0-9]+)? | (?<!\.)\.[0-9]+ ))
+    (?!/[0-9])
+"""
+_ANY_NUMBER = re.compile(_NUMBER, re.VERBOSE)
+_MARKED_NUMBER = re.compile(r"\#{4}[ \t*:=]*" + _NUMBER, re.VERBOSE)
+_CURRENCY = r"\\?[$€£¥]"
+
+# --- the part of a completion that counts, and options ---------------------------------------------------------------
+
+
+def missing(answer: Any) -> bool:
+    """Return whether a row has no answer to compare with."""
+    return answer is None or (isinstance(answer, str) and not answer.strip())
+
+
+def inside(text: str, tag: str | None) -> str | None:
+    """Return what the last ``<tag>...</tag>`` holds, stripped; None without one; the whole text if ``tag`` is None."""
+    if tag is None:
+        return text.strip()
+    close = text.rfind(f"</{tag}>")
+    start = text.rfind(f"<{tag}>", 0, max(close, 0))
+    return text[start + len(tag) + 2 : close].strip() if close >= 0 and start >= 0 else None
+
+
+def boxed(text: str) -> list[str]:
+    r"""Return what each ``\boxed{...}`` holds, braces balanced, in order; one that never closes is left out."""
+    found = []
+    for match in re.finditer(r"\\boxed\s*\{", text):
+        depth = 1
+        for end in range(match.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                found.append(text[match.end() : end])
+                break
+    return found
+
+
+def fenced(text: str, languages: tuple[str, ...]) -> str | None:
+    """Return the last fenced block whose language is one of these, or not given; None without such a block."""
+    found = re.findall(r"^[ \t]*```[ \t]*([\w+-]*)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", text, re.MULTILINE | re.DOTALL)
+    blocks = [body for language, body in found if language.lower() in (*languages, "")]
+    return blocks[-1] if blocks else None
+
+
+def number(name: str, value: Any, least: float) -> None:
+    """Refuse an option that is not a number of at least ``least``. Raises TypeError or ValueError."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be >= {least:g}, got {value!r}")
+
+
+# --- answers as text -------------------------------------------------------------------------------------------------
+
+
+def exact_answer(completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
+    """Score 1.0 where completion and answer are the same text, runs of white space counting as one space, else 0.0."""
+    pairs = zip(completions, answer, strict=True)
+    return [None if missing(a) else float(c.split() == str(a).split()) for c, a in pairs]
+
+
+def normalised_match(completions: Sequence[str], answer: Sequence[Any], tag: str | None = None) -> list[float | None]:
+    """Score 1.0 where completion and answer are the same but for case, punctuation, English articles and white space.
+
+    The normalisation is that of SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250), after Unicode's NFKC. ``answer`` may
+    be a list of answers, each as good. With ``tag`` only what the last such tag holds counts, and no tag scores 0.0.
+    """
+    return [_normalised_row(c, a, tag) for c, a in zip(completions, answer, strict=True)]
+
+
+def multiple_choice(completions: Sequence[str], answer: Sequence[Any], choices: str = "ABCDE") -> list[float | None]:
+    """Score 1.0 where the choice made is the answer's: a letter, or the number of a choice counted from 0.
+
+    The choice is looked for in this order: the last box, the last <answer> tag, the last "answer is (B)", a last line
+    that is the letter alone, the last letter in brackets. Letters beyond ``choices`` are no choices.
+    """
+    if not isinstance(choices, str) or len(choices) < 2 or not choices.isalpha():
+        raise ValueError(f"choices must be at least two letters, got {choices!r}")
+    return [_choice_row(c, a, choices.upper()) for c, a in zip(completions, answer, strict=True)]
+
+
+def integer_answer(completions: Sequence[str], tag: str | None = "answer") -> list[float]:
+    """Score 1.0 where the last ``<tag>`` (the whole completion if null) holds an integer and nothing else, else 0.0."""
+    parts = [inside(c, tag) or "" for c in completions]
+    return [float(_INTEGER.match(part.replace(",", "")) is not None) for part in parts]
+
+
+def normalised(text: str) -> str:
+    """Put a text in lower case, without punctuation and articles, with single spaces."""
+    text = unicodedata.normalize("NFKC", text).casefold()
+    text = "".join(c for c in text if c not in string.punctuation)
+    return " ".join(_ARTICLES.sub(" ", text).split())
+
+
+def _normalised_row(completion: str, answer: Any, tag: str | None) -> float | None:
+    answers = [a for a in (answer if isinstance(answer, list | tuple) else [answer]) if not missing(a)]
+    if not answers:
+        return None
+    part = inside(completion, tag)
+    return float(part is not None and normalised(part) in {normalised(str(a)) for a in answers})
+
+
+def _choice_row(completion: str, answer: Any, choices: str) -> float | None:
+    if missing(answer):
+        return None
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        expected = choices[answer] if 0 <= answer < len(choices) else None
+    else:
+        expected = _only_letter(str(answer), choices)
+    if expected is None:
+        raise ValueError(f"answer must be one of the choices {choices} or its number, got {answer!r}")
+    return float(chosen(completion, choices) == expected)
+
+
+def chosen(text: str, choices: str) -> str | None:
+    """Return the choice that a text makes, in upper case, or None."""
+    for part in (boxed(text)[-1:] or [None])[0], inside(text, "answer"):
+        if part is not None and (letter := _only_letter(part, choices)):
+            return letter
+    for pattern in (_STATED, _ALONE, _IN_BRACKETS):
+        if found := [letter.upper() for letter in pattern.findall(text) if letter.upper() in choices]:
+            return found[-1]
+    return None
+
+
+def _only_letter(text: str, choices: str) -> str | None:
+    """Return the letter of ``(B)``, ``B.``, ``\\text{B}`` or ``B) Paris``."""
+    match = re.match(r"\s*(?:\\(?:text|mathrm|textbf)\s*\{)?[(\[*]*([A-Za-z])(?![A-Za-z'’])", text)
+    letter = match[1].upper() if match else ""
+    return letter if letter and letter in choices else None
+
+
+# --- the final number ------------------------------------------------------------------------------------------------
+
+
+def gsm8k(completions: Sequence[str], answer: Sequence[Any], flexible: bool = True) -> list[float | None]:
+    """Score 1.0 where the completion's final number equals the answer's, else 0.0 (Cobbe et al., arXiv 2110.14168).
+
+    The final number is the one right after the last ``####``; without one it is the last number of the completion
+    (``flexible``) or there is none. The answer is a reference solution with ``####``, or a bare number; the score is
+    None where it holds no number. Numbers compare by value: 18, 18.0, $18.00 and ``#### 18.`` are equal.
+    """
+    if not isinstance(flexible, bool):
+        raise TypeError(f"flexible must be true or false, got {flexible!r}")
+    expected = [_reference_number(a) for a in answer]
+    return [
+        None if number is None else float(final_number(text, flexible=flexible) == number)
+        for text, number in zip(completions, expected, strict=True)
+    ]
+
+
+def final_number(text: str, *, flexible: bool) -> Decimal | None:
+    """Return the number right after the last ``####``, or else, if ``flexible``, the last number of the text."""
+    text = text.replace("−", "-").replace("{,}", ",")
+    text = re.sub(_CURRENCY, " ", re.sub(f"(?<=-){_CURRENCY}", "", text))
+    found = _MARKED_NUMBER.findall(text)
+    if not found and flexible:
+        found = _ANY_NUMBER.findall(text)
+    if not found:
+        return None
+    minus, digits = found[-1]
+    return Decimal(minus + digits.replace(",", ""))
+
+
+def _reference_number(answer: Any) -> Decimal | None:
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        number = Decimal(str(answer))
+        return number if number.is_finite() else None
+    return None if missing(answer) else final_number(str(answer), flexible=True)
+
+
+# --- conversations, and rewards that ask others ----------------------------------------------------------------------
+
+
+def final_answer(
+    completions: Sequence[Sequence[Mapping[str, Any]]], answer: Sequence[Any], verifier: str = "exact_answer"
+) -> list[float | None]:
+    """Let another reward compare the policy's last turn with the answer, and nothing that was said before.
+
+    A conversation that ends with a call, or with what the environment says, has no final answer and scores 0.0.
+    ``verifier`` is exact_answer, normalised_match, multiple_choice, gsm8k or math; a row gets None where that one does
+    not apply.
+    """
+    check_verifier(verifier)
+    finals = [final_text(messages) for messages in completions]
+    scores = verified(verifier, [final or "" for final in finals], answer)
+    return [0.0 if final is None and score is not None else score for final, score in zip(finals, scores, strict=True)]
+
+
+def final_text(messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return what the policy says at the end of a conversation; None if it ends otherwise."""
+    last: Mapping[str, Any] = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        return None
+    return str(last.get("content") or "")
+
+
+def environment(environment_rewards: Sequence[float | None]) -> list[float | None]:
+    """Return what each environment gave: by ``get_reward``, or what its ``step`` returned, added up; or None."""
+    return list(environment_rewards)
+
+
+def check_verifier(name: str) -> None:
+    """Refuse a name that is none of VERIFIERS. Raises ValueError."""
+    if name not in VERIFIERS:
+        raise ValueError(f"verifier must be one of {', '.join(VERIFIERS)}, got {name!r}")
+
+
+def verified(verifier: str, completions: Sequence[str], answer: Sequence[Any]) -> list[float | None]:
+    """Return what a verifier scores: 1.0 for a correct completion, 0.0 for a wrong one, None without an answer."""
+    module, _, name = SHIPPED[verifier].source.partition(":")
+    judge = getattr(importlib.import_module(f"tpu_grpo.rewards.shipped.{module}"), name)
+    if verifier == "math":
+        return [judge(c, a) for c, a in zip(completions, answer, strict=True)]
+    return judge(completions, answer)
