@@ -23,7 +23,7 @@ USAGE = (
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code."""
-    from tpu_grpo.hosts.local import run_local_hosts
+    from tpu_grpo.hosts.local_hosts import run_local_hosts
     from tpu_grpo.records.errors import ConfigError, say
 
     options = _parser().parse_args(arguments)

@@ -39,7 +39,7 @@ ONLY_IN = {"sgl_jax": ("engine",), "tunix.rl": ("tunix_loop", "learner/forward.p
 
 BROAD_EXCEPTS = {
     "tpu_grpo/algorithms/checks.py:_called": "runs the user's code; re-raised with its name",
-    "tpu_grpo/hosts/log.py:host_log": "notes how the host ended; re-raised",
+    "tpu_grpo/hosts/host_log.py:host_log": "notes how the host ended; re-raised",
     "tpu_grpo/hosts/watch.py:_watchful": "a thread that nobody joins; it says what it met and ends the process",
     "tpu_grpo/environments/kept.py:keep": "runs the user's code; what cannot be kept is named with the reason",
     "tpu_grpo/environments/playing.py:reply": "runs the user's code; becomes a Failure, which on_error decides",

@@ -9,7 +9,7 @@ import pytest
 
 from tpu_grpo.cli.starting import config_from_words
 from tpu_grpo.config import load_config
-from tpu_grpo.hosts.platform import TPU_DEVICE_FILES
+from tpu_grpo.hosts.joining import TPU_DEVICE_FILES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 HAS_TPU = any(any(Path("/dev").glob(pattern)) for pattern in TPU_DEVICE_FILES)

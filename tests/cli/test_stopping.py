@@ -13,7 +13,7 @@ import pytest
 
 from tests.test_pipeline import digests
 
-pytestmark = pytest.mark.slow  # whole runs; hosts/test_stopping.py shows what a signal does without one
+pytestmark = pytest.mark.slow  # whole runs; hosts/test_ending.py shows what a signal does without one
 
 REPOSITORY = Path(__file__).parents[2]
 SAFE_SECONDS = 10.0

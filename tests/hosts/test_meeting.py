@@ -13,10 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.hosts.processes import free_port, run, running
-from tpu_grpo.hosts import arriving, meeting
-from tpu_grpo.hosts.arriving import arrive
-from tpu_grpo.hosts.calling import Caller, caller_of, split_address
-from tpu_grpo.hosts.meeting import hold_port
+from tpu_grpo.hosts import meeting
+from tpu_grpo.hosts.meeting import Caller, arrive, caller_of, hold_port, split_address
 from tpu_grpo.records.errors import ConfigError, LockstepError
 
 SECONDS = 5.0
@@ -29,8 +27,7 @@ def address() -> str:
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (meeting, arriving):
-        monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(meeting, "PATIENCE_SECONDS", 0.5)
 
 
 def caller(index: int, *, run: str = "demo", count: int = 3) -> Caller:
@@ -229,7 +226,6 @@ def test_a_host_that_finds_another_program_says_so(address: str, answer: bytes) 
 
 def test_a_port_that_is_left_in_time_is_taken(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "PATIENCE_SECONDS", 5.0)
-    monkeypatch.setattr(arriving, "PATIENCE_SECONDS", 5.0)
     with program(address, b"ending"):
         hosts = [Host(address, caller(index)) for index in range(3)]
         time.sleep(0.5)

@@ -4,9 +4,9 @@ import pytest
 
 from tests.hosts.processes import Ended, run
 from tpu_grpo.hosts import Hosts, Watch
+from tpu_grpo.hosts.watch import REMEMBERED, Progress
 
-pytestmark = pytest.mark.slow  # a minute of waiting for timeouts
-
+waits = pytest.mark.slow  # a minute of waiting for timeouts, together
 COLLECTIVE = "multihost_utils.sync_global_devices('never')"
 BODY = """
 from jax.experimental import multihost_utils
@@ -24,6 +24,7 @@ def last_line(end: Ended) -> str:
     return [line for line in end.errors.splitlines() if line.startswith("LockstepError")][-1]
 
 
+@waits
 @pytest.mark.parametrize(
     ("signal", "lost", "wait"),
     [
@@ -46,6 +47,7 @@ def test_a_lost_host_ends_the_others_and_is_named(signal: str, lost: int, wait: 
     assert end.at < 20
 
 
+@waits
 def test_of_three_hosts_the_lost_one_is_named_not_the_one_that_noticed() -> None:
     ended = run(BODY.format(lost=2, signal="SIGKILL", wait=COLLECTIVE), 3, stuck=[2])
     assert {index: (end.code, last_line(end).split(": ")[1]) for index, end in ended.items()} == {
@@ -54,6 +56,7 @@ def test_of_three_hosts_the_lost_one_is_named_not_the_one_that_noticed() -> None
     }, ended
 
 
+@waits
 def test_a_slow_host_is_waited_for() -> None:
     ended = run(
         """
@@ -74,6 +77,7 @@ def test_a_slow_host_is_waited_for() -> None:
         assert "Error" not in end.errors
 
 
+@waits
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_failing_host_tells_the_others(failing: int) -> None:
     ended = run(
@@ -97,6 +101,7 @@ def test_a_failing_host_tells_the_others(failing: int) -> None:
     assert max(end.at for end in ended.values()) < 15
 
 
+@waits
 def test_an_error_of_the_program_keeps_its_traceback_and_an_interruption_is_orderly() -> None:
     ended = run(
         """
@@ -123,6 +128,7 @@ def test_an_error_of_the_program_keeps_its_traceback_and_an_interruption_is_orde
     assert (ended[0].code, last_line(ended[0]).split(" (")[0]) == (3, "LockstepError: host 1 failed: KeyError: 'a bug'")
 
 
+@waits
 def test_of_three_hosts_the_one_that_fails_is_named_by_both_others() -> None:
     """Host 0 hears of it, and does not leave before host 1 has."""
     ended = run(
@@ -142,6 +148,7 @@ def test_of_three_hosts_the_one_that_fails_is_named_by_both_others() -> None:
     assert max(end.at for end in ended.values()) - min(end.at for end in ended.values()) < 4
 
 
+@waits
 def test_an_abort_of_another_cause_stays_one() -> None:
     ended = run(
         """
@@ -168,3 +175,29 @@ def test_one_host_is_not_watched() -> None:
 def test_a_timeout_holds_two_heartbeats() -> None:
     with pytest.raises(ValueError, match="timeout_seconds must hold two heartbeats, got 5, with every=3"):
         Watch(Hosts(), timeout_seconds=5, every=3)
+
+
+# --- progress --------------------------------------------------------------------------------------------------------
+
+
+def test_hosts_that_parted_contradict_each_other_at_any_step_both_know() -> None:
+    ahead, behind = Progress(), Progress()
+    for step, (left, right) in enumerate([("a", "a"), ("b", "b"), ("c", "X"), ("d", "Y")]):
+        ahead.note("replica 0", step, left * 20)
+        if step < 3:
+            behind.note("replica 0", step, right * 20)
+    assert behind.latest() == {"replica 0": (2, "X" * 20)}
+    assert ahead.contradiction(behind.latest()) == "replica 0 at step 2, cccccccccccc here and XXXXXXXXXXXX there"
+    assert behind.contradiction(ahead.latest()) is None  # it has not come to step 3, and hears of it from the other
+
+
+def test_hosts_in_step_and_those_that_share_nothing_do_not() -> None:
+    one, other = Progress(), Progress()
+    for step in range(REMEMBERED + 10):
+        one.note("replica 0", step, str(step))
+    other.note("replica 1", 3, "z")
+    assert one.contradiction({"replica 0": (5000, "later"), "replica 1": (3, "z")}) is None
+    assert one.contradiction({"replica 0": (5, "too long ago to know")}) is None
+    assert one.contradiction({"replica 0": (REMEMBERED, str(REMEMBERED))}) is None
+    assert other.contradiction(one.latest()) is None
+    assert Progress().latest() == {}

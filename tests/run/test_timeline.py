@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from tpu_grpo.hosts import Hosts, Watch
-from tpu_grpo.hosts.log import logger
+from tpu_grpo.hosts.host_log import logger
 from tpu_grpo.records.errors import NonFiniteError
 from tpu_grpo.run.timeline import Timeline
 

@@ -8,16 +8,11 @@ with Watch(hosts) as watch, watch.stage("rollout"):
 """
 
 from tpu_grpo.hosts.agreement import Hosts
-from tpu_grpo.hosts.devices import by_host, devices_per_host, hosts_of
-from tpu_grpo.hosts.ending import End, here, in_time
-from tpu_grpo.hosts.log import host_log
-from tpu_grpo.hosts.platform import choose_platform
-from tpu_grpo.hosts.programs import keep_programs
-from tpu_grpo.hosts.progress import progress
-from tpu_grpo.hosts.start import start
-from tpu_grpo.hosts.startup import announce, counted
-from tpu_grpo.hosts.stopping import SignalledStop, StepAbandoned, StopRequest
-from tpu_grpo.hosts.watch import Watch, end_all_hosts
+from tpu_grpo.hosts.ending import End, SignalledStop, StepAbandoned, StopRequest, here, in_time
+from tpu_grpo.hosts.host_log import announce, counted, host_log
+from tpu_grpo.hosts.joining import by_host, choose_platform, devices_per_host, hosts_of, start
+from tpu_grpo.hosts.caching import keep_programs
+from tpu_grpo.hosts.watch import Watch, end_all_hosts, progress
 
 __all__ = [
     "End",

@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from tpu_grpo.hosts.coordination_service import Service
 from tpu_grpo.hosts.ending import host_names
-from tpu_grpo.hosts.service import Service
 from tpu_grpo.records.errors import LockstepError
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ class Hosts:
         self._exchanges += 1
         number = self._exchanges
         self.service.put(f"{self._root}/{number}/{self.index}", name.encode() + b"\0" + value)
-        answers = self._collect(name, number, self.timeout_seconds if timeout_seconds is None else timeout_seconds)
+        seconds = self.timeout_seconds if timeout_seconds is None else timeout_seconds
+        answers = self._collect(self.service, name, number, seconds)
         # All hosts have answered this exchange, so all have read the one before: nobody needs this host's part of it.
         if number > 1:
             self.service.delete(f"{self._root}/{number - 1}/{self.index}")
@@ -110,12 +111,11 @@ class Hosts:
         self.agree(f"the shape of {name}", f"{array.dtype} {list(array.shape)}")
         return np.asarray(multihost_utils.process_allgather(array))
 
-    def _collect(self, name: str, number: int, timeout_seconds: float) -> dict[int, bytes]:
-        assert self.service is not None
+    def _collect(self, service: Service, name: str, number: int, timeout_seconds: float) -> dict[int, bytes]:
         directory = f"{self._root}/{number}"
         deadline = time.monotonic() + timeout_seconds
         while True:
-            answers = {int(index): value for index, value in self.service.list(directory).items()}
+            answers = {int(index): value for index, value in service.list(directory).items()}
             missing = [index for index in self.members if index not in answers]
             if not missing:
                 return answers
@@ -125,7 +125,7 @@ class Hosts:
                     f"every host must reach {name} within {timeout_seconds:g} s; {host_names(missing)} did not; "
                     "see what they print, and whether they run the same command"
                 )
-            self.service.wait(f"{directory}/{missing[0]}", left)
+            service.wait(f"{directory}/{missing[0]}", left)
 
     def barrier(self, name: str, *, timeout_seconds: float | None = None) -> None:
         """Return once every host is here; raises as ``gather`` does."""

@@ -1,14 +1,45 @@
-"""The user's cache of what this package makes: where it is, and how processes that want the same thing take turns."""
+"""The user's cache of what this package makes: where it is, and the compiled programs in it.
 
+The next start finds programs there instead of compiling them:
+
+    keep_programs("auto", hosts)      # before anything large is compiled
+
+jax (0.10.2) has such a cache, which is changed here in four ways:
+
+- Every process writes what it has compiled. jax lets process 0 alone write, so that on a slice, whose hosts have disks
+  of their own, the others would compile again at each start, and process 0 would wait for them.
+- An entry appears whole or not at all, and carries a checksum. jax writes into the file that others may be reading, and
+  what a full disk or a kill cuts off would stay.
+- A disk that is full or read-only is reported once, and not for every program.
+- Programs for CPUs lie in a directory for the kind of CPU and the number of threads. Both decide what is compiled (see
+  joining.py), and jax's key holds neither.
+
+`observe/process_metrics.py` counts a program that comes from here like any other.
+"""
+
+import contextlib
 import fcntl
+import hashlib
+import json
 import os
+import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
+from tpu_grpo.hosts.agreement import Hosts
+from tpu_grpo.hosts.host_log import logger
+from tpu_grpo.hosts.joining import cpu_devices
+
 CACHE_VARIABLE = "TPU_GRPO_CACHE"
+VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+"""Whoever sets this decides for jax, and nothing is changed."""
+MOST_BYTES = 10 * 2**30
+"""What was not used for longest is removed at the start when the cache holds more."""
+CHECKSUM_BYTES = 32
 
 
 def cache_directory() -> Path:
@@ -16,7 +47,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get(CACHE_VARIABLE) or platformdirs.user_cache_dir("tpu_grpo")).expanduser().absolute()
 
 
-@contextmanager
+@contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
     """Hold a lock file; the system releases it also when the process dies.
 
@@ -26,3 +57,135 @@ def exclusive(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def keep_programs(where: str, hosts: Hosts) -> None:
+    """Let jax look for compiled programs on disk, and keep those that it compiles; call it before much is compiled.
+
+    Args:
+        where: a directory; auto for the user's cache directory; off to keep nothing.
+        hosts: the processes of the run; host 0 speaks of a disk that cannot be written.
+    """
+    if where == "off" or os.environ.get(VARIABLE):
+        return
+    cache = ProgramCache(programs_directory(where), speaks=hosts.is_first)
+    if not cache.open():
+        return
+    import jax
+    from jax._src import compilation_cache, compiler
+
+    jax.config.update("jax_compilation_cache_dir", str(cache.directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # many small programs are what takes time
+    compilation_cache.reset_cache()
+    setattr(compilation_cache, "get_file_cache", lambda path: (cache, path))  # noqa: B010  # it is no attribute of ours
+    setattr(compiler, "_cache_write", _write)  # noqa: B010
+
+
+def programs_directory(where: str) -> Path:
+    """Return the directory for programs of this kind of device; ``where`` as in `keep_programs`."""
+    base = cache_directory() / "programs" if where == "auto" else Path(where)
+    return base.expanduser().absolute() / _kind_of_device()
+
+
+def _kind_of_device() -> str:
+    """Name what a program depends on beside jax's own key: of CPUs what they can do, and the number of threads."""
+    if "cpu" not in os.environ.get("JAX_PLATFORMS", ""):
+        return "accelerator"
+    threads = [os.environ.get("NPROC"), os.cpu_count(), len(os.sched_getaffinity(0)), cpu_devices()]
+    return f"cpu-{hashlib.sha256(json.dumps([_cpu(), *threads]).encode()).hexdigest()[:12]}"
+
+
+def _cpu() -> list[str]:
+    """Return what the kernel says of the first processor."""
+    with contextlib.suppress(OSError):
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+        return sorted(line for line in first if line.startswith(("model name", "flags", "Features", "CPU")))
+    return []
+
+
+class ProgramCache:
+    """Files of compiled programs, as jax's cache wants to be asked for them.
+
+    Args:
+        directory: where they lie.
+        speaks: whether this process says on stderr that the disk cannot be written; its log has it anyway.
+    """
+
+    def __init__(self, directory: Path, *, speaks: bool = True):
+        self.directory = directory
+        self._path = directory  # jax names it in its log
+        self._speaks = speaks
+        self._writes = True
+
+    def open(self) -> bool:
+        """Make the directory, and room in it; False, and a word about it, if it cannot be used at all."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._make_room()
+        except OSError as error:
+            self._stop_writing(error)
+        return self.directory.is_dir()
+
+    def get(self, key: str) -> bytes | None:
+        """Return a program; None if there is none, or its file was damaged, which is then removed."""
+        path = self.directory / key
+        try:
+            found = path.read_bytes()
+        except OSError:
+            return None
+        checksum, program = found[:CHECKSUM_BYTES], found[CHECKSUM_BYTES:]
+        whole = hashlib.sha256(program).digest() == checksum
+        with contextlib.suppress(OSError):  # of a disk that is read-only
+            if whole:
+                os.utime(path)  # used now, for `_make_room`
+            else:
+                path.unlink()
+        return program if whole else None
+
+    def put(self, key: str, value: bytes) -> None:
+        """Keep a program, unless the disk has failed before."""
+        if not self._writes:
+            return
+        unfinished = self.directory / f".{os.getpid()}-{threading.get_ident()}"
+        try:
+            unfinished.write_bytes(hashlib.sha256(value).digest() + value)
+            unfinished.replace(self.directory / key)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            self._stop_writing(error)
+
+    def _make_room(self) -> None:
+        files = [(path.stat(), path) for path in self.directory.iterdir()]
+        files.sort(key=lambda found: found[0].st_mtime)
+        total = sum(state.st_size for state, _ in files)
+        for state, path in files:
+            if total <= MOST_BYTES:
+                break
+            path.unlink(missing_ok=True)  # another process may make room, too
+            total -= state.st_size
+
+    def _stop_writing(self, error: OSError) -> None:
+        self._writes = False
+        what = (
+            f"compiled programs cannot be kept in {self.directory}: {error.strerror}; the run goes on, and the next "
+            "start compiles again. Make room there, or set run.compilation_cache to another directory, or to off"
+        )
+        logger.warning(what)
+        if self._speaks:
+            print(what, file=sys.stderr, flush=True)
+
+
+def _write(
+    cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any, host_callbacks: Any
+) -> None:
+    """Keep a program, whichever process this is; it takes the place of jax's function of the same arguments."""
+    if host_callbacks:  # their addresses are part of the program
+        return
+    from jax._src import compilation_cache
+    from jax.errors import JaxRuntimeError
+
+    try:
+        compilation_cache.put_executable_and_time(cache_key, module_name, executable, backend, int(compile_time_secs))
+    except JaxRuntimeError as error:  # not every program can be written down
+        logger.warning("the program %s is not kept: %s", module_name, error)

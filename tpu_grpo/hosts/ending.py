@@ -1,27 +1,50 @@
-"""Says how a run ended, and ends this process from a thread that is not the main one, with one message.
+"""How a run ends: what is said of it, who is told, and how a process ends from a thread that is not the main one.
+
+A run ends in one of these ways, with the exit codes of ``records/errors.py``:
+
+    done, or an error of its own     the main thread returns or raises; others hear of it from `Watch` (watch.py)
+    another host is lost or failed   `end_process`, from the threads of `Watch`: 3
+    a thread meets an error          `end_after`: the code of the error
+    SIGINT or SIGTERM                `SignalledStop`: asked for the first time, the run saves a checkpoint and ends with
+                                     4; before its first step, it ends at once with 4; a second signal ends it with 1
 
 The main thread may be inside a collective that never returns, where no exception can reach it. ``os._exit`` ends it
 nevertheless; it also skips jax's own shutdown, which would wait for hosts that are gone, and does not wait for threads.
-
-Nothing here may raise or wait for long: nobody may read this process' output any more, the pipe that it writes to may
-be full, and the disk of its log may be full, gone or hanging.
+What ends a process may neither raise nor wait for long: nobody may read this process' output any more, the pipe that it
+writes to may be full, and the disk of its log may be full, gone or hanging.
 """
 
 import atexit
 import logging
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NoReturn
+from types import FrameType, TracebackType
+from typing import Literal, NoReturn, Self
 
 from tpu_grpo.records.errors import Interrupted, LockstepError, TpuGrpoError, disk_error
 
 Outcome = Literal["done", "stopped", "failed"]
+LEAVING_SECONDS = 15.0
+"""The main thread has so long to print its own error, to tell people, and end."""
+WRITING_SECONDS = 1.0
+"""Each place that is written to at the end has so long to take it."""
+TELLING_SECONDS = 12.0
+"""The report is written, and people are told, within so long."""
+HASTE_SECONDS = 3.0
+"""The same for an end at once, because of a signal."""
+TELLING_HOSTS_SECONDS = 2.0
+"""The other hosts are told of an end at once for so long."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOPPING = "the run stops as soon as nothing is lost, and saves a checkpoint; the same signal again ends it at once"
+AT_START = "the run is ended before its first step"
+AT_ONCE = "the run is ended at once; its newest checkpoint stays where it is"
 
 
 @dataclass(frozen=True)
@@ -46,10 +69,13 @@ class End:
             case KeyboardInterrupt():
                 return cls("stopped", 1, "the run was interrupted at once; its newest checkpoint stays where it is")
             case OSError() if (explained := disk_error(error)) is not None:
-                return cls("failed", explained.exit_code, f"{type(explained).__name__}: {explained}")
-            case _:
-                code = error.exit_code if isinstance(error, TpuGrpoError) else 1
-                return cls("failed", code, f"{type(error).__name__}: {error}")
+                error = explained
+        return cls("failed", exit_code(error), f"{type(error).__name__}: {error}")
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a process that ends by an error."""
+    return error.exit_code if isinstance(error, TpuGrpoError) else 1
 
 
 class Here:
@@ -60,7 +86,7 @@ class Here:
     log: Path | None = None
     """This is the host's log file, once it has one."""
     leaving_with: int | None = None
-    """A process that is already ending because of an error of its own, which it prints itself, has this exit code."""
+    """A process that is already ending, and prints the reason itself, has this exit code."""
     cause: str | None = None
     """Why all hosts end, once another host has told; what is noticed afterwards, such as its end, follows from it."""
     step: int | None = None
@@ -75,54 +101,61 @@ here = Here()
 alone = threading.Event()
 """Set once no other host can be told anything, because the coordination service is gone."""
 _ending = threading.Lock()
-LEAVING_SECONDS = 15.0
-"""The main thread has so long to print its own error, to tell people, and end."""
-WRITING_SECONDS = 1.0
-"""Each place that is written to at the end has so long to take it."""
-TELLING_SECONDS = 12.0
-"""The report is written, and people are told, within so long."""
+
+
+def host_names(indices: Sequence[int]) -> str:
+    """Name hosts in messages: "host 1" or "hosts 0, 2, 3"."""
+    return f"host {indices[0]}" if len(indices) == 1 else f"hosts {', '.join(map(str, indices))}"
+
+
+# --- ending this process ---------------------------------------------------------------------------------------------
 
 
 def end_process(message: str, code: int = LockstepError.exit_code) -> NoReturn:
-    """Print ``message`` and what this process was doing to stderr, and end it at once. The first call wins."""
-    with _ending:  # never released: a second thread waits here for the end
-        if here.leaving_with is not None:  # the main thread is printing its own error, and ends by itself
-            time.sleep(LEAVING_SECONDS)
-            os._exit(here.leaving_with)
-        line, code = f"LockstepError: {here.cause or message}", LockstepError.exit_code if here.cause else code
-        _say_last(line)
-        _tell(End("failed", code, line), TELLING_SECONDS)
-        _exit(code)
+    """End this process at once because of another host; if one has told why it failed, that is the message."""
+    end_after(f"LockstepError: {here.cause or message}", LockstepError.exit_code if here.cause else code)
 
 
 def end_after(
     line: str,
     code: int,
-    tell_others: Callable[[], None],
+    tell_others: Callable[[], None] = lambda: None,
     *,
     outcome: Outcome = "failed",
     seconds: float | None = None,
 ) -> NoReturn:
-    """Print an error that another thread than the main one has met, tell the other hosts, and end this process.
+    """Print a line and what this process was doing, tell the other hosts and people, and end the process at once.
 
-    It is printed first, because the end of host 0 may end this process within a moment.
+    The first call wins; any later one waits for the end. If the main thread is already ending by an error of its own,
+    it gets the time to print that. The line is printed before the other hosts are told, because the end of host 0 may
+    end this process within a moment.
 
     Args:
-        line: what is printed.
+        line: what is printed to stderr and to the host's log.
         code: the exit code.
         tell_others: tells the other hosts.
         outcome: what it makes of the run.
         seconds: how long writing the report and telling people may take; ``TELLING_SECONDS`` when None.
     """
-    with _ending:
-        if here.leaving_with is None:
-            here.leaving_with = code
-            _say_last(line)
-            tell_others()
-            _tell(End(outcome, code, line), TELLING_SECONDS if seconds is None else seconds)
-            _exit(code)
-        time.sleep(LEAVING_SECONDS)  # the main thread is printing its own error
-        os._exit(here.leaving_with)
+    with _ending:  # never released
+        if here.leaving_with is not None:
+            time.sleep(LEAVING_SECONDS)
+            os._exit(here.leaving_with)
+        here.leaving_with = code
+        whole = f"{line} (seen by host {here.index}, in stage {here.stage})\n".encode()
+        # Not through sys.stderr or the logging module, whose locks the main thread may hold.
+        writes: list[Callable[[], object]] = [lambda: os.write(2, whole)]
+        if (log := here.log) is not None:
+            writes.append(lambda: _append(log, whole))
+        in_time(writes)
+        tell_others()
+
+        def tell_people() -> None:
+            for call in list(here.at_end.values()):  # in turn, however many of them the time allows
+                _quietly(lambda call=call: call(End(outcome, code, line)))
+
+        in_time([tell_people] if here.at_end else [], TELLING_SECONDS if seconds is None else seconds)
+        _exit(code)
 
 
 def leave_when_done() -> None:
@@ -138,40 +171,6 @@ def leave_when_done() -> None:
 
     atexit.register(lambda: _exit(here.leaving_with or 1))  # before jax's own, which would wait for the others
     threading.Thread(target=leave, daemon=True).start()
-
-
-def _tell(end: End, seconds: float) -> None:
-    """Tell everyone who wants to know, one after the other, however much of it the time allows."""
-
-    def tell() -> None:
-        for call in list(here.at_end.values()):
-            _quietly(lambda call=call: call(end))
-
-    if here.at_end:
-        in_time([tell], seconds)
-
-
-def _say_last(line: str) -> None:
-    """Write a line with this host and its stage to stderr and to the host's log, wherever it can be written in time."""
-    whole = f"{line} (seen by host {here.index}, in stage {here.stage})\n".encode()
-    # Not through sys.stderr or the logging module, whose locks the main thread may hold.
-    writes: list[Callable[[], object]] = [lambda: os.write(2, whole)]
-    if (log := here.log) is not None:
-        writes.append(lambda: _append(log, whole))
-    in_time(writes)
-
-
-def _exit(code: int) -> NoReturn:
-    in_time([logging.shutdown, sys.stdout.flush, sys.stderr.flush])
-    os._exit(code)
-
-
-def _append(path: Path, line: bytes) -> None:
-    file = os.open(path, os.O_WRONLY | os.O_APPEND)
-    try:
-        os.write(file, line)
-    finally:
-        os.close(file)
 
 
 def in_time(calls: Sequence[Callable[[], object]], seconds: float = WRITING_SECONDS) -> None:
@@ -190,11 +189,140 @@ def in_time(calls: Sequence[Callable[[], object]], seconds: float = WRITING_SECO
         thread.join(max(0.0, end - time.monotonic()))
 
 
+def _exit(code: int) -> NoReturn:
+    in_time([logging.shutdown, sys.stdout.flush, sys.stderr.flush])
+    os._exit(code)
+
+
+def _append(path: Path, line: bytes) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    try:
+        os.write(file, line)
+    finally:
+        os.close(file)
+
+
 def _quietly(call: Callable[[], object]) -> None:
     with suppress(OSError, ValueError):  # a stream that is closed raises ValueError
         call()
 
 
-def host_names(indices: Sequence[int]) -> str:
-    """Name hosts in messages: "host 1" or "hosts 0, 2, 3"."""
-    return f"host {indices[0]}" if len(indices) == 1 else f"hosts {', '.join(map(str, indices))}"
+# --- stopping because of a signal ------------------------------------------------------------------------------------
+
+
+class StepAbandoned(Exception):
+    """A step was given up before it changed anything, because the run is to stop."""
+
+
+class StopRequest:
+    """Knows whether a run was asked to stop.
+
+    Args:
+        also_asks: is called after every step; a run that it says yes to stops there.
+    """
+
+    def __init__(self, also_asks: Callable[[], bool] = lambda: False) -> None:
+        self._also_asks = also_asks
+        self.signalled = False
+        """Whether a signal has come."""
+        self._begun = False
+        self._may_abandon = False
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has come, or the caller of the run wants it to stop; read once after every step."""
+        return self.signalled or self._also_asks()
+
+    def begin(self) -> None:
+        """Say that steps begin: from now on a run that is asked to stop has something to save."""
+        self._begun = True
+
+    @contextmanager
+    def abandoning(self) -> Iterator[None]:
+        """Let a signal end this block, whose work can be thrown away.
+
+        Raises:
+            StepAbandoned: a signal comes in the block, or came before.
+        """
+        self._may_abandon = True
+        try:
+            if self.signalled:
+                raise StepAbandoned
+            yield
+            if self.signalled:  # an exception that a handler raises is lost if it comes in a finalizer
+                raise StepAbandoned
+        finally:
+            self._may_abandon = False
+
+
+class SignalledStop(StopRequest):
+    """Is asked by SIGINT and SIGTERM, for the time of a ``with`` block in the main thread.
+
+        with SignalledStop() as stop:
+            ...                             # what is built; the first signal ends the process
+            stop.begin()                    # from now on the first signal only asks, and the second ends the process
+            with stop.abandoning():         # what is done here may be thrown away: a signal raises StepAbandoned
+                ...
+            if stop.asked: ...
+
+    Python runs its handlers in the main thread only, which may be inside a compiler for minutes. So what is said, and
+    the end of the process, come from a thread that reads the numbers of signals as the system delivers them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._answered = False
+        self.tell_others: Callable[[str], None] = lambda message: None
+        """Tells the other hosts that this one ends at once; it may block."""
+        self._thread = threading.Thread(target=self._read_signals, daemon=True, name="signals")
+
+    def __enter__(self) -> Self:
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._woken_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.set_wakeup_fd(self._woken_before)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._writing)  # which ends the thread
+        self._thread.join()
+        os.close(self._reading)
+        if self.signalled and isinstance(error, Interrupted):
+            here.leaving_with = error.exit_code
+            leave_when_done()  # without the threads of rewards that go on
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        """Run in the main thread, as soon as it is in Python: before the other thread has run, or long after."""
+        self.signalled = self._begun
+        if self._may_abandon:
+            self._may_abandon = False
+            raise StepAbandoned
+
+    def _read_signals(self) -> None:
+        """Answer signals as they come, whatever the main thread is doing."""
+        while numbers := os.read(self._reading, 64):
+            for number in numbers:
+                if number in SIGNALS:
+                    self._answer(signal.Signals(number).name)
+
+    def _answer(self, name: str) -> None:
+        if not self._begun:
+            self._end(f"{name}: {AT_START}", Interrupted.exit_code)
+        if self._answered:
+            self._end(f"{name}: {AT_ONCE}", 1)
+        self._answered = self.signalled = True
+        _quietly(lambda: os.write(2, f"{name}: {STOPPING}\n".encode()))
+
+    def _end(self, line: str, code: int) -> NoReturn:
+        def tell() -> None:
+            telling = threading.Thread(target=self.tell_others, args=[line], daemon=True)
+            telling.start()
+            telling.join(TELLING_HOSTS_SECONDS)
+
+        end_after(line, code, tell, outcome="stopped", seconds=HASTE_SECONDS)

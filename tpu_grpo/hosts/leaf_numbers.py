@@ -1,4 +1,7 @@
-"""Numbers of many arrays, such as sums of their bits, each computed where its array lies."""
+"""Numbers of many arrays, such as sums that tell whether two holders of an array hold the same bits.
+
+Each is computed where its array lies.
+"""
 
 import functools
 from collections import defaultdict
@@ -7,7 +10,9 @@ from itertools import batched
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, UInt32
 
 TOGETHER = 16
 """So many arrays of one shape and type one program looks at: each alone takes a launch, all of them long to compile."""
@@ -35,3 +40,9 @@ def leaf_numbers(number: Number, leaves: Mapping[str, jax.Array]) -> dict[str, n
 def _of_each(number: Number) -> Any:
     """Make the program for several leaves; one for all calls, so that none is compiled twice."""
     return jax.jit(lambda leaves: [number(leaf) for leaf in leaves])
+
+
+def bit_sum(value: Array) -> UInt32[Array, ""]:
+    """Read the elements as unsigned integers and add them modulo 2^32: a single changed bit changes the sum."""
+    bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * value.dtype.itemsize}"))
+    return bits.astype(jnp.uint32).sum(dtype=jnp.uint32)

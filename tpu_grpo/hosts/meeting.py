@@ -2,9 +2,9 @@
 
 That service takes whoever connects to it for one of its own hosts, started once more, and then ends the run that it
 serves; and it shares its port with another one (SO_REUSEPORT), so that a second run on the same port reaches the first.
-Therefore hosts meet here before jax's client may connect:
+Therefore hosts meet here before jax's client may connect, and talk in lines of JSON:
 
-    host 0                                        host 1 (arriving.py)
+    host 0 (`hold_port`)                          host 1 (`arrive`)
     listens on the port, which it has alone       connects, again and again until host 0 is there
                                                   {"tpu_grpo": 1, "run": "demo", "index": 1, "count": 3, "who": ...}
     {"missing": [2]}                              waits
@@ -17,22 +17,92 @@ program, or jax's service of a run that is complete: the host that came to it en
 """
 
 import errno
+import json
 import os
 import selectors
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tpu_grpo.hosts.calling import LONGEST_LINE, LOOPBACK, REMEDY, Caller, caller_of, split_address, to_line, too_late
+from tpu_grpo.hosts.ending import host_names
 from tpu_grpo.records.errors import ConfigError, LockstepError, TpuGrpoError
 
+VERSION = 1
+LOOPBACK = "127.0.0.1"
+LONGEST_LINE = 65536
 RETRY_SECONDS = 0.2
 PATIENCE_SECONDS = 10.0
 """A port that is taken may be that of a run that is ending: it is waited for so long."""
+GRACE_SECONDS = 2.0
+"""A host waits so much longer than host 0 that host 0's answer comes first."""
+REMEDY = "start the same command on every host, each with its own hosts.index"
+
+
+@dataclass(frozen=True)
+class Caller:
+    """A host of a run, as it presents itself."""
+
+    run: str
+    """The name of the run."""
+    index: int
+    count: int
+    who: str = field(default_factory=lambda: f"process {os.getpid()} of {socket.gethostname()}")
+    """Its process, for messages."""
+
+    def to_line(self) -> bytes:
+        """Write what this host says first."""
+        return _line({"tpu_grpo": VERSION} | asdict(self))
+
+
+def caller_of(line: bytes) -> Caller | None:
+    """Read what another process said first; None if it is no host of a run."""
+    said = _read(line) or {}
+    kinds = {"run": str, "index": int, "count": int, "who": str}
+    if said.get("tpu_grpo") != VERSION or any(type(said.get(name)) is not kind for name, kind in kinds.items()):
+        return None
+    return Caller(**{name: said[name] for name in kinds})
+
+
+def _line(said: Mapping[str, Any]) -> bytes:
+    return json.dumps(said).encode() + b"\n"
+
+
+def _read(line: bytes) -> dict[str, Any] | None:
+    """Read a line of JSON; None if it is none, or no object."""
+    try:
+        said = json.loads(line)
+    except ValueError:
+        return None
+    return said if isinstance(said, dict) else None
+
+
+def split_address(coordinator: str) -> tuple[str, int]:
+    """Return the address and the port of ADDRESS:PORT; an IPv6 address may stand in brackets."""
+    address, _, port = coordinator.rpartition(":")
+    return address.strip("[]"), int(port)
+
+
+def too_late(missing: Sequence[int], me: Caller, timeout_seconds: float, more: str = "") -> str:
+    """Say which hosts did not come in time."""
+    return (
+        f"all {me.count} hosts must start within {timeout_seconds:g} s; {host_names(missing)}{more} did not come (this "
+        f"is host {me.index}); {REMEDY}"
+    )
+
+
+def no_answer(coordinator: str, me: Caller, timeout_seconds: float, why: str) -> str:
+    """Say that host 0 was not there, and why as far as that is known."""
+    return (
+        f"all {me.count} hosts must start within {timeout_seconds:g} s; host 0, the coordinator at {coordinator}, did "
+        f"not answer host {me.index}{f' ({why})' if why else ''}; {REMEDY}, and check that hosts can reach that port"
+    )
+
+
+# --- host 0 ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -45,14 +115,14 @@ class _Guest:
 
     def tell(self, said: Mapping[str, Any]) -> None:
         with suppress(OSError):  # it has gone; that is noticed when it is read from
-            self.connection.sendall(to_line(said))
+            self.connection.sendall(_line(said))
 
 
 @dataclass
 class Meeting:
     """Has the port of host 0, and knows who has come.
 
-    with hold_port(coordinator, me) as meeting:
+    with hold_port(coordinator, me, timeout_seconds) as meeting:
         meeting.await_all(timeout_seconds)
         meeting.share_port()
         ...                                     # jax's service is started
@@ -80,7 +150,11 @@ class Meeting:
                     raise LockstepError(too_late(missing, self.me, timeout_seconds))
                 for key, _ in selector.select(left):
                     if key.data is None:
-                        self._let_in(selector)
+                        with suppress(OSError):  # it has gone again
+                            connection, _ = self.listener.accept()
+                            connection.settimeout(RETRY_SECONDS)
+                            self.guests.append(_Guest(connection))
+                            selector.register(connection, selectors.EVENT_READ, self.guests[-1])
                     elif not self._hear(key.data):
                         selector.unregister(key.data.connection)
                         key.data.connection.close()
@@ -99,13 +173,6 @@ class Meeting:
         """Tell all to connect to the service, which listens now."""
         self.listener.close()
         self._tell_all({"come": True})
-
-    def _let_in(self, selector: selectors.BaseSelector) -> None:
-        with suppress(OSError):  # it has gone again
-            connection, _ = self.listener.accept()
-            connection.settimeout(RETRY_SECONDS)
-            self.guests.append(_Guest(connection))
-            selector.register(connection, selectors.EVENT_READ, self.guests[-1])
 
     def _hear(self, guest: _Guest) -> bool:
         """Read what a guest sends; says whether it may stay."""
@@ -167,6 +234,10 @@ class Meeting:
                 guest.tell(said)
 
 
+def _refusal(error: TpuGrpoError) -> dict[str, Any]:
+    return {"refused": str(error), "code": error.exit_code}
+
+
 @contextmanager
 def hold_port(coordinator: str, me: Caller, timeout_seconds: float) -> Iterator[Meeting]:
     """Listen where host 0 is to be met.
@@ -181,19 +252,6 @@ def hold_port(coordinator: str, me: Caller, timeout_seconds: float) -> Iterator[
         finally:
             for guest in meeting.guests:
                 guest.connection.close()
-
-
-def _taken(coordinator: str) -> ConfigError:
-    """Say that another program has the port, and which one."""
-    who = _listening(split_address(coordinator)[1])
-    return ConfigError(
-        f"hosts.coordinator must name a port that is free on host 0, got {coordinator}, where {who} listens; if that "
-        "is another run, it goes on: choose another port for this one, or end that"
-    )
-
-
-def _refusal(error: TpuGrpoError) -> dict[str, Any]:
-    return {"refused": str(error), "code": error.exit_code}
 
 
 def _listen(coordinator: str, patience_seconds: float) -> socket.socket:
@@ -215,7 +273,11 @@ def _listen(coordinator: str, patience_seconds: float) -> socket.socket:
                     f"({error.strerror}); choose one from 1024 to 65535"
                 ) from error
         if time.monotonic() > end:
-            raise _taken(coordinator)
+            raise ConfigError(
+                f"hosts.coordinator must name a port that is free on host 0, got {coordinator}, where "
+                f"{_listening(port)} listens; if that is another run, it goes on: choose another port for this one, or "
+                "end that"
+            )
         time.sleep(RETRY_SECONDS)
 
 
@@ -229,3 +291,76 @@ def _listening(port: int) -> str:
                 command = " ".join(" ".join(psutil.Process(found.pid).cmdline()).split())
                 return f"process {found.pid} ({command[:200]})"
     return "another program"
+
+
+# --- the other hosts -------------------------------------------------------------------------------------------------
+
+
+class _StrangerError(Exception):
+    """What is at the coordinator's port does not talk as host 0 does."""
+
+
+def arrive(coordinator: str, me: Caller, timeout_seconds: float) -> None:
+    """Go to host 0 and wait there; returns when all hosts have come and jax's service listens.
+
+    Raises:
+        ConfigError: something else is there, such as another run.
+        LockstepError: host 0 or other hosts did not come in time, or were started with another count.
+    """
+    end = time.monotonic() + timeout_seconds + GRACE_SECONDS
+    missing, why, strange_until = [], "", None
+    while time.monotonic() < end:
+        try:
+            for said in _lines_of_host_0(coordinator, me, end):
+                if "come" in said:
+                    return
+                if "refused" in said:
+                    raise (ConfigError if said["code"] == ConfigError.exit_code else LockstepError)(said["refused"])
+                missing = said.get("late", said.get("missing", []))
+                if "late" in said:
+                    raise LockstepError(too_late(missing, me, timeout_seconds))
+            strange_until = None  # host 0 went away
+        except _StrangerError:
+            strange_until = strange_until or time.monotonic() + min(PATIENCE_SECONDS, timeout_seconds)
+            if time.monotonic() > strange_until:
+                raise ConfigError(
+                    f"hosts.coordinator must be where host 0 of this run waits, got {coordinator}, where something "
+                    "else answers: a run that has all its hosts, which goes on, or another program; choose another port"
+                ) from None
+        except OSError as error:
+            why = error.strerror or str(error)
+        time.sleep(RETRY_SECONDS)
+    late = too_late(missing, me, timeout_seconds)
+    raise LockstepError(late if missing else no_answer(coordinator, me, timeout_seconds, why))
+
+
+def _lines_of_host_0(coordinator: str, me: Caller, end: float) -> Iterator[dict[str, Any]]:
+    """Connect, present this host, and give what host 0 says until it ends the connection.
+
+    It answers at once, whoever comes.
+    """
+
+    def left() -> float:
+        return max(0.1, end - time.monotonic())
+
+    with socket.create_connection(split_address(coordinator), timeout=left()) as connection:
+        connection.sendall(me.to_line())
+        received, answered = b"", False
+        while True:
+            connection.settimeout(left())
+            data = b""
+            with suppress(ConnectionError):
+                data = connection.recv(LONGEST_LINE)
+            *lines, received = (received + data).split(b"\n")
+            for line in lines:
+                said = _read(line)
+                if said is None:
+                    raise _StrangerError
+                answered = True
+                yield said
+            if received and (received[:1] != b"{" or len(received) > LONGEST_LINE):
+                raise _StrangerError
+            if not data:
+                if not answered:
+                    raise _StrangerError
+                return

@@ -1,4 +1,4 @@
-"""Notices that a host died, hangs or failed, wherever the main thread is.
+"""Notices that another host died, hangs, failed or decided otherwise than this one, wherever the main thread is.
 
 Two threads per process: one talks to the coordination service, and may block in it; the other only looks at the clock,
 and ends the process. Both run while the main thread computes, compiles or waits in a collective, all of which release
@@ -9,16 +9,16 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import islice
 from types import TracebackType
 from typing import Self
 
 from tpu_grpo.hosts.agreement import Hosts
-from tpu_grpo.hosts.ending import alone, end_after, end_process, here, host_names, leave_when_done
-from tpu_grpo.hosts.log import logger
-from tpu_grpo.hosts.progress import progress
-from tpu_grpo.records.errors import Interrupted, TpuGrpoError
+from tpu_grpo.hosts.ending import alone, end_after, end_process, exit_code, here, host_names, leave_when_done
+from tpu_grpo.hosts.host_log import logger
+from tpu_grpo.records.errors import Interrupted
 
 ROOT = "tpu_grpo/watch"
 OWN_ERROR_SECONDS = 1.0
@@ -27,8 +27,47 @@ TOLD_SECONDS = 0.2
 """While a failure is being told, hosts look so often whether all know."""
 LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_FOUND")
 """Runtime errors that begin so are this host's own, and say nothing about another host."""
+REMEMBERED = 4096
+"""So many steps of each thing that hosts decide alike are kept for comparison."""
 
 
+class Progress:
+    """Holds how far this host is with what it does in step with others; its heartbeats carry the last step of each.
+
+    Hosts that drive one engine and decide differently launch different programs, and wait in collectives that never
+    end: none of them gets to the comparison after the rollout. But each has noted what it decided before it launched:
+
+        host 0: replica 0 at step 7, digest a1     host 1: replica 0 at step 9, digest c4
+        host 1 remembers b2 for its step 7: both end, and step 7, or an earlier one, is where they parted
+
+    The main thread writes it, and the threads of `Watch` read it.
+    """
+
+    def __init__(self) -> None:
+        self._noted: dict[str, dict[int, str]] = {}
+
+    def note(self, what: str, step: int, digest: str) -> None:
+        """Remember what this host is about to do at a step, which hosts that do the same note alike."""
+        noted = self._noted.setdefault(what, {})
+        noted[step] = digest
+        for old in list(islice(noted, max(0, len(noted) - REMEMBERED))):
+            del noted[old]
+
+    def latest(self) -> dict[str, tuple[int, str]]:
+        """Return the last step of each thing, to be told to the others."""
+        return {what: next(reversed(noted.items())) for what, noted in self._noted.copy().items() if noted}
+
+    def contradiction(self, others: Mapping[str, tuple[int, str]]) -> str | None:
+        """Say what another host decided otherwise than this one, by what it told; None if nothing is known."""
+        for what, (step, digest) in others.items():
+            own = self._noted.get(what, {}).get(step)
+            if own is not None and own != digest:
+                return f"{what} at step {step}, {own[:12]} here and {digest[:12]} there"
+        return None
+
+
+progress = Progress()
+"""This process notes its progress here."""
 _watching: list["Watch"] = []
 """What watches over the hosts of this process now: one, or none."""
 
@@ -43,7 +82,9 @@ def end_all_hosts(error: BaseException, what: str) -> None:
         what: what came of it, for the message.
     """
     for watch in _watching:
-        watch.end_all(error, what)
+        watch.rule_out_a_lost_host(error)
+        message = f"{type(error).__name__}: {what}: {error}"
+        end_after(message, exit_code(error), lambda watch=watch, message=message: watch.report_failure(message))
 
 
 class Watch:
@@ -88,7 +129,12 @@ class Watch:
         before, here.stage = here.stage, name
         began = time.monotonic()
         logger.info("%s begins", name)
-        with _named_in_the_timeline(name):
+        named = nullcontext()
+        if "jax" in sys.modules:  # not in a process' first stages; without it there is no timeline
+            from jax.profiler import TraceAnnotation
+
+            named = TraceAnnotation(name)
+        with named:
             yield
         logger.info("%s ends after %.3f s", name, time.monotonic() - began)
         here.stage = before  # not after an error: that is where this process was when it happened
@@ -114,7 +160,11 @@ class Watch:
             return
         _watching.remove(self)
         if error is not None and not isinstance(error, Interrupted):
-            self._leave_after(error)
+            self.rule_out_a_lost_host(error)
+            here.leaving_with = exit_code(error)
+            self.report_failure(f"{type(error).__name__}: {error}")
+            leave_when_done()
+            self._stop.set()
             return
         self.hosts.barrier("the end of the run")
         if error is not None:  # from now on a host that has left is not lost
@@ -124,14 +174,8 @@ class Watch:
         for thread in self._threads:  # one that returned from C++ into an interpreter that has ended would crash it
             thread.join(2 * self.every)
 
-    def _leave_after(self, error: BaseException) -> None:
-        self._rule_out_a_lost_host(error)
-        here.leaving_with = error.exit_code if isinstance(error, TpuGrpoError) else 1
-        self.report_failure(f"{type(error).__name__}: {error}")
-        leave_when_done()
-        self._stop.set()
-
-    def _rule_out_a_lost_host(self, error: BaseException) -> None:
+    def rule_out_a_lost_host(self, error: BaseException) -> None:
+        """Return if no other host is lost; an error that may come of a lost one is believed after the timeout only."""
         if _may_be_a_lost_host(error):
             time.sleep(self.timeout_seconds + 2 * self.every)  # ends here if one is
 
@@ -151,12 +195,7 @@ class Watch:
         if self._all_know.is_set():
             self._let_the_others_leave()
 
-    def end_all(self, error: BaseException, what: str) -> None:
-        """End this host and the others, as `end_all_hosts` does."""
-        self._rule_out_a_lost_host(error)
-        message = f"{type(error).__name__}: {what}: {error}"
-        code = error.exit_code if isinstance(error, TpuGrpoError) else 1
-        end_after(message, code, lambda: self.report_failure(message))
+    # --- the thread that talks ---------------------------------------------------------------------------------------
 
     def _talk(self) -> None:
         from jax.errors import JaxRuntimeError
@@ -182,9 +221,14 @@ class Watch:
         self._answered = now
         for index in self._others:
             beat = seen.get(f"beat/{index}", b"")
-            if beat != self._beats[index][0]:
-                self._beats[index] = (beat, now)
-                self._compare_progress(index, beat)
+            if beat == self._beats[index][0]:
+                continue
+            self._beats[index] = (beat, now)
+            if self._failure is None and (difference := progress.contradiction(json.loads(beat)[1])):
+                end_process(
+                    f"host {index} and this host must decide alike in what they share, and differ in {difference}; set "
+                    "hosts.check=step to find the first step that differs"
+                )
         failures = {index: seen[f"failure/{index}"].decode() for index in self._others if f"failure/{index}" in seen}
         if failures and self._heard_at is None:
             index, message = next(iter(failures.items()))
@@ -206,12 +250,7 @@ class Watch:
         if self.hosts.is_first:
             time.sleep(min(self.every, OWN_ERROR_SECONDS) + 2 * TOLD_SECONDS)
 
-    def _compare_progress(self, index: int, beat: bytes) -> None:
-        if self._failure is None and (difference := progress.contradiction(json.loads(beat)[1])):
-            end_process(
-                f"host {index} and this host must decide alike in what they share, and differ in {difference}; set "
-                "hosts.check=step to find the first step that differs"
-            )
+    # --- the thread that looks at the clock --------------------------------------------------------------------------
 
     def _look(self) -> None:
         pause = min(self.every, self.timeout_seconds / 10)
@@ -222,26 +261,14 @@ class Watch:
                 self._answered = now
                 self._beats = {index: (beat, now) for index, (beat, _) in self._beats.items()}
             looked = now
-            self._judge(now)
-
-    def _judge(self, now: float) -> None:
-        if now - self._answered > self.timeout_seconds:
-            alone.set()
-            end_process(
-                f"lost host 0: the coordination service it runs has not answered for {now - self._answered:.0f} s"
-            )
-        silent = {index: now - at for index, (_, at) in self._beats.items() if now - at > self.timeout_seconds}
-        if silent:
-            end_process(f"lost {host_names(list(silent))}: no heartbeat for {max(silent.values()):.0f} s")
-
-
-def _named_in_the_timeline(name: str) -> AbstractContextManager[object]:
-    """Give jax's annotation of a block; without jax in this process, as in its first stages, there is no timeline."""
-    if "jax" not in sys.modules:
-        return nullcontext()
-    from jax.profiler import TraceAnnotation
-
-    return TraceAnnotation(name)
+            if now - self._answered > self.timeout_seconds:
+                alone.set()
+                end_process(
+                    f"lost host 0: the coordination service it runs has not answered for {now - self._answered:.0f} s"
+                )
+            silent = {index: now - at for index, (_, at) in self._beats.items() if now - at > self.timeout_seconds}
+            if silent:
+                end_process(f"lost {host_names(list(silent))}: no heartbeat for {max(silent.values()):.0f} s")
 
 
 def _watchful(run: Callable[[], None]) -> None:

@@ -9,8 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from tpu_grpo.hosts.bit_sums import bit_sum
-from tpu_grpo.hosts.leaf_numbers import leaf_numbers
+from tpu_grpo.hosts.leaf_numbers import bit_sum, leaf_numbers
 
 
 def params_digest(leaves: Mapping[str, jax.Array]) -> str:

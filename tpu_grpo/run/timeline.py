@@ -27,7 +27,7 @@ import jax
 from jax._src.profiler import _profile_state
 from jax.profiler import ProfileOptions, StepTraceAnnotation
 
-from tpu_grpo.hosts.log import logger
+from tpu_grpo.hosts.host_log import logger
 
 TENSORBOARD_DIR = Path("plugins") / "profile"
 """Below its log directory, TensorBoard's plugin looks for recordings here."""

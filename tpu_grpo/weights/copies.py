@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, UInt32
 
 from tpu_grpo.hosts import Hosts, hosts_of
-from tpu_grpo.hosts.bit_sums import bit_sum
+from tpu_grpo.hosts.leaf_numbers import bit_sum
 from tpu_grpo.records.errors import LockstepError
 
 

@@ -26,10 +26,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from tpu_grpo.hosts.arriving import arrive
-from tpu_grpo.hosts.calling import LOOPBACK, REMEDY, Caller, split_address, this_process
-from tpu_grpo.hosts.ending import alone, end_process, host_names
-from tpu_grpo.hosts.meeting import hold_port
+from tpu_grpo.hosts.ending import alone, end_process
+from tpu_grpo.hosts.meeting import LOOPBACK, Caller, arrive, hold_port, no_answer, split_address, too_late
 from tpu_grpo.records.errors import ConfigError, LockstepError
 
 HEARTBEAT_SECONDS = 300
@@ -40,7 +38,6 @@ LEAVE_SECONDS = 10
 """Host 0 waits so long at its end for each other host to be done with the service."""
 GRACE_SECONDS = 2
 """A client waits so much longer than the service that the service's answer, with the names, comes first."""
-
 ROOT = "tpu_grpo/start"
 
 _kept: list[Any] = []
@@ -100,20 +97,31 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float, ru
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     state: Any = distributed.global_state
     state.coordinator_address, state.num_processes, state.process_id = coordinator, count, index
-    seconds, me = max(1, math.ceil(timeout_seconds)), this_process(run, index, count)
+    seconds, me = max(1, math.ceil(timeout_seconds)), Caller(run, index, count)
     if index == 0:
-        state.service = _meet_and_serve(coordinator, me, timeout_seconds, seconds)
+        with hold_port(coordinator, me, timeout_seconds) as meeting:
+            meeting.await_all(timeout_seconds)
+            meeting.share_port()
+            state.service = _service(coordinator, count, seconds)
+            meeting.call()
     else:
         arrive(coordinator, me, timeout_seconds)
     state.client = _client(coordinator, index, seconds)
     try:
         state.client.connect()
     except RuntimeError as error:
-        why = _why_not_connected(state.client)
+        why = ""
+        try:
+            state.client.shutdown()
+        except RuntimeError as repeated:  # says what the service said, which the exception of ``connect`` lost
+            why = str(repeated)
         state.client = state.service = None  # or jax shuts them down once more when the process ends
-        raise LockstepError(_missing(why, coordinator, count, index, timeout_seconds)) from error
+        raise LockstepError(_not_connected(why, coordinator, me, timeout_seconds)) from error
     _end_on_abort(state.client)
-    _preemption(state)
+    handler = signal.getsignal(signal.SIGTERM)
+    state.initialize_preemption_sync_manager()  # as ``jax.distributed`` does, but SIGTERM stays with this program
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
     service = Service(state.client)
     atexit.register(_leave_together, service, state, count, index)
     return service
@@ -150,16 +158,6 @@ def _leave_together(service: Service, state: Any, count: int, index: int) -> Non
     state.shutdown()
 
 
-def _meet_and_serve(coordinator: str, me: Caller, timeout_seconds: float, seconds: int) -> Any:
-    """Wait for all hosts, and start the service that they then connect to."""
-    with hold_port(coordinator, me, timeout_seconds) as meeting:
-        meeting.await_all(timeout_seconds)
-        meeting.share_port()
-        service = _service(coordinator, me.count, seconds)
-        meeting.call()
-    return service
-
-
 def _service(coordinator: str, count: int, seconds: int) -> Any:
     """Start the service as ``jax.distributed`` does, with the arguments it does not pass on."""
     from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
@@ -194,28 +192,15 @@ def _never_called(*_: object) -> None:
     raise AssertionError("jaxlib can call this callback now: _end_on_abort is no longer needed")
 
 
-def _why_not_connected(client: Any) -> str:
-    """Return what the service said; the exception of ``connect`` lost it, and shutting the client down repeats it."""
-    try:
-        client.shutdown()
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def _missing(why: str, coordinator: str, count: int, index: int, timeout_seconds: float) -> str:
-    rule = f"all {count} hosts must start within {timeout_seconds:g} s"
+def _not_connected(why: str, coordinator: str, me: Caller, timeout_seconds: float) -> str:
+    """Name the hosts that did not connect in time, as far as the service names them; else, host 0."""
     names = re.search(r"reached the barrier: (\d+)/.*timed out task names:\n((?:\d+\n)+)", why, re.DOTALL)
     if names:
         late = sorted(int(number) for number in names[2].split())
-        unnamed = count - int(names[1]) - len(late)  # the service names some of them only
-        others = f" and {unnamed} more" if unnamed else ""
-        return f"{rule}; {host_names(late)}{others} did not come (this is host {index}); {REMEDY}"
+        unnamed = me.count - int(names[1]) - len(late)
+        return too_late(late, me, timeout_seconds, f" and {unnamed} more" if unnamed else "")
     status = re.search(r"Agent status: (?:%s)?(.+)", why)
-    return (
-        f"{rule}; host 0, the coordinator at {coordinator}, did not answer host {index}"
-        f"{' (' + status[1].strip() + ')' if status else ''}; {REMEDY}, and check that hosts can reach that port"
-    )
+    return no_answer(coordinator, me, timeout_seconds, status[1].strip() if status else "")
 
 
 def _end_on_abort(client: Any) -> None:
@@ -256,11 +241,3 @@ def _answers(call: Callable[[], object], *, within_seconds: float) -> bool:
 
     threading.Thread(target=ask, daemon=True).start()
     return answered.wait(within_seconds)
-
-
-def _preemption(state: Any) -> None:
-    """Start jax's preemption notice as ``jax.distributed`` does, but leave SIGTERM to the handler of this program."""
-    handler = signal.getsignal(signal.SIGTERM)
-    state.initialize_preemption_sync_manager()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, handler)

@@ -17,8 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tpu_grpo.hosts import local
-from tpu_grpo.hosts.local import host_environment, run_local_hosts
+from tpu_grpo.hosts import local_hosts
+from tpu_grpo.hosts.local_hosts import host_environment, run_local_hosts
 from tpu_grpo.records.errors import ConfigError
 
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "scripts" / "local_hosts.py"
@@ -218,7 +218,7 @@ def test_the_others_are_asked_to_end_after_the_grace() -> None:
 
 
 def test_a_host_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "KILL_AFTER_SECONDS", 0.5)
+    monkeypatch.setattr(local_hosts, "KILL_AFTER_SECONDS", 0.5)
     code, out, err = run(IGNORE + "i == 1 and (time.sleep(0.5), os._exit(3)); " + FOREVER, grace=1)
     assert (code, out) == (3, "[0] up\n")
     assert err.splitlines()[1:] == [
@@ -259,7 +259,7 @@ def _runs(pid: int) -> bool:
 
 
 def test_output_held_open_by_a_stranger_is_not_awaited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "KILL_AFTER_SECONDS", 0.5)
+    monkeypatch.setattr(local_hosts, "KILL_AFTER_SECONDS", 0.5)
     text = "subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(6)'], start_new_session=True)"
     before = set(psutil.Process().children(recursive=True))
     started = time.monotonic()

@@ -1,13 +1,17 @@
-"""Meeting: real processes, and the settings that cannot work."""
+"""Joining a run: the backend, on machines whose /dev is a temporary directory; meeting, with real processes."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
 
 from tests.hosts.processes import run
-from tpu_grpo.hosts import start
+from tpu_grpo.hosts import choose_platform, joining, start
+from tpu_grpo.hosts.coordination_service import Service
+from tpu_grpo.hosts.joining import choose_threads
 from tpu_grpo.records.errors import ConfigError
 
 
@@ -93,16 +97,81 @@ print(hosts.index, hosts.count, hosts.service, "jax" in sys.modules)
 def test_a_tpu_slice_gives_the_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster
 
-    import tpu_grpo.hosts.service as service
-
     met = []
     monkeypatch.setattr(GceTpuCluster, "is_env_present", classmethod(lambda _: True))
     monkeypatch.setattr(GceTpuCluster, "get_process_count", classmethod(lambda _: 4))
     monkeypatch.setattr(GceTpuCluster, "get_process_id", classmethod(lambda _: 3))
     monkeypatch.setattr(GceTpuCluster, "get_coordinator_address", classmethod(lambda *_: "10.0.0.1:8476"))
-    monkeypatch.setattr(service, "connect", lambda *arguments: met.append(arguments) or service.Service(None))
+    monkeypatch.setattr(joining, "connect", lambda *arguments: met.append(arguments) or Service(None))
     monkeypatch.setattr("tpu_grpo.hosts.ending.here.index", 0)
     hosts = start(None, 1, 0, run="demo", timeout_seconds=7, environment={"JAX_PLATFORMS": ""})
     assert (hosts.index, hosts.count, met) == (3, 4, [("10.0.0.1:8476", 4, 3, 7, "demo")])
     monkeypatch.setattr(GceTpuCluster, "get_process_count", classmethod(lambda _: 1))
     assert start(None, 1, 0, environment={}).service is None
+
+
+# --- backend and threads --------------------------------------------------------------------------------------------
+
+
+def device_tree(root: Path, *files: str) -> Path:
+    for name in ("null", "tty0", "dri/card0", *files):
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    return root
+
+
+def chosen(devices: Path, **environment: str) -> dict[str, str]:
+    choose_platform(environment, devices)
+    return environment
+
+
+@pytest.mark.parametrize("files", [(), ("vfio/vfio",), ("vfio/devices/vfio0",)])
+def test_without_a_tpu_jax_gets_the_cpu(tmp_path: Path, files: tuple[str, ...]) -> None:
+    # /dev/vfio/vfio is there on every machine with the module; a numbered file is a device group
+    assert chosen(device_tree(tmp_path, *files), PATH="/bin") == {"PATH": "/bin", "JAX_PLATFORMS": "cpu"}
+
+
+@pytest.mark.parametrize("files", [("accel0",), ("accel0", "accel3"), ("vfio/vfio", "vfio/0"), ("vfio/12",)])
+def test_with_a_tpu_jax_chooses_itself(tmp_path: Path, files: tuple[str, ...]) -> None:
+    assert chosen(device_tree(tmp_path, *files), PATH="/bin") == {"PATH": "/bin"}
+
+
+def test_a_machine_without_dev_has_no_tpu(tmp_path: Path) -> None:
+    assert chosen(tmp_path / "none") == {"JAX_PLATFORMS": "cpu"}
+
+
+@pytest.mark.parametrize("platforms", ["cpu", "tpu", "cuda,cpu"])
+@pytest.mark.parametrize("files", [(), ("accel0",)])
+def test_a_choice_made_by_the_user_is_kept(tmp_path: Path, platforms: str, files: tuple[str, ...]) -> None:
+    assert chosen(device_tree(tmp_path, *files), JAX_PLATFORMS=platforms) == {"JAX_PLATFORMS": platforms}
+
+
+def test_an_empty_value_is_no_choice(tmp_path: Path) -> None:
+    assert chosen(device_tree(tmp_path), JAX_PLATFORMS="") == {"JAX_PLATFORMS": "cpu"}
+    assert chosen(device_tree(tmp_path, "accel0"), JAX_PLATFORMS="") == {"JAX_PLATFORMS": ""}
+
+
+def test_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("JAX_PLATFORMS", "")  # restored afterwards
+    choose_platform(devices=tmp_path)
+    assert os.environ["JAX_PLATFORMS"] == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("environment", "count", "threads"),
+    [
+        ({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=4"}, 1, "4"),
+        ({"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}, 2, "4"),
+        ({"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "3"}, 2, "6"),
+        ({"JAX_PLATFORMS": "cpu"}, 4, "4"),
+        ({"JAX_PLATFORMS": "cpu"}, 1, None),
+        ({"JAX_PLATFORMS": "", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, 4, None),
+        ({"JAX_PLATFORMS": "cpu", "NPROC": "9"}, 4, "9"),
+    ],
+)
+def test_threads_are_as_many_as_the_cpu_devices_of_the_run(
+    environment: dict[str, str], count: int, threads: str | None
+) -> None:
+    choose_threads(count, environment)
+    assert environment.get("NPROC") == threads

@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
-from tpu_grpo.hosts.platform import DEVICE_COUNT_FLAG
+from tpu_grpo.hosts.joining import DEVICE_COUNT_FLAG
 from tpu_grpo.records.errors import ConfigError
 
 KILL_AFTER_SECONDS = 5.0
@@ -55,10 +55,31 @@ def run_local_hosts(
     killed it. No host, nor a process in the group of one, is alive afterwards. Call it on the main thread: it handles
     SIGINT, SIGTERM and SIGHUP meanwhile. Raises ConfigError before anything is started.
     """
-    _check(command, arguments, hosts, devices_per_host, grace_seconds)
+    if hosts < 1:
+        raise ConfigError(f"--hosts must be >= 1, got {hosts}; give the number of processes to start, for example 2")
+    if devices_per_host < 1:
+        raise ConfigError(
+            f"--devices-per-host must be >= 1, got {devices_per_host}; give the CPU devices of each process, for "
+            "example 4"
+        )
+    if not (math.isfinite(grace_seconds) and grace_seconds >= 0):
+        raise ConfigError(f"--grace must be a number of seconds >= 0, got {grace_seconds}; use 0 to stop at once")
+    if not command or shutil.which(command[0]) is None:
+        raise ConfigError(
+            f"--command must name a program that can be started, got {' '.join(command)!r}; its first word must be an "
+            "executable file or be found on the PATH"
+        )
+    for argument in arguments:
+        if argument.partition("=")[0] in OWN_SETTINGS:
+            raise ConfigError(
+                f"{', '.join(OWN_SETTINGS)} are set for each host here, got {argument}; remove it and use --hosts"
+            )
     supervisor = _Supervisor(stdout or sys.stdout.buffer, stderr or sys.stderr.buffer, grace_seconds)
     environment = host_environment(os.environ, devices_per_host)
-    shared = [*command, *arguments, f"hosts.coordinator=127.0.0.1:{_free_port()}", f"hosts.count={hosts}"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))  # nobody listens there now; host 0 takes it a moment later
+        port = probe.getsockname()[1]
+    shared = [*command, *arguments, f"hosts.coordinator=127.0.0.1:{port}", f"hosts.count={hosts}"]
     with _handle_signals(supervisor.request_stop):
         try:
             for index in range(hosts):
@@ -73,34 +94,6 @@ def host_environment(environment: Mapping[str, str], devices: int) -> dict[str, 
     kept = [flag for flag in environment.get("XLA_FLAGS", "").split() if flag.partition("=")[0] != DEVICE_COUNT_FLAG]
     own = {"XLA_FLAGS": " ".join([*kept, f"{DEVICE_COUNT_FLAG}={devices}"]), "JAX_PLATFORMS": "cpu"}
     return {"PYTHONUNBUFFERED": "1", **environment, **own}
-
-
-def _check(command: Sequence[str], arguments: Sequence[str], hosts: int, devices: int, grace_seconds: float) -> None:
-    if hosts < 1:
-        raise ConfigError(f"--hosts must be >= 1, got {hosts}; give the number of processes to start, for example 2")
-    if devices < 1:
-        raise ConfigError(
-            f"--devices-per-host must be >= 1, got {devices}; give the CPU devices of each process, for example 4"
-        )
-    if not (math.isfinite(grace_seconds) and grace_seconds >= 0):
-        raise ConfigError(f"--grace must be a number of seconds >= 0, got {grace_seconds}; use 0 to stop at once")
-    if not command or shutil.which(command[0]) is None:
-        raise ConfigError(
-            f"--command must name a program that can be started, got {' '.join(command)!r}; its first word must be an "
-            "executable file or be found on the PATH"
-        )
-    for argument in arguments:
-        if argument.partition("=")[0] in OWN_SETTINGS:
-            raise ConfigError(
-                f"{', '.join(OWN_SETTINGS)} are set for each host here, got {argument}; remove it and use --hosts"
-            )
-
-
-def _free_port() -> int:
-    """Return a port that nobody listens on now; the host that takes it does so a moment later."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextlib.contextmanager
@@ -120,46 +113,22 @@ def _handle_signals(request_stop: Callable[[str], None]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class _Output:
-    """Writes to both streams of this process, one line at a time; calls ``on_closed`` when nobody reads one."""
-
-    def __init__(self, stdout: BinaryIO, stderr: BinaryIO, on_closed: Callable[[], None]):
-        self.stdout, self.stderr = stdout, stderr
-        self._on_closed = on_closed
-        self._lock = threading.Lock()  # one for both: they may be the same terminal
-
-    def say(self, text: str) -> None:
-        self.write_line(self.stderr, b"[hosts] ", text.encode())
-
-    def write_line(self, stream: BinaryIO, prefix: bytes, line: bytes) -> None:
-        """Write one line, with a newline if it has none."""
-        with self._lock:
-            try:
-                stream.write(prefix + line.removesuffix(b"\n") + b"\n")
-                stream.flush()
-            except BrokenPipeError:  # as in ``... | head``: end, and read on so that no host blocks meanwhile
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, stream.fileno())
-                os.close(nowhere)
-                self._on_closed()
-
-
 class _HostProcess:
     """Runs one process that leads a process group, so that a terminal's Ctrl-C reaches this program alone.
 
-    Once it ended and everything it wrote is shown, ``on_exit`` is called on another thread, with its number, its exit
-    code as subprocess has it (negative for a signal), and the time at which it ended.
+    Its lines are given to ``show`` with whether they are of stderr. Once it ended and everything it wrote is shown,
+    ``on_exit`` is called on another thread, with its exit code as subprocess has it (negative for a signal), and the
+    time at which it ended.
     """
 
     def __init__(
         self,
-        index: int,
         command: Sequence[str],
         environment: Mapping[str, str],
-        output: _Output,
-        on_exit: Callable[[int, int, float], None],
+        show: Callable[[bytes, bool], None],
+        on_exit: Callable[[int, float], None],
     ):
-        self._index, self._output, self._on_exit = index, output, on_exit
+        self._show, self._on_exit = show, on_exit
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, env=environment, process_group=0
@@ -181,7 +150,7 @@ class _HostProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def _wait(self) -> None:
-        pairs = ((self._process.stdout, self._output.stdout), (self._process.stderr, self._output.stderr))
+        pairs = ((self._process.stdout, False), (self._process.stderr, True))
         readers = [threading.Thread(target=self._copy, args=pair, daemon=True) for pair in pairs]
         for reader in readers:
             reader.start()
@@ -190,23 +159,25 @@ class _HostProcess:
         self._kill_group()  # workers it left behind; their number cannot have been given away yet
         for reader in readers:
             reader.join(timeout=max(0.0, ended + KILL_AFTER_SECONDS - time.monotonic()))
-        self._on_exit(self._index, code, ended)
+        self._on_exit(code, ended)
 
-    def _copy(self, pipe: BinaryIO, stream: BinaryIO) -> None:
-        prefix = f"[{self._index}] ".encode()
+    def _copy(self, pipe: BinaryIO, is_error: bool) -> None:
         with pipe:
             for line in pipe:
-                self._output.write_line(stream, prefix, line)
+                self._show(line, is_error)
 
 
 class _Supervisor:
-    """Knows which hosts still run and what happens to them next; everything but events runs on the main thread."""
+    """Knows which hosts still run and what happens to them next.
+
+    Everything happens on the main thread but the showing of lines; other threads and signal handlers leave in
+    ``_events`` what it is to call.
+    """
 
     def __init__(self, stdout: BinaryIO, stderr: BinaryIO, grace_seconds: float):
-        self._grace_seconds = grace_seconds
-        self._output = _Output(stdout, stderr, lambda: self.request_stop("nobody reads the output"))
+        self._stdout, self._stderr, self._grace_seconds = stdout, stderr, grace_seconds
+        self._writing = threading.Lock()  # one for both streams: they may be the same terminal
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """Other threads and signal handlers leave here what the main thread is to call."""
         self._started: list[_HostProcess] = []
         self._live: dict[int, _HostProcess] = {}
         self._failures: list[tuple[float, int]] = []
@@ -216,16 +187,18 @@ class _Supervisor:
         """These signals go to the hosts still there at these times; there are none while nothing is wrong."""
 
     def start(self, index: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        host = _HostProcess(index, command, environment, self._output, self._report_exit)
-        self._started.append(host)
-        self._live[index] = host
+        def show(line: bytes, is_error: bool) -> None:
+            self._show(self._stderr if is_error else self._stdout, f"[{index}] ".encode() + line)
+
+        def on_exit(code: int, ended: float) -> None:
+            self._events.put(lambda: self._exited(index, code, ended))
+
+        self._live[index] = _HostProcess(command, environment, show, on_exit)
+        self._started.append(self._live[index])
 
     def request_stop(self, reason: str) -> None:
         """Have all hosts end, from any thread."""
         self._events.put(lambda: self._stop(reason))
-
-    def _report_exit(self, index: int, code: int, ended: float) -> None:
-        self._events.put(lambda: self._exited(index, code, ended))
 
     def wait(self) -> int:
         """Wait until all hosts have ended; returns the exit code of all."""
@@ -234,7 +207,10 @@ class _Supervisor:
             with contextlib.suppress(queue.Empty):
                 self._events.get(timeout=min(max(due, 0.0), LONGEST_WAIT_SECONDS))()
             while self._schedule and self._live and self._schedule[0][0] <= time.monotonic():
-                self._send(self._schedule.pop(0)[1])
+                _, number = self._schedule.pop(0)
+                self._say(f"{number.name} to host {', '.join(map(str, self._live))}")
+                for host in self._live.values():
+                    host.send(number)
         return max(min(self._failures)[1], 1) if self._failures else 0
 
     def kill_all(self) -> None:
@@ -243,6 +219,21 @@ class _Supervisor:
             host.send(signal.SIGKILL)
         for host in self._started:
             host.waiter.join()
+
+    def _show(self, stream: BinaryIO, line: bytes) -> None:
+        """Write one line whole, with a newline if it has none; all hosts end when nobody reads them."""
+        with self._writing:
+            try:
+                stream.write(line.removesuffix(b"\n") + b"\n")
+                stream.flush()
+            except BrokenPipeError:  # as in ``... | head``: end, and read on so that no host blocks meanwhile
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())
+                os.close(nowhere)
+                self.request_stop("nobody reads the output")
+
+    def _say(self, text: str) -> None:
+        self._show(self._stderr, f"[hosts] {text}".encode())
 
     def _exited(self, index: int, code: int, ended: float) -> None:
         del self._live[index]
@@ -254,7 +245,7 @@ class _Supervisor:
             stop = time.monotonic() + self._grace_seconds
             self._schedule = [(stop, signal.SIGTERM), (stop + KILL_AFTER_SECONDS, signal.SIGKILL)]
             how += f"; the others have {self._grace_seconds:g} s to end by themselves"
-        self._output.say(f"host {index} {how}")
+        self._say(f"host {index} {how}")
 
     def _stop(self, reason: str) -> None:
         now = time.monotonic()
@@ -264,16 +255,9 @@ class _Supervisor:
             self._schedule = [(now, signal.SIGKILL)]
         if not first:
             return
-        self._output.say(
-            f"stopping ({reason}): hosts have {self._grace_seconds:g} s to end; a second Ctrl-C kills them"
-        )
+        self._say(f"stopping ({reason}): hosts have {self._grace_seconds:g} s to end; a second Ctrl-C kills them")
         kill = min([now + self._grace_seconds, *(at for at, number in self._schedule if number == signal.SIGKILL)])
         self._schedule = [(now, signal.SIGTERM), (kill, signal.SIGKILL)]
-
-    def _send(self, number: signal.Signals) -> None:
-        self._output.say(f"{number.name} to host {', '.join(map(str, self._live))}")
-        for host in self._live.values():
-            host.send(number)
 
 
 def _signal_name(number: int) -> str:

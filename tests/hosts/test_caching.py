@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from jax._src import compiler, lru_cache
 
-from tpu_grpo.hosts import Hosts, keep_programs, programs
-from tpu_grpo.hosts.programs import ProgramCache, programs_directory
+from tpu_grpo.hosts import Hosts, keep_programs, caching
+from tpu_grpo.hosts.caching import ProgramCache, programs_directory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -88,7 +88,7 @@ def test_a_directory_that_cannot_be_made_is_spoken_of_and_left_alone(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
-    monkeypatch.setattr(programs, "_kind_of_device", lambda: "cpu")
+    monkeypatch.setattr(caching, "_kind_of_device", lambda: "cpu")
     keep_programs(str(tmp_path / "file"), Hosts())
     assert f"cannot be kept in {tmp_path}/file/cpu: Not a directory" in capsys.readouterr().err
     keep_programs("off", Hosts())
@@ -100,7 +100,7 @@ def test_what_was_not_used_for_longest_makes_room(cache: ProgramCache, monkeypat
         cache.put(key, b"x" * 68)  # 100 bytes with the checksum
         os.utime(cache.directory / key, (time, time))
     assert cache.get("used")
-    monkeypatch.setattr(programs, "MOST_BYTES", 250)
+    monkeypatch.setattr(caching, "MOST_BYTES", 250)
     assert ProgramCache(cache.directory).open()
     assert sorted(path.name for path in cache.directory.iterdir()) == ["new", "used"]
 
@@ -110,7 +110,7 @@ def test_programs_of_other_threads_and_cpus_are_kept_apart(monkeypatch: pytest.M
     for name, value in (("NPROC", "17"), ("XLA_FLAGS", "--xla_force_host_platform_device_count=3")):
         monkeypatch.setenv(name, value)
         found.add(programs_directory("/x"))
-    monkeypatch.setattr(programs, "_cpu", lambda: ["flags: avx1024"])
+    monkeypatch.setattr(caching, "_cpu", lambda: ["flags: avx1024"])
     found.add(programs_directory("/x"))
     assert len(found) == 4
     monkeypatch.setenv("JAX_PLATFORMS", "")

@@ -1,10 +1,12 @@
 """The start of a run says what it does, on host 0, and counts what takes long."""
 
 import re
+import time
 
 import pytest
 
-from tpu_grpo.hosts import Hosts, announce, counted, startup
+from tpu_grpo.hosts import Hosts, announce, counted
+from tpu_grpo.hosts.host_log import BEGAN
 
 
 def test_host_0_speaks_for_all(capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,8 +20,8 @@ def test_host_0_speaks_for_all(capsys: pytest.CaptureFixture[str]) -> None:
 def test_what_is_counted_is_said_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = [startup._BEGAN]
-    monkeypatch.setattr(startup.time, "monotonic", lambda: clock[0])
+    clock = [BEGAN]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     with counted(Hosts(), "compiling") as tell:
         for _ in range(5):
             clock[0] += 2.0  # said again after 6 seconds, and not before
