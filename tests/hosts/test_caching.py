@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from jax._src import compiler, lru_cache
 
-from tpu_grpo.hosts import Hosts, keep_programs, caching
+from tpu_grpo.hosts import Hosts, caching, keep_programs
 from tpu_grpo.hosts.caching import ProgramCache, programs_directory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
