@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tpu_grpo.engine.shapes import choose_steps, ladder, pad_to
+from tpu_grpo.engine.options import choose_steps, ladder, pad_to
 from tpu_grpo.launching.tpus import Generation, parse_slice
 from tpu_grpo.models.abstract import abstract_checkpoint
 from tpu_grpo.planning.costs import EngineSizes, decode_step, host_seconds, prefill_step, round_seconds

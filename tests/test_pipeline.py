@@ -247,7 +247,7 @@ def test_releasing_memory_during_the_update_changes_nothing(
     def updating(learner: Learner, scored: Any) -> Any:
         updates.append(scored.rollout.batch.step)
         for engine in seen[0].replicas.engines.values():
-            assert not engine.has_weights
+            assert not engine.weights
             assert not engine.cache
         assert seen[0].sync is not None
         assert not seen[0].sync.written

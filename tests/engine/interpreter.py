@@ -18,7 +18,7 @@ from jax._src.state.types import BitcastTransform, ReshapeTransform
 from jax.experimental.pallas import tpu as pltpu
 
 from tpu_grpo.engine import flash_attention
-from tpu_grpo.engine.flash_blocks import Blocks
+from tpu_grpo.engine.flash_attention import Blocks
 
 BLOCK_TOKENS = 16
 """Keys that the kernel reads at once, and queries it works on."""

@@ -157,7 +157,7 @@ def test_retraction_under_pressure_changes_nothing(
         engine = build_engine(checkpoint, model, kv_tokens=120, stop_token_ids=frozenset())
     asked = requests(sampling=replace(SAMPLED, ignore_stop=False), group=4)  # else room for all tokens is kept free
     completions = engine.generate(asked)
-    assert engine.retractions
+    assert engine.use.retracted
     assert tokens(completions) == reference_tokens
     assert disagreement(model, asked, completions) <= AGREE
 
@@ -315,8 +315,8 @@ def test_programs_lowered_without_weights_are_those_that_run(checkpoint: Path, m
     options = engine_options(max_running_requests=64)
     described = Engine.build(checkpoint, engine_mesh(jax.devices()[:1]), options)
     built = build_engine(checkpoint, model, max_running_requests=64)
-    assert built.has_weights
-    assert not described.has_weights
+    assert built.weights
+    assert not described.weights
     lowered, run = described.lower("decode", 64), built.lower("decode", 64)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), lowered.in_avals) == jax.tree.map(
         lambda x: (x.shape, x.dtype), run.in_avals

@@ -14,9 +14,8 @@ from sgl_jax.srt.kernels.fused_moe.v1.kernel import FusedMoEBlockConfig
 
 from tests.engine.interpreter import interpreted_kernels
 from tpu_grpo.engine.engine import engine_mesh
-from tpu_grpo.engine.experts import AXIS, Experts, FusedExperts, check_tokens
-from tpu_grpo.engine.options import check_experts
-from tpu_grpo.engine.shapes import Shapes
+from tpu_grpo.engine.experts import AXIS, Experts, FusedExperts
+from tpu_grpo.engine.options import Shapes, check_experts, check_tokens
 from tpu_grpo.records.errors import ConfigError
 
 TOKENS, WIDTH, EXPERTS, PER_TOKEN, HIDDEN = 10, 6, 8, 3, 5

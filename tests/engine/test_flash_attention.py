@@ -11,8 +11,7 @@ from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import
 from tests.engine.building import build_engine, disagreement, policy, requests, tokens
 from tests.engine.interpreter import interpreted_kernels
 from tests.models.random_checkpoint import write_random, write_random_qwen3
-from tpu_grpo.engine.flash_attention import PAGES, FlashAttention, check_pages
-from tpu_grpo.engine.flash_blocks import choose_blocks
+from tpu_grpo.engine.flash_attention import PAGES, FlashAttention, check_pages, choose_blocks
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import SamplingParams
 

@@ -19,10 +19,9 @@ from tests.engine.interpreter import interpreted_kernels
 from tests.engine.test_gather_attention import plain_attention
 from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.config import parse_config
-from tpu_grpo.engine.flash_attention import check_fp8
-from tpu_grpo.engine.flash_blocks import choose_blocks
+from tpu_grpo.engine.attention import FP8, INT8, KVDtype, bits_of, cache_width, decode, encode
+from tpu_grpo.engine.flash_attention import check_fp8, choose_blocks
 from tpu_grpo.engine.gather_attention import Scoring, decode_attention, write_cache
-from tpu_grpo.engine.kv_formats import FP8, INT8, KVDtype, bits_of, cache_width, decode, encode
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import SamplingParams
@@ -181,7 +180,7 @@ def test_tokens_do_not_depend_on_prefixes_pages_or_room(
     with mock.patch.object(global_config, "default_init_new_token_ratio", 0.01):
         other = build_engine(checkpoint, model, **(SMALL | small), **endless)
         assert tokens(other.generate(asked)) == tokens(completions)
-    assert other.retractions > 0
+    assert other.use.retracted > 0
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,21 @@ from tests.engine.building import SAMPLED, build_engine, policy, requests, token
 from tests.engine.interpreter import interpreted_kernels
 from tests.models.random_checkpoint import write_random, write_random_qwen3
 from tpu_grpo.engine.attention import NativeMode
-from tpu_grpo.engine.decode_loop import LaunchInputs, LaunchRows, Sampled, decode_loop, pack_rows, unpack_rows
+from tpu_grpo.engine.decode_loop import (
+    LaunchInputs,
+    LaunchRows,
+    Sampled,
+    StepInputs,
+    StepOutput,
+    decode_loop,
+    pack_rows,
+    unpack_rows,
+)
 from tpu_grpo.engine.engine import Engine
+from tpu_grpo.engine.launches import Programs
 from tpu_grpo.engine.reservation import give_back, keep, reserve, reserve_ahead
-from tpu_grpo.engine.runner import Runner
 from tpu_grpo.engine.sampling import SamplingColumns
-from tpu_grpo.engine.scheduler import SteppedScheduler
-from tpu_grpo.engine.step_arrays import StepInputs, StepOutput
-from tpu_grpo.engine.use import total_use
+from tpu_grpo.engine.scheduler import SteppedScheduler, total_use
 from tpu_grpo.records.stages import Completion, Request, SamplingParams
 
 SMALL = {"batch_paddings": (8,), "prefill_tokens": 64}
@@ -135,7 +142,7 @@ def test_scheduling_under_pressure_is_that_of_single_steps(checkpoint: Path, mod
         sizes = {"kv_tokens": 136 + 8 * page, "page_size": page, "prefill_tokens": 16, "batch_paddings": (8,)}
         with optimistic, mock.patch.object(RadixCache, "evict", counted):
             engine = build_engine(checkpoint, model, steps_per_launch=steps, stop_token_ids=frozenset(), **sizes)
-            found.append((sampled_by(engine, asked), engine.retractions, evicted, engine.use.steps))
+            found.append((sampled_by(engine, asked), engine.use.retracted, evicted, engine.use.steps))
     assert found[0] == found[1] == found[2]
     _, retractions, evicted, steps = found[0]
     assert retractions > 0
@@ -163,7 +170,7 @@ def test_stop_tokens_at_every_place_of_a_launch(checkpoint: Path, model: nnx.Mod
 def test_devices_have_the_next_launch_before_this_one_has_ended(checkpoint: Path, model: nnx.Module) -> None:
     """But not while a request waits, of which there are 12 for 8 places, nor with single steps."""
     asked, happened = requests(sampling=SamplingParams(24, ignore_stop=True), group=4), []
-    launch, take_in = Runner.launch, SteppedScheduler._take_in
+    launch, take_in = Programs.launch, SteppedScheduler._take_in
 
     def launched(self: Any, *args: Any) -> Any:
         happened.append("launch")
@@ -174,7 +181,7 @@ def test_devices_have_the_next_launch_before_this_one_has_ended(checkpoint: Path
         take_in(self, batch, reservation, output)
 
     found = {}
-    with mock.patch.object(Runner, "launch", launched), mock.patch.object(SteppedScheduler, "_take_in", taken_in):
+    with mock.patch.object(Programs, "launch", launched), mock.patch.object(SteppedScheduler, "_take_in", taken_in):
         for steps in (1, 8):
             happened.clear()
             found[steps] = (

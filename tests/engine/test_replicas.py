@@ -15,10 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.engine.building import CONTEXT, PROMPTS, disagreement, engine_options, policy, requests, tokens
 from tests.models.random_checkpoint import write_random, write_random_qwen3
 from tpu_grpo.engine.dealing import Group
+from tpu_grpo.engine.exchange import pack, unpack
 from tpu_grpo.engine.options import EngineOptions
-from tpu_grpo.engine.packing import pack, unpack
 from tpu_grpo.engine.replicas import Replica, Replicas, idle_share, make_replicas
-from tpu_grpo.engine.use import EngineUse
+from tpu_grpo.engine.scheduler import EngineUse
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models import read_checkpoint
 from tpu_grpo.records.errors import ConfigError, RequestError

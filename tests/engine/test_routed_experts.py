@@ -19,7 +19,7 @@ from tests.engine.test_replicas import build
 from tests.models.random_checkpoint import write_random
 from tests.models.reference import reference_experts
 from tpu_grpo.engine.exchange import Exchange
-from tpu_grpo.engine.routed_experts import ExpertLayout
+from tpu_grpo.engine.experts import ExpertLayout
 from tpu_grpo.records.errors import RequestError
 from tpu_grpo.records.stages import Completion, Request, routing_dtype
 
@@ -82,7 +82,7 @@ def test_retraction_changes_no_experts(checkpoint: Path, model: nnx.Module) -> N
         engine = build_engine(checkpoint, model, **SMALL, kv_tokens=120, stop_token_ids=frozenset())
     asked = asking(ignore_stop=False)
     completions = engine.generate(asked)
-    assert engine.retractions
+    assert engine.use.retracted
     check_experts(checkpoint, asked, completions)
 
 

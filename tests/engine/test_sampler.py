@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from tpu_grpo.config.loading import parse_config
-from tpu_grpo.engine.broken import impossible
 from tpu_grpo.engine.generation import Finished
-from tpu_grpo.engine.sampler import Sampler
+from tpu_grpo.engine.sampler import Sampler, impossible
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.records.errors import NonFiniteError
@@ -71,7 +70,7 @@ class CountingTokenizer:
 def test_groups_are_passed_on_when_they_are_whole_and_decoded_once() -> None:
     """Two completions each of prompts 0, 1, 2; this host hears of both of 2 and 0, and another host of 1."""
     tokenizer: Any = CountingTokenizer()
-    engine = ScriptedEngine([5, 1, 4, 0])
+    engine: Any = ScriptedEngine([5, 1, 4, 0])
     sampler = Sampler(engine, tokenizer, parse_config({"algorithm": {"group_size": 2}}))
     heard: list[tuple[int, list[int], Sequence[str]]] = []
 
@@ -89,7 +88,8 @@ def test_groups_are_passed_on_when_they_are_whole_and_decoded_once() -> None:
 def test_answers_are_passed_on_by_mode() -> None:
     """Rows 0, 1, 2 are greedy answers, 3 and 4, 5 and 6, 7 and 8 the sampled ones; another host hears of prompt 1."""
     tokenizer: Any = CountingTokenizer()
-    sampler = Sampler(ScriptedEngine([2, 8, 3, 0, 7, 4]), tokenizer, parse_config({}))
+    engine: Any = ScriptedEngine([2, 8, 3, 0, 7, 4])
+    sampler = Sampler(engine, tokenizer, parse_config({}))
     heard: list[tuple[str, int, Sequence[str]]] = []
     modes = [AnswerMode(0.0), AnswerMode(1.0, samples=2)]
     ended = [lambda p, _, texts, name=name: heard.append((name, p, texts)) for name in ("greedy", "sampled")]
@@ -119,7 +119,8 @@ class OpenedConversations:
 def test_conversations_are_opened_for_the_rows_of_a_batch_and_closed_after_it() -> None:
     """Each row's prompt stands beside its request; modes of an evaluation have their own settings."""
     tokenizer: Any = CountingTokenizer()
-    engine, opened = ScriptedEngine([]), OpenedConversations()
+    engine: Any = ScriptedEngine([])
+    opened = OpenedConversations()
     sampler = Sampler(engine, tokenizer, parse_config({"algorithm": {"group_size": 2}}), opened)
     sampler.rollout(PromptBatch(1, PROMPTS))
     prompts, rows = opened.opened[0]
@@ -175,7 +176,7 @@ def test_an_engine_whose_log_probabilities_cannot_be_ends_the_run_and_its_rollou
     saved: list[tuple[Path, int]] = []
     files = FailureFiles(config, Hosts(), lambda directory, step: saved.append((directory, step)))
     sampler = Sampler(BrokenEngine(value), CountingTokenizer(), config)  # type: ignore[arg-type]
-    sampler.keep_broken(files.of_rollout)
+    sampler.keep_broken = files.of_rollout
     path = tmp_path / "non_finite" / "7.jsonl"
     with pytest.raises(NonFiniteError) as caught:
         sampler.rollout(PromptBatch(7, PROMPTS))

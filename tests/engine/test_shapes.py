@@ -1,6 +1,7 @@
 import pytest
 
-from tpu_grpo.engine.shapes import choose_shapes, choose_steps, ladder, pad_to, rows_left
+from tests.engine.building import engine_options
+from tpu_grpo.engine.options import choose_steps, ladder, pad_to, rows_left
 
 
 def test_ladders_by_hand() -> None:
@@ -10,11 +11,11 @@ def test_ladders_by_hand() -> None:
 
 
 def test_shapes_of_a_run() -> None:
-    shapes = choose_shapes(context_tokens=286, page_size=16, max_running_requests=24, prefill_tokens=2048)
+    shapes = engine_options(context_tokens=286, page_size=16, max_running_requests=24, prefill_tokens=2048).shapes
     assert (shapes.batch, shapes.prefill, shapes.context) == ((8, 16, 24), (64, 256, 1024, 2048), 288)
-    given = choose_shapes(
+    given = engine_options(
         context_tokens=9, page_size=1, max_running_requests=24, prefill_tokens=8, batch_paddings=(4, 24, 100)
-    )
+    ).shapes
     assert (given.batch, given.prefill, given.context) == ((4, 24), (24,), 9)  # a step of 24 rows needs 24 tokens
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.engine.building import PROMPTS, SAMPLED, build_engine, requests
 from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.engine.engine import Engine
-from tpu_grpo.engine.streaming import stream
+from tpu_grpo.engine.sampler import stream
 from tpu_grpo.records.errors import RequestError
 
 

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from tests.engine.building import GREEDY, SAMPLED, build_engine, disagreement, engine_options, policy, requests, tokens
 from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.engine.engine import Engine, engine_mesh
-from tpu_grpo.engine.sampling import SamplingColumns, sample_tokens
-from tpu_grpo.engine.vocabulary import sample_rows, splits_vocabulary
+from tpu_grpo.engine.options import splits_vocabulary
+from tpu_grpo.engine.sampling import SamplingColumns, sample_rows, sample_tokens
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import SamplingParams
 

@@ -187,9 +187,9 @@ def test_rows_are_put_back_in_the_middle_of_a_conversation(
         with bold, mock.patch.object(SteppedScheduler, "_extend_requests_to_queue", counted):
             engine = build_engine(checkpoint, model, **(SMALL | sizes))
             found, conversations = converse(engine, delay, plays, ignore_stop=False)
-        seen.append((bits(found), conversations.asked, engine.retractions, engine.digest))
+        seen.append((bits(found), conversations.asked, engine.use.retracted, engine.digest))
     assert seen[0] == seen[1]
-    assert len(put_back) == 2 * engine.retractions > 0
+    assert len(put_back) == 2 * engine.use.retracted > 0
     assert max(put_back) > max(map(len, PROMPTS)) + 4  # it had a turn behind it
     assert tokens(found) == tokens(told)
     for one, other in zip(found, told, strict=True):

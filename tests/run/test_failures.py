@@ -9,7 +9,7 @@ import numpy as np
 from tests.learner.test_loss import batch_of
 from tests.learner.toy import make_config, make_mesh
 from tests.talks import talk
-from tpu_grpo.engine.broken import BrokenRollout
+from tpu_grpo.engine.sampler import BrokenRollout
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner.failed import FailedUpdate, pass_arrays, placed_pass
 from tpu_grpo.learner.rows import RowShape, train_rows

@@ -295,7 +295,7 @@ def lose_in_launch(number: signal.Signals, launch: int) -> None:
 
 
 def lose_at_point(number: signal.Signals, point: int) -> None:
-    from tpu_grpo.engine.serving import Serving
+    from tpu_grpo.engine.replicas import Serving
 
     original, calls = Serving._gather, []
 

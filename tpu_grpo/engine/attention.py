@@ -1,134 +1,111 @@
-"""The attention modes of an engine: what each takes from a scheduled batch, and the backend it runs in the step.
+"""What all kinds of attention share, and sglang-jax's reference attention.
 
-A prefill step has metadata of its own. The decode steps of a launch share what ``launch_metadata`` builds for rows as
-long as they may get, and ``at_step`` makes of it what one step needs.
+An attention mode says what a kind of attention takes from a scheduled batch, and which backend it runs in the step:
+``GatherMode`` (gather_attention.py) on any device, ``FlashMode`` (flash_attention.py) on TPUs, ``NativeMode`` as a
+reference. A prefill step has metadata of its own. The decode steps of a launch share what ``launch_metadata`` builds
+for rows as long as they may get, and ``at_step`` makes of it what one step needs.
 
-Suffixes: b rows of the batch, B rows (padded), L context, S cache slots of all rows.
+``encode`` and ``decode`` convert keys and values to the numbers of the KV cache: in the model's type, or in 8 bits.
+
+    auto    the model's type, so that nothing is lost
+    fp8     float8_e4m3fn (Micikevicius et al. 2022, arXiv 2209.05433), without scales: a number from 2^-6 to 448 is off
+            by at most 1/16 of itself, a smaller one by at most 2^-10, and a larger one becomes 448
+    int8    whole numbers from -127 to 127 times a scale, which every head of a token's key, and of its value, has for
+            itself: a number is off by at most 1/254 of the largest of its head. The four bytes of the scale follow the
+            head's numbers
+
+What was NaN or infinite reads as NaN in 8 bits.
+
+Suffixes: b rows of the batch, B rows (padded), L context, S cache slots of all rows, T new tokens of all rows, D
+numbers of a head, W numbers of the cache for it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Int
-from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttentionMetadata
+from jaxtyping import Array, Float, Int, Shaped
+from sgl_jax.srt.layers.attention.native_backend import NativeAttention
+from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.managers.schedule_batch import ModelWorkerBatch
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
 from sgl_jax.srt.model_executor.model_runner import ModelRunner
 
-from tpu_grpo.engine import gather_attention
-from tpu_grpo.engine.flash_attention import BlockedFlashAttention, check_fp8
-from tpu_grpo.engine.gather_attention import GatherAttention, block_metadata, decode_metadata
-from tpu_grpo.engine.kv_formats import FP8
-from tpu_grpo.engine.native_attention import CutNativeAttention, check_soft_cap
+from tpu_grpo.engine.options import KVDtype
+from tpu_grpo.records.errors import ConfigError
 
-AttentionName = Literal["flash", "gather", "native"]
 Columns = Mapping[str, np.ndarray]
 """The padded per-row and per-token arrays of a prefill step, by their names in StepInputs."""
-NO_SLOTS = np.zeros(0, np.int32)
 
 
-class AttentionMode(Protocol):
+class AttentionMode(ABC):
     """Decides how the rows of a step find their cached keys and values."""
 
+    @abstractmethod
     def library_backend(self) -> Any:
-        """Return the object that ModelRunner keeps as its attention backend."""
-        ...
+        """Return the object that ModelRunner keeps as its attention backend.
 
+        Raises:
+            ConfigError: for a model that this attention cannot compute.
+        """
+
+    @abstractmethod
     def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
-        """Describe a layer of the cache as this attention lays it out."""
-        ...
+        """Describe a layer of the cache as this attention lays it out.
 
+        Raises:
+            ConfigError: for fp8 where the devices cannot read it, or where it would save nothing.
+        """
+
+    @abstractmethod
     def cache_loc(self, slots_bL: Int[np.ndarray, "b L"], seq_lens_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " S"]:
         """Concatenate the cache slots of all rows; the array is empty for a backend that does not read it."""
-        ...
 
+    @abstractmethod
     def prefill_metadata(
         self, columns: Columns, slots_bL: Int[np.ndarray, "b L"], cache_loc: Int[np.ndarray, " S"]
     ) -> Any:
         """Build the pytree of arrays that the backend needs in a prefill step."""
-        ...
 
+    @abstractmethod
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
         """Build the pytree of arrays for the decode steps of a launch, in which a row gets at most ``ends`` tokens."""
-        ...
 
+    @abstractmethod
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
         """Trace the metadata of one decode step, and its cache_loc; rows of length 0 write nothing that is read."""
-        ...
 
+    @abstractmethod
     def backend(self, metadata: Any) -> Any:
         """Make the backend that the traced step calls."""
-        ...
 
 
-class GatherMode:
-    """Our attention: each row gathers its own pages. It runs on any device with any page size."""
-
-    def __init__(self, page_size: int, head_dim: int):
-        self._page_size, self._head_dim = page_size, head_dim
-
-    def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
-        """Describe a layer with heads of the model's width; the library's would be padded to 128."""
-        return gather_attention.cache_layer(pool, self._head_dim)
-
-    def library_backend(self) -> Any:
-        """Return a placeholder, because the backend is built inside the step."""
-        return _NoBackend()
-
-    def cache_loc(self, slots_bL: Int[np.ndarray, "b L"], seq_lens_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " S"]:
-        """Return an empty array, because this backend reads pages instead."""
-        del slots_bL, seq_lens_B
-        return NO_SLOTS
-
-    def prefill_metadata(
-        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"], cache_loc: Int[np.ndarray, " S"]
-    ) -> Any:
-        """List the pages of each row and its query blocks."""
-        del cache_loc
-        pages = self._pages(slots_bL, len(columns["seq_lens"]))
-        return block_metadata(pages, columns["extend_lens"], len(columns["input_ids"]))
-
-    def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
-        """List the pages of each row."""
-        return decode_metadata(self._pages(slots_bL, len(ends_B)))
-
-    def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
-        """Return the pages, which serve every step, because the backend reads as many as the rows are long."""
-        del seq_lens_B
-        return metadata, jnp.zeros(0, jnp.int32)
-
-    def _pages(self, slots_bL: Int[np.ndarray, "b L"], rows: int) -> Int[np.ndarray, "{rows} N"]:
-        pages = np.zeros((rows, -(-slots_bL.shape[1] // self._page_size)), np.int32)
-        pages[: len(slots_bL)] = slots_bL[:, :: self._page_size] // self._page_size
-        return pages
-
-    def backend(self, metadata: Any) -> Any:
-        """Build GatherAttention around the traced metadata."""
-        return GatherAttention(self._page_size, metadata)
+# --- sglang-jax's reference attention ---------------------------------------------------------------------------------
 
 
-class NativeMode:
+class NativeMode(AttentionMode):
     """The library's reference attention, which scores every query against every row's cache."""
 
     def __init__(self, runner: ModelRunner):
         self._runner = runner
 
+    @override
     def library_backend(self) -> Any:
-        """Return the library's NativeAttention.
-
-        Raises:
-            ConfigError: for a model that caps its scores.
-        """
-        check_soft_cap(self._runner.model_config.hf_config)
+        cap = getattr(self._runner.model_config.hf_config, "attn_logit_softcapping", None)
+        if cap is not None:  # which the library's native attention leaves out
+            raise ConfigError(
+                "rollout.attention=native needs a model without attn_logit_softcapping, got "
+                f"{cap:g}; use gather or auto"
+            )
         return CutNativeAttention(self._runner.num_attn_heads, self._runner.num_kv_heads, self._runner.mesh)
 
+    @override
     def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
         """Describe a layer as the library does, whose heads are padded to multiples of 128, and rows to 32 bits."""
         packing, tensor = 4 // np.dtype(pool.dtype).itemsize, pool.mesh.shape["tensor"]
@@ -138,6 +115,7 @@ class NativeMode:
         sharding = NamedSharding(pool.mesh, P("data", None, "tensor", None, None))
         return jax.ShapeDtypeStruct(shape, pool.dtype, sharding=sharding)
 
+    @override
     def cache_loc(self, slots_bL: Int[np.ndarray, "b L"], seq_lens_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " S"]:
         """Concatenate the slots of all rows, each rounded up to whole pages; the rest of the array is 0."""
         real_b, page = seq_lens_B[: len(slots_bL)], self._runner.page_size
@@ -148,22 +126,24 @@ class NativeMode:
         concatenated[: len(values)] = values
         return concatenated
 
+    @override
     def prefill_metadata(
         self, columns: Columns, slots_bL: Int[np.ndarray, "b L"], cache_loc: Int[np.ndarray, " S"]
     ) -> Any:
         """Let the library compute its metadata, from a batch with only the fields that it reads."""
-        del slots_bL
         batch = ModelWorkerBatch.__new__(ModelWorkerBatch)
         batch.forward_mode, batch.cache_loc = ForwardMode.EXTEND, cache_loc
         batch.seq_lens, batch.extend_seq_lens = columns["seq_lens"], columns["extend_lens"]
         return self._runner.attn_backend.get_forward_metadata(batch)
 
+    @override
     def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
         """List the slots of all rows."""
         slots_BL = np.zeros((len(ends_B), slots_bL.shape[1]), np.int32)
         slots_BL[: len(slots_bL)] = slots_bL
         return slots_BL
 
+    @override
     def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
         """Concatenate the slots as ``cache_loc`` does; the backend looks for a row after those before it."""
         page, position_L = self._runner.page_size, jnp.arange(metadata.shape[1])
@@ -173,96 +153,78 @@ class NativeMode:
         values_BL = jnp.where(position_L < seq_lens_B[:, None], metadata, 0)
         return None, jnp.zeros(metadata.size, jnp.int32).at[place_BL].set(values_BL, mode="drop")
 
+    @override
     def backend(self, metadata: Any) -> Any:
         """Make a new backend, because flax forbids changing a module in a trace that began after it was made."""
-        del metadata
         return self.library_backend()
 
 
-class FlashMode(NativeMode):
-    """sglang-jax's Pallas kernel, which runs on TPUs only. It writes new keys and values at the end of each row."""
+class CutNativeAttention(NativeAttention):
+    """NativeAttention, which pads heads as the cache does, with outputs as wide as the model's heads."""
 
-    def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
-        """Describe a layer as the kernel takes it.
+    def __call__(
+        self, q: Array, k: Array, v: Array, layer: RadixAttention, *args: Any, **kwargs: Any
+    ) -> tuple[Float[Array, "T heads"], Array]:
+        """Attend; returns the output and the updated cache, as the library's class does."""
+        attend: Any = super().__call__  # which the library leaves without types
+        output, cache = attend(q, k, v, layer, *args, **kwargs)
+        padded = cache.shape[-1]
 
-        Raises:
-            ConfigError: for fp8 where the devices cannot read it, or where it would save nothing.
-        """
-        if pool.dtype == FP8:
-            own, device = pool.head_num // pool.mesh.shape["tensor"], pool.mesh.devices.flat[0]
-            check_fp8(own, jnp.dtype(self._runner.dtype), device.device_kind)
-        return super().cache_layer(pool)
+        def cut(own_heads: Array) -> Array:  # keeps the first numbers of every head; heads stay sharded as they are
+            return own_heads.reshape(len(own_heads), -1, padded)[..., : layer.head_dim].reshape(len(own_heads), -1)
 
-    def prefill_metadata(
-        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"], cache_loc: Int[np.ndarray, " S"]
-    ) -> FlashAttentionMetadata:
-        """Compute the library's metadata on the host; it goes to the devices with the other inputs of the step."""
-        del slots_bL
-        rows = int(np.sum(columns["seq_lens"] > 0))
-        return self._metadata(columns["seq_lens"], columns["extend_lens"], cache_loc, (0, rows, rows))
-
-    def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
-        """Compute the library's metadata for rows as long as they may get; the pages stay during a launch.
-
-        Padding between rows gets a page to itself, page 0, as rows that have ended do.
-        """
-        rows = int(np.max(np.nonzero(ends_B)[0], initial=-1)) + 1
-        ends_B = np.where((np.arange(len(ends_B)) < rows) & (ends_B == 0), 1, ends_B).astype(np.int32)
-        return self._metadata(ends_B, np.ones_like(ends_B), self.cache_loc(slots_bL, ends_B), (rows, rows, rows))
-
-    def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
-        """Set the rows' lengths. Rows that have ended become rows of one token in page 0, which is nobody's.
-
-        They must not have length 0: the kernel writes the key and value of each row that it counts.
-        """
-        rows_B = jnp.arange(len(seq_lens_B))
-        ended_B = (rows_B < metadata.distribution[0]) & (seq_lens_B == 0)
-        first_B, nowhere = metadata.cu_kv_lens[:-1] // self._runner.page_size, metadata.page_indices.size
-        pages = metadata.page_indices.at[jnp.where(ended_B, first_B, nowhere)].set(0, mode="drop")
-        lengths = jnp.where(ended_B, 1, seq_lens_B)
-        return replace(metadata, page_indices=pages, seq_lens=lengths), jnp.zeros(0, jnp.int32)
-
-    def _metadata(
-        self,
-        seq_lens_B: Int[np.ndarray, " B"],
-        new_B: Int[np.ndarray, " B"],
-        cache_loc: Int[np.ndarray, " S"],
-        ends: tuple[int, int, int],
-    ) -> FlashAttentionMetadata:
-        """Build the library's metadata; ``ends`` are where decode rows, prefill rows and mixed rows end."""
-        page = self._runner.page_size
-        arrays: dict[str, Any] = {
-            "cu_q_lens": _starts(new_B),
-            "cu_kv_lens": _starts(-(-seq_lens_B // page) * page),
-            "page_indices": cache_loc[::page] // page,
-            "seq_lens": seq_lens_B,
-            "distribution": np.array(ends, np.int32),
-        }
-        return FlashAttentionMetadata(**arrays)
-
-    def library_backend(self) -> Any:
-        """Return the library's FlashAttention with our blocks."""
-        runner = self._runner
-        heads = (runner.num_attn_heads, runner.num_kv_heads, runner.model_config.head_dim)
-        return BlockedFlashAttention(*heads, page_size=runner.page_size, mesh=runner.mesh)
-
-    def backend(self, metadata: Any) -> Any:
-        """Make a new backend that holds the metadata."""
-        backend = self.library_backend()
-        backend.forward_metadata = metadata
-        return backend
+        by_head = P("data", "tensor")
+        return jax.shard_map(cut, in_specs=by_head, out_specs=by_head)(jax.sharding.reshard(output, by_head)), cache
 
 
-def _starts(lengths_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B+1"]:
-    """Return where each row begins, and where the last one ends."""
-    return np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths_B, dtype=np.int32)])
+# --- numbers of the KV cache ------------------------------------------------------------------------------------------
+
+FP8 = jnp.dtype(jnp.float8_e4m3fn)
+FP8_LARGEST = 448.0
+"""The type has no infinity, and a plain conversion makes larger numbers NaN."""
+INT8 = jnp.dtype(jnp.int8)
+INT8_LARGEST = 127
+SCALE_BYTES = 4
+BITS = {jnp.dtype(jnp.uint16): jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.uint8): FP8}
+"""Arrays of these types hold the bits of those. Gather attention keeps bfloat16 and float8 so: on a CPU, XLA converted
+the whole cache at every write and every read, 0.3 s each for a layer of 80 MB."""
 
 
-class _NoBackend:
-    """Stands in for a backend while the library builds its worker."""
+def cache_dtype(name: KVDtype, model_dtype: Any) -> jnp.dtype:
+    """Return the type of the cache's arrays."""
+    return {"auto": jnp.dtype(model_dtype), "fp8": FP8, "int8": INT8}[name]
 
-    @staticmethod
-    def get_max_running_reqests(max_context_len: int, page_size: int) -> int:
-        """Set no limit on how many rows run at once. The spelling is the library's."""
-        del max_context_len, page_size
-        return 1 << 20
+
+def bits_of(dtype: jnp.dtype) -> jnp.dtype:
+    """Return the type of whole numbers that has the bits of a small float; other types stay as they are."""
+    return next((bits for bits, small in BITS.items() if small == dtype), dtype)
+
+
+def cache_width(head_dim: int, dtype: jnp.dtype) -> int:
+    """Return W, the numbers that the cache has for a head of ``head_dim``."""
+    return head_dim + (SCALE_BYTES if dtype == INT8 else 0)
+
+
+def encode(numbers: Float[Array, "*heads D"], dtype: jnp.dtype) -> Shaped[Array, "*heads W"]:
+    """Convert keys or values to what a cache of this type keeps."""
+    if dtype in BITS:
+        return jax.lax.bitcast_convert_type(encode(numbers, BITS[dtype]), dtype)
+    if dtype == INT8:
+        numbers = numbers.astype(jnp.float32)
+        largest = jnp.max(jnp.abs(numbers), axis=-1)
+        scale = jnp.where(largest == 0, 1.0, largest / INT8_LARGEST)
+        whole = jnp.round(numbers / scale[..., None]).astype(INT8)
+        return jnp.concatenate([whole, jax.lax.bitcast_convert_type(scale, INT8)], axis=-1)
+    if dtype == FP8:
+        numbers = jnp.where(jnp.isinf(numbers), jnp.nan, jnp.clip(numbers, -FP8_LARGEST, FP8_LARGEST))
+    return numbers.astype(dtype)
+
+
+def decode(kept: Shaped[Array, "*heads W"]) -> Float[Array, "*heads D"]:
+    """Convert back; what was kept in 8 bits becomes float32."""
+    if kept.dtype in BITS:
+        return decode(jax.lax.bitcast_convert_type(kept, BITS[kept.dtype]))
+    if kept.dtype == INT8:
+        scale = jax.lax.bitcast_convert_type(kept[..., -SCALE_BYTES:], jnp.float32)
+        return kept[..., :-SCALE_BYTES].astype(jnp.float32) * scale[..., None]
+    return kept.astype(jnp.float32) if kept.dtype == FP8 else kept

@@ -1,5 +1,7 @@
 """Several decode steps in one launch: a loop on the devices that samples tokens and appends them to their rows.
 
+This file is what is traced and compiled; launches.py has the host's side.
+
 The cache slots of all steps are reserved before the launch, so that the host has nothing to say until it ends. A row
 ends inside the launch by a stop token, or when its slots are used up; from then on it counts as padding and writes
 nowhere. The loop ends when its steps are done or few rows are left, as ``LaunchInputs.control`` says. A launch can take
@@ -10,24 +12,51 @@ up rows where the launch before leaves them, so that the devices have it before 
     row b        x   x   .   .
     row c        x   x   .   .
 
-Suffixes: B rows (padded), k the most steps of a launch, L layers, K experts per token.
+Suffixes: B rows (padded), T tokens of the step (padded), S cache slots of all rows, k the most steps of a launch, L
+layers, K experts per token.
 """
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, Integer
 
-from tpu_grpo.engine.arrays import AnyArray
 from tpu_grpo.engine.attention import AttentionMode
-from tpu_grpo.engine.routed_experts import ExpertLayout
-from tpu_grpo.engine.sampling import SamplingColumns
-from tpu_grpo.engine.step_arrays import StepInputs, StepOutput
+from tpu_grpo.engine.experts import ExpertLayout
+from tpu_grpo.engine.sampling import AnyArray, SamplingColumns
+
+
+class StepInputs(NamedTuple):
+    """The arrays that one step needs on the devices; all of them are replicated."""
+
+    input_ids: Int[AnyArray, " T"]
+    positions: Int[AnyArray, " T"]
+    out_cache_loc: Int[AnyArray, " T"]
+    """The cache slot of each new token, or -1 for padding."""
+    seq_lens: Int[AnyArray, " B"]
+    """Tokens that each row has after this step, or 0 for padding."""
+    prefix_lens: Int[AnyArray, " B"]
+    extend_lens: Int[AnyArray, " B"]
+    cache_loc: Int[AnyArray, " S"]
+    """The concatenated cache slots of all rows; empty for attention that does not read it."""
+    attention: Any
+    """The attention backend's metadata."""
+    sampling: SamplingColumns
+
+
+class StepOutput(NamedTuple):
+    """What a step leaves on the devices, beside the cache."""
+
+    tokens: Int[Array, " B"]
+    logprobs: Float[Array, " B"]
+    experts: Integer[Array, "T L K"] | None
+    """The experts of every token that the step computed, if the runner returns them."""
+    kept: Int[Array, " B"] | None = None
+    """How many tokens the filters kept, if the runner's log-probabilities are those among them."""
+
 
 Cache = list[Array]
 Step = Callable[[Cache, StepInputs], tuple[StepOutput, Cache]]
@@ -105,12 +134,6 @@ class Sampled(NamedTuple):
         tokens, bits = np.split(chosen[1:], 2)
         counts = None if kept is None else np.asarray(kept)[:, columns]
         return cls(chosen[0], tokens, bits.view(np.float32), counts)
-
-
-@functools.cache
-def nothing_before(rows: int, mesh: Mesh) -> Int[Array, "2 B"]:
-    """Return the ``before`` of launches that follow none. It is on the devices, or they would have another program."""
-    return jax.jit(lambda: jnp.zeros((2, rows), jnp.int32), out_shardings=NamedSharding(mesh, PartitionSpec()))()
 
 
 def pack_rows(rows: LaunchRows) -> Int[np.ndarray, "B columns"]:

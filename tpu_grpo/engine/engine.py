@@ -1,10 +1,15 @@
-"""An in-process rollout engine, which hides sglang-jax's internals from the rest of this package.
+"""The engine of one replica, which hides sglang-jax's internals from the rest of this package.
 
     engine = Engine.build(checkpoint_dir, mesh, options)
     engine.install_weights(weights)          # name -> array, as engine.weight_specs says; forgets cached prefixes
     completions = engine.generate(requests)  # in the order of the requests
 
-Everything happens on the calling thread.
+Everything happens on the calling thread. A call goes down these floors:
+
+    Engine.generate -> Generation.advance       which requests to submit            generation.py
+        SteppedScheduler.start, finish          which rows to launch, which slots   scheduler.py
+            Programs.launch, prefill            arrays, and the compiled program    launches.py
+                decode_loop                     the steps on the devices            decode_loop.py
 """
 
 import dataclasses
@@ -15,37 +20,47 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh
 from jaxtyping import Array
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardMode
+from sgl_jax.srt.server_args import ServerArgs
 
 from tpu_grpo.config import PROMPT_MARGIN_TOKENS
 from tpu_grpo.engine import repairs
-from tpu_grpo.engine.conversing import Conversations
 from tpu_grpo.engine.dealing import expected_tokens, make_groups, places_for, rows_kept
-from tpu_grpo.engine.experts import check_tokens
 from tpu_grpo.engine.flash_attention import check_pages
 from tpu_grpo.engine.generation import Finished, Generation
-from tpu_grpo.engine.options import EngineOptions
-from tpu_grpo.engine.routed_experts import ExpertLayout
-from tpu_grpo.engine.runner import Runner, RunnerSettings
-from tpu_grpo.engine.scheduler import SteppedScheduler
-from tpu_grpo.engine.server_args import CONTEXT_MARGIN_TOKENS, server_args
-from tpu_grpo.engine.use import EngineUse
-from tpu_grpo.engine.waves import Limits, Waves
+from tpu_grpo.engine.options import EngineOptions, check_tokens
+from tpu_grpo.engine.runner import Runner
+from tpu_grpo.engine.scheduler import EngineUse, SteppedScheduler
+from tpu_grpo.engine.waves import Conversations, Limits, Waves
 from tpu_grpo.records.errors import RequestError
 from tpu_grpo.records.stages import Completion, Request
 
 AXES = ("data", "tensor")
 """The mesh axes that sglang-jax's models use."""
+CONTEXT_MARGIN_TOKENS = 8
+"""sglang-jax refuses prompts within six tokens of its context length."""
 
 
 class Engine:
     """One sglang-jax scheduler and model on one mesh with explicit axes ("data", "tensor")."""
 
     def __init__(self, scheduler: SteppedScheduler, options: EngineOptions):
-        self._scheduler = scheduler
+        self._scheduler, self._runner, self._programs = scheduler, scheduler.runner, scheduler.programs
         self.options = options
+        self.checkpoint = Path(scheduler.server_args.model_path)
+        """The directory whose config.json describes the model."""
+        self.mesh: Mesh = self._runner.mesh
+        """The engine's devices, with the axes AXES."""
+        self.weight_specs = self._runner.weight_specs
+        """The shape, dtype and sharding of every parameter, by name."""
+        self.cache_specs = self._runner.cache_specs
+        """The shape, dtype and sharding of every layer's cache."""
+        self.expert_layout = self._programs.expert_layout
+        """What the engine returns of the experts that served each token; None if it was not built to return any."""
+        self.steps_per_launch = self._programs.steps
+        """The most decode steps of a launch."""
         self.figures: Mapping[str, float] = {}
         """What the last ``generate`` took, under the metrics' names."""
 
@@ -62,66 +77,42 @@ class Engine:
             ConfigError: if ``options.shard_vocab`` is set and the mesh's size does not divide the vocabulary, if flash
                 attention cannot take the pages, or the fused experts a number of tokens.
         """
+        context, chunk = options.context_tokens + CONTEXT_MARGIN_TOKENS, options.shapes.prefill[-1]
         if options.attention == "flash":
-            context = options.context_tokens + CONTEXT_MARGIN_TOKENS
             check_pages(rows=options.max_running_requests, context_tokens=context, page_size=options.page_size)
-        repairs.require_repaired_version()
-        repairs.count_instead_of_clock()
         if options.experts == "fused":
             check_tokens(options.shapes, mesh.size)
-        settings = RunnerSettings(
-            attention=options.attention,
-            shapes=options.shapes,
-            shard_vocab=options.shard_vocab,
-            stop_token_ids=options.stop_token_ids,
-            steps_per_launch=options.steps_per_launch,
-            return_experts=options.return_experts,
-            experts=options.experts,
-            kv_dtype=options.kv_dtype,
-            filtered=options.filtered,
+        repairs.require_repaired_version()
+        repairs.count_instead_of_clock()
+        arguments = ServerArgs(  # with which no port, thread or clock takes part in what the library does
+            model_path=str(checkpoint),
+            device=jax.default_backend(),
+            dtype=options.dtype,
+            tp_size=mesh.size,
+            nnodes=1,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            disable_overlap_schedule=True,
+            disable_precompile=True,
+            disable_radix_cache=not options.prefix_cache,
+            schedule_policy="fcfs",
+            random_seed=0,
+            context_length=context,
+            page_size=options.page_size,
+            max_total_tokens=options.cache_tokens,
+            max_running_requests=options.max_running_requests,
+            max_prefill_tokens=chunk,
+            chunked_prefill_size=chunk,
+            mem_fraction_static=0.5,
+            attention_backend="native",
+            log_level="warning",
         )
-        build_runner = functools.partial(Runner, settings)
-        return cls(SteppedScheduler(server_args(checkpoint, mesh, options), mesh, build_runner), options)
-
-    @property
-    def checkpoint(self) -> Path:
-        """The directory whose config.json describes the model."""
-        return Path(self._scheduler.server_args.model_path)
-
-    @property
-    def mesh(self) -> Mesh:
-        """The engine's devices, with the axes AXES."""
-        return self._scheduler.runner.mesh
-
-    @property
-    def weight_specs(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shape, dtype and sharding of every parameter, by name."""
-        return self._scheduler.runner.weight_specs
-
-    @property
-    def cache_specs(self) -> list[jax.ShapeDtypeStruct]:
-        """The shape, dtype and sharding of every layer's cache."""
-        return self._scheduler.runner.cache_specs
-
-    @property
-    def expert_layout(self) -> ExpertLayout | None:
-        """What the engine returns of the experts that served each token; None if it was not built to return any."""
-        return self._scheduler.runner.expert_layout
-
-    @property
-    def steps_per_launch(self) -> int:
-        """The most decode steps of a launch."""
-        return self._scheduler.runner.steps_per_launch
+        return cls(SteppedScheduler(arguments, mesh, functools.partial(Runner, options)), options)
 
     @property
     def use(self) -> EngineUse:
         """A copy of what the engine has done so far, and the host's seconds by what it did."""
         return dataclasses.replace(self._scheduler.use)
-
-    @property
-    def retractions(self) -> int:
-        """How many running requests so far went back to the queue because the cache ran short."""
-        return self._scheduler.use.retracted
 
     @property
     def digest(self) -> str:
@@ -133,45 +124,47 @@ class Engine:
         scheduler = self._scheduler
         scheduler.before_launch = lambda: call(scheduler.forward_ct, scheduler.digest)
 
+    # --- weights and programs -----------------------------------------------------------------------------------------
+
     def install_weights(self, weights: Mapping[str, Array]) -> None:
         """Sample with these parameters from now on, and forget the prefixes that older ones computed.
 
         Raises:
             WeightsError: if names, shapes or types are not those of ``weight_specs``.
         """
-        self._scheduler.runner.install_weights(weights)
-        self._scheduler.runner.restore_cache()
+        self._runner.install_weights(weights)
+        self._runner.restore_cache()
         self.forget_prefixes()
 
     def release(self) -> None:
         """Free the cache and drop the parameters until ``install_weights``; call it only between generations."""
         self.forget_prefixes()
-        self._scheduler.runner.release()
+        self._runner.release()
 
-    @property
-    def has_weights(self) -> bool:
-        """Whether parameters are installed."""
-        return self._scheduler.runner.weights is not None
+    def forget_prefixes(self) -> None:
+        """Drop all cached keys and values; call it only between generations."""
+        self._scheduler.forget_prefixes()
 
     @property
     def weights(self) -> dict[str, Array]:
         """The parameters that the engine samples with, by name; empty where none are installed."""
-        runner = self._scheduler.runner
-        return dict(zip(runner.weight_specs, runner.weights, strict=True)) if runner.weights is not None else {}
+        weights = self._runner.weights
+        return dict(zip(self.weight_specs, weights, strict=True)) if weights is not None else {}
 
     @property
     def cache(self) -> list[Array]:
         """The cached keys and values of every layer; empty where no cache is allocated."""
-        layers = self._scheduler.runner.token_to_kv_pool.kv_buffer
-        return [layer for layer in layers if isinstance(layer, jax.Array)]
+        return [layer for layer in self._runner.token_to_kv_pool.kv_buffer if isinstance(layer, jax.Array)]
 
     def compile_all(self, tell: Callable[[], None] = lambda: None) -> int:
         """Compile every shape now, and return the number of programs; ``tell`` is called after each."""
-        return self._scheduler.runner.compile_all(tell)
+        return self._programs.compile_all(tell)
 
     def lower(self, mode: Literal["decode", "prefill"], size: int) -> jax.stages.Lowered:
         """Lower the program of decode steps of ``size`` rows or a prefill of ``size`` tokens; it needs no weights."""
-        return self._scheduler.runner.lower(ForwardMode.DECODE if mode == "decode" else ForwardMode.EXTEND, size)
+        return self._programs.lower(ForwardMode.DECODE if mode == "decode" else ForwardMode.EXTEND, size)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
 
     def generate(
         self,
@@ -219,16 +212,14 @@ class Engine:
             finished: is called with the index and the completion of each request as it ends.
             waves: brings their turns, if their answers are conversations.
         """
-        assert self.has_weights, "install_weights comes before a generation"
-        options = self.options
+        assert self._runner.weights is not None, "install_weights comes before a generation"
         return Generation(
             self._scheduler,
             requests,
-            options.stop_token_ids,
             expected=expected,
-            places=places_for(requests, expected, options),
+            places=places_for(requests, expected, self.options),
             finished=finished,
-            share=options.prefix_cache,
+            share=self.options.prefix_cache,
             waves=waves,
         )
 
@@ -240,10 +231,6 @@ class Engine:
         """Raise RequestError if the engine can never serve one of these requests."""
         for index, request in enumerate(requests):
             self._check(index, request)
-
-    def forget_prefixes(self) -> None:
-        """Drop all cached keys and values; call it only between generations."""
-        self._scheduler.forget_prefixes()
 
     def _check(self, index: int, request: Request) -> None:
         options, prompt, new = self.options, len(request.token_ids), request.sampling.max_new_tokens
@@ -264,15 +251,9 @@ class Engine:
             )
         if request.return_experts and not options.return_experts:
             raise RequestError(f"request {index}: this engine keeps no experts; build it with return_experts=True")
-        vocabulary = self._scheduler.model_config.vocab_size
+        vocabulary = self._runner.model_config.vocab_size
         if not all(0 <= token < vocabulary for token in request.token_ids):
             raise RequestError(f"request {index}: token ids must be in [0, {vocabulary}), got {request.token_ids}")
-
-
-def partition_spec(spec: jax.ShapeDtypeStruct) -> PartitionSpec:
-    """Return the partition spec of one of an engine's ``weight_specs``."""
-    assert isinstance(spec.sharding, NamedSharding)
-    return spec.sharding.spec
 
 
 def engine_mesh(devices: Sequence[Any], engines: int = 1) -> Mesh:

@@ -6,24 +6,33 @@
 
 Arrays have the same shape on every host and at every step, so that nothing is compiled later: what hosts send goes in
 pieces of an even share, of which a host that served more than others sends several.
+
+``pack`` makes of a completion a row of int32 ``[tokens, cached tokens, finish reason, ids..., log-probabilities...]``;
+ids and log-probabilities take ``T = new_tokens`` places each, filled with 0. Log-probabilities keep their float32 bits.
+Where completions say how many tokens the filters kept, these numbers take T places more.
+
+The experts of a row's tokens are packed apart, because they are many: ``S * layers * k`` numbers of 8 or 16 bits, as
+the bits of int32, which every device stores without padding.
 """
 
 import pickle
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from jaxtyping import Int
 
-from tpu_grpo.engine.packing import pack, pack_experts, unpack, unpack_experts
-from tpu_grpo.engine.routed_experts import ExpertLayout
+from tpu_grpo.engine.experts import ExpertLayout
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.records.stages import Completion, Request
+from tpu_grpo.records.stages import Completion, FinishReason, Request
 
 PIECE_BYTES = 64 * 2**20
 """Experts and conversations go in pieces of at most about this size over all hosts, as every device holds a piece."""
 FEWEST_BYTES = 2**16
 """A host sends at least so many bytes of its conversations; from there on powers of 2, so that few are compiled."""
+REASONS: tuple[FinishReason, ...] = ("stop", "length")
+HEAD = 3
 
 
 @dataclass(frozen=True)
@@ -94,6 +103,54 @@ class Exchange:
 
     def _mine(self, own: Mapping[int, Completion]) -> list[Completion]:
         return [own[index] for index in self._sent[self.hosts.index]]
+
+
+def pack(
+    completions: Sequence[Completion], rows: int, new_tokens: int, *, kept: bool = False
+) -> Int[np.ndarray, "{rows} columns"]:
+    """Pack completions of at most ``new_tokens`` tokens each, and append empty rows up to ``rows``."""
+    table = np.zeros((rows, HEAD + (3 if kept else 2) * new_tokens), np.int32)
+    for row, completion in zip(table, completions, strict=False):
+        count = len(completion.token_ids)
+        row[:HEAD] = count, completion.cached_tokens, REASONS.index(completion.finish_reason)
+        row[HEAD : HEAD + count] = completion.token_ids
+        row[HEAD + new_tokens : HEAD + new_tokens + count] = completion.logprobs.view(np.int32)
+        if kept:
+            assert completion.kept is not None, "all engines of a run count what filters keep, or none does"
+            row[HEAD + 2 * new_tokens : HEAD + 2 * new_tokens + count] = completion.kept
+    return table
+
+
+def unpack(table: Int[np.ndarray, "R columns"], *, kept: bool = False) -> list[Completion]:
+    """Unpack what ``pack`` packed; every row is a completion."""
+    new_tokens = (table.shape[1] - HEAD) // (3 if kept else 2)
+    found = []
+    for row in table:
+        count, cached, reason = (int(value) for value in row[:HEAD])
+        logprobs = row[HEAD + new_tokens : HEAD + new_tokens + count].copy().view(np.float32)
+        counts = row[HEAD + 2 * new_tokens : HEAD + 2 * new_tokens + count].copy() if kept else None
+        found.append(Completion(row[HEAD : HEAD + count].copy(), logprobs, REASONS[reason], cached, kept=counts))
+    return found
+
+
+def pack_experts(
+    completions: Sequence[Completion], rows: int, tokens: int, layout: ExpertLayout
+) -> Int[np.ndarray, "{rows} columns"]:
+    """Pack the experts of at most ``tokens`` tokens of each completion, and append empty rows up to ``rows``."""
+    table = np.zeros((rows, -(-tokens * layout.token_bytes // 4)), np.int32)
+    for row, completion in zip(table.view(np.uint8), completions, strict=False):
+        assert completion.experts is not None, "every request of a batch asks for experts, or none does"
+        packed = np.ascontiguousarray(completion.experts).reshape(-1).view(np.uint8)
+        row[: packed.size] = packed
+    return table
+
+
+def unpack_experts(
+    row: Int[np.ndarray, " columns"], completion: Completion, tokens: int, layout: ExpertLayout
+) -> Completion:
+    """Give a completion the experts of its first ``tokens`` tokens, prompt included, from a row of ``pack_experts``."""
+    flat = np.ascontiguousarray(row).view(np.uint8)[: tokens * layout.token_bytes].copy().view(layout.dtype)
+    return replace(completion, experts=flat.reshape(tokens, layout.layers, layout.per_token))
 
 
 def exchange_conversations(own: Mapping[int, Completion], count: int, hosts: Hosts) -> list[Completion]:

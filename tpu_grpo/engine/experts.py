@@ -1,29 +1,38 @@
-"""A mixture-of-experts layer for the sampler's model. It replaces sglang-jax's ``EPMoE``, whose constructor and weight
-names it has.
+"""Mixture of experts in the sampler's model: the layer, and a record of the experts that served each token.
 
-Experts are sharded over the mesh. No token is ever dropped. There are two ways:
+The layer replaces sglang-jax's ``EPMoE``, whose constructor and weight names it has. Experts are sharded over the mesh,
+and no token is ever dropped. There are two ways, which take the same weights in the same layout:
 
     Experts         every device has all tokens: it computes what its own experts contribute, and an all-reduce adds up
                     the contributions
     FusedExperts    tokens are spread over the devices, and sglang-jax's kernel for TPUs sends each to its experts while
                     it loads their weights
 
-Both take the same weights in the same layout.
+The trainer may replay the experts that the engine's routers chose (``algorithm.routing_replay``). A step computes only
+tokens that are not in the cache. So experts are kept by cache slot until a request takes them, and whoever reads a
+cached prefix reads the experts that were chosen when it was computed:
 
-Arrays: T tokens, D width, E experts (e on this device), K experts per token, F hidden width of an expert.
+    table = ExpertTable(layout, slots=4096)
+    table.store(slots, experts)     # after every step: its new tokens
+    table.read(slots)               # when a request ends: its tokens, before their slots are free again
+    table.forget()                  # with the cache
+
+Suffixes: T tokens, D width, E experts (e on this device), K experts per token, F hidden width of an expert, L layers.
 """
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
-from tpu_grpo.engine.shapes import Shapes
-from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.engine.options import ExpertsName
+from tpu_grpo.records.stages import routing_dtype
 
 AXIS = "tensor"
 """The axis of the sampler's mesh over which experts are sharded."""
@@ -93,22 +102,7 @@ class FusedExperts(Experts):
         return jax.sharding.reshard(mixed, out_sharding)
 
 
-ExpertsName = Literal["ragged", "fused"]
 EXPERTS: dict[ExpertsName, type[Experts]] = {"ragged": Experts, "fused": FusedExperts}
-
-
-def check_tokens(shapes: Shapes, devices: int) -> None:
-    """Check that the kernel of `FusedExperts` can spread the tokens of every step.
-
-    Raises:
-        ConfigError: for a number of rows or of prompt tokens that does not divide over the devices.
-    """
-    for setting, sizes in (("rollout.batch_paddings", shapes.batch), ("rollout.prefill_tokens", shapes.prefill)):
-        if odd := [size for size in sizes if size % devices]:
-            raise ConfigError(
-                f"with rollout.experts=fused every step must divide over the {devices} devices of a replica, got "
-                f"{odd}; set {setting} to multiples of {devices}, or rollout.experts=ragged"
-            )
 
 
 def _mix_own_experts(
@@ -135,3 +129,58 @@ def _mix_own_experts(
     weighted = jnp.where(is_own, out.astype(jnp.float32) * weights_TK.reshape(-1)[order][:, None], 0.0)
     sum_TD = jnp.zeros(x_TD.shape, jnp.float32).at[tokens].add(weighted)
     return jax.lax.psum(sum_TD.astype(x_TD.dtype), AXIS)
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """The experts of one token: how many, and in which type their numbers are kept."""
+
+    layers: int
+    per_token: int
+    dtype: np.dtype
+
+    @classmethod
+    def of(cls, hf_config: Any) -> "ExpertLayout":
+        """Read the layout from a model's config.json; every layer of the model has experts."""
+        experts, per_token = hf_config.num_experts, hf_config.num_experts_per_tok
+        return cls(hf_config.num_hidden_layers, per_token, routing_dtype(experts))
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes that one token's experts take."""
+        return self.layers * self.per_token * self.dtype.itemsize
+
+    def stack(self, layers: list[Integer[Array, "T K"]]) -> Integer[Array, "T L K"]:
+        """Put what the model's layers return into one array of the small type, on every device."""
+        assert len(layers) == self.layers, f"{len(layers)} layers chose experts, expected {self.layers}"
+        experts_TLK = jnp.stack(layers, axis=1).astype(self.dtype)
+        return jax.sharding.reshard(experts_TLK, jax.sharding.PartitionSpec())
+
+    def zeros(self, steps: int, rows: int) -> Integer[Array, "{steps} {rows} L K"]:
+        """Make room for the experts of one token of each row in every step of a launch."""
+        return jnp.zeros((steps, rows, self.layers, self.per_token), self.dtype)
+
+
+class ExpertTable:
+    """Host memory for the experts of every cache slot; the system backs only what was written."""
+
+    def __init__(self, layout: ExpertLayout, slots: int):
+        self._layout = layout
+        self._slots = slots
+        self.forget()
+
+    def forget(self) -> None:
+        """Know no token's experts."""
+        shape = self._slots, self._layout.layers, self._layout.per_token
+        self._experts = np.zeros(shape, self._layout.dtype)
+        self._known = np.zeros(self._slots, np.bool_)
+
+    def store(self, slots_T: Integer[np.ndarray, " T"], experts_TLK: Integer[np.ndarray, "T L K"]) -> None:
+        """Keep the experts of the tokens in these cache slots."""
+        self._experts[slots_T] = experts_TLK
+        self._known[slots_T] = True
+
+    def read(self, slots_T: Integer[np.ndarray, " T"]) -> Integer[np.ndarray, "T L K"]:
+        """Return a copy of what was stored for these slots."""
+        assert self._known[slots_T].all(), "a token of this request was never computed since the cache was emptied"
+        return self._experts[slots_T]

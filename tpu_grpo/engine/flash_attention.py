@@ -1,25 +1,38 @@
-"""sglang-jax's flash attention for TPUs (ragged paged attention, version 3).
+"""sglang-jax's flash attention for TPUs (ragged paged attention, version 3), and the sizes of its blocks.
 
 A decode step runs in the kernel's decode form, whose queries are one token per row, and a prefill in its mixed form.
 The kernel pads heads to multiples of 128 numbers, and so does the cache.
 
-Suffixes: T new tokens of all rows, H query heads, K key-value heads, D head width.
+The kernel reads the cache of a row in blocks of keys and values, from the chip's large memory (HBM) into two buffers in
+its small one (VMEM), and computes on parts of a block, of which it skips those beyond the row's end. The sizes come
+from programs compiled for each generation, for 2 and for 8 key-value heads a device and heads of 128 numbers:
+
+- Every launch first fills the buffers of a decode step with zeros, one bundle (cycle) for each key and pair of heads:
+  6,144 bundles for 1,024 keys of 2 heads, 18,432 for 8 heads. A block costs about 900 bundles, and a key about 1 for 2
+  heads. So decode blocks are as long as the context, up to 1,024 keys, and shorter for many heads.
+- Parts of 256 keys take the fewest bundles: 7,574 against 7,733 (512 keys) and 8,098 (1,024) on v5e, and a short row
+  skips more of them.
+- Buffers above half of the kernel's VMEM do not compile: on v4, 1,024 keys of 8 heads do not.
+
+Suffixes: b rows of the batch, B rows (padded), L context, S cache slots of all rows, T new tokens of all rows, H query
+heads, K key-value heads, D head width.
 """
 
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import ragged_paged_attention
-from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttention
+from sgl_jax.srt.layers.attention.flashattention_backend import FlashAttention, FlashAttentionMetadata
 from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch
 
-from tpu_grpo.engine.flash_blocks import choose_blocks
-from tpu_grpo.engine.kv_formats import encode
+from tpu_grpo.engine.attention import FP8, Columns, NativeMode, encode
 from tpu_grpo.records.errors import ConfigError
 
 PAGE_TABLE = 2**17
@@ -29,6 +42,208 @@ WITHOUT_FP8 = ("TPU v4",)
 """There the compiler refuses the kernel's products of float32 and float8."""
 PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 """The page sizes that are suggested."""
+Block = tuple[int, int, int, int]
+"""(queries fetched, keys fetched, queries computed at once, keys computed at once), in tokens."""
+MIB = 2**20
+VMEM_BYTES = {
+    "TPU v4": 8 * MIB,
+    "TPU v5": 32 * MIB,
+    "TPU v5p": 32 * MIB,
+    "TPU v5 lite": 64 * MIB,
+    "TPU v5e": 64 * MIB,
+    "TPU v6 lite": 64 * MIB,
+    "TPU v6e": 64 * MIB,
+}
+"""The VMEM that the kernel may use, by jax's name of the device: half of the chip's, as the library takes."""
+BUFFER_BYTES = 5 * MIB
+"""The most that both buffers may take where there is VMEM enough; more would take too long to fill."""
+DECODE_KEYS = 1024
+PREFILL_QUERIES = 32
+PREFILL_KEYS = 512
+KEYS_AT_ONCE = 256
+
+
+class FlashMode(NativeMode):
+    """sglang-jax's Pallas kernel, which runs on TPUs only. It writes new keys and values at the end of each row."""
+
+    @override
+    def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
+        if pool.dtype == FP8:
+            own, device = pool.head_num // pool.mesh.shape["tensor"], pool.mesh.devices.flat[0]
+            check_fp8(own, jnp.dtype(self._runner.dtype), device.device_kind)
+        return super().cache_layer(pool)
+
+    @override
+    def prefill_metadata(
+        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"], cache_loc: Int[np.ndarray, " S"]
+    ) -> FlashAttentionMetadata:
+        """Compute the library's metadata on the host; it goes to the devices with the other inputs of the step."""
+        rows = int(np.sum(columns["seq_lens"] > 0))
+        return self._metadata(columns["seq_lens"], columns["extend_lens"], cache_loc, (0, rows, rows))
+
+    @override
+    def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> Any:
+        """Compute the library's metadata for rows as long as they may get; the pages stay during a launch.
+
+        Padding between rows gets a page to itself, page 0, as rows that have ended do.
+        """
+        rows = int(np.max(np.nonzero(ends_B)[0], initial=-1)) + 1
+        ends_B = np.where((np.arange(len(ends_B)) < rows) & (ends_B == 0), 1, ends_B).astype(np.int32)
+        return self._metadata(ends_B, np.ones_like(ends_B), self.cache_loc(slots_bL, ends_B), (rows, rows, rows))
+
+    @override
+    def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
+        """Set the rows' lengths. Rows that have ended become rows of one token in page 0, which is nobody's.
+
+        They must not have length 0: the kernel writes the key and value of each row that it counts.
+        """
+        rows_B = jnp.arange(len(seq_lens_B))
+        ended_B = (rows_B < metadata.distribution[0]) & (seq_lens_B == 0)
+        first_B, nowhere = metadata.cu_kv_lens[:-1] // self._runner.page_size, metadata.page_indices.size
+        pages = metadata.page_indices.at[jnp.where(ended_B, first_B, nowhere)].set(0, mode="drop")
+        lengths = jnp.where(ended_B, 1, seq_lens_B)
+        return replace(metadata, page_indices=pages, seq_lens=lengths), jnp.zeros(0, jnp.int32)
+
+    def _metadata(
+        self,
+        seq_lens_B: Int[np.ndarray, " B"],
+        new_B: Int[np.ndarray, " B"],
+        cache_loc: Int[np.ndarray, " S"],
+        ends: tuple[int, int, int],
+    ) -> FlashAttentionMetadata:
+        """Build the library's metadata; ``ends`` are where decode rows, prefill rows and mixed rows end."""
+        page = self._runner.page_size
+        arrays: dict[str, Any] = {
+            "cu_q_lens": _starts(new_B),
+            "cu_kv_lens": _starts(-(-seq_lens_B // page) * page),
+            "page_indices": cache_loc[::page] // page,
+            "seq_lens": seq_lens_B,
+            "distribution": np.array(ends, np.int32),
+        }
+        return FlashAttentionMetadata(**arrays)
+
+    @override
+    def library_backend(self) -> "BlockedFlashAttention":
+        runner = self._runner
+        heads = (runner.num_attn_heads, runner.num_kv_heads, runner.model_config.head_dim)
+        return BlockedFlashAttention(*heads, page_size=runner.page_size, mesh=runner.mesh)
+
+    @override
+    def backend(self, metadata: Any) -> "BlockedFlashAttention":
+        """Make a new backend that holds the metadata."""
+        backend = self.library_backend()
+        backend.forward_metadata = metadata
+        return backend
+
+
+def _starts(lengths_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B+1"]:
+    """Return where each row begins, and where the last one ends."""
+    return np.concatenate([np.zeros(1, np.int32), np.cumsum(lengths_B, dtype=np.int32)])
+
+
+class BlockedFlashAttention(FlashAttention):
+    """FlashAttention with our block sizes, and with float32 queries.
+
+    The kernel keeps its running maxima, sums and outputs in the type of the queries, and with bfloat16 rounds them at
+    every block of keys: 2.6 to 4.6 times the error of rounding the output once. Float32 queries take no more bundles.
+    """
+
+    def __call__(
+        self,
+        q: Float[Array, "T H D"],
+        k: Float[Array, "T K D"],
+        v: Float[Array, "T K D"],
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        token_to_kv_pool: MHATokenToKVPool,
+        **_: Any,
+    ) -> tuple[Float[Array, "T heads"], Array]:
+        """Attend, and write the new keys and values into the cache.
+
+        Returns:
+            The output [T, H D] and the layer's cache.
+        """
+        cache = token_to_kv_pool.get_fused_kv_buffer(layer.layer_id)
+        k, v = (encode(new, cache.dtype) for new in (k, v))
+        output, cache = self._attend(q.astype(jnp.float32), k, v, cache, layer)
+        return output.reshape(len(q), -1).astype(q.dtype), cache
+
+    def _attend(self, q: Array, k: Array, v: Array, cache: Array, layer: RadixAttention) -> tuple[Array, Array]:
+        """Run the kernel on each device with the heads that it has."""
+        by_head, cached, by_row = P("data", "tensor", None), P("data", None, "tensor", None, None), P("data")
+        tensor, found = self.mesh.shape["tensor"], self.forward_metadata
+        blocks = choose_blocks(
+            self.mesh.devices.flat[0].device_kind,
+            kv_heads=self.num_kv_heads // tensor,
+            head_dim=cache.shape[-1],
+            page_size=self.page_size,
+            context_tokens=len(found.page_indices) // len(found.seq_lens) * self.page_size,
+            dtype=cache.dtype,
+        )
+
+        def attend_own_heads(q: Array, k: Array, v: Array, cache: Array, *metadata: Array) -> Any:
+            return ragged_paged_attention(
+                q,
+                k,
+                v,
+                cache,
+                *metadata,
+                None,
+                sm_scale=layer.scaling,
+                sliding_window=layer.sliding_window_size,
+                soft_cap=layer.logit_cap,
+                d_block_sizes=blocks.decode,
+                m_block_sizes=blocks.prefill,
+                vmem_limit_bytes=blocks.vmem_bytes,
+            )
+
+        metadata = (found.seq_lens, found.page_indices, found.cu_q_lens, found.cu_kv_lens, found.distribution)
+        attend: Any = jax.shard_map(
+            attend_own_heads,
+            in_specs=(by_head, by_head, by_head, cached, *(by_row for _ in metadata)),
+            out_specs=(by_head, cached),
+            check_vma=False,
+        )
+        q, k, v = (jax.sharding.reshard(x, by_head) for x in (q, k, v))  # a single head is split by width as it comes
+        return attend(q, k, v, cache, *(jax.sharding.reshard(array, by_row) for array in metadata))
+
+
+# --- blocks, and what the kernel cannot take --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The kernel's sizes for one engine."""
+
+    decode: Block
+    prefill: Block
+    vmem_bytes: int
+
+
+def choose_blocks(
+    device_kind: str, *, kv_heads: int, head_dim: int, page_size: int, context_tokens: int, dtype: np.dtype
+) -> Blocks:
+    """Choose the blocks for ``kv_heads`` heads a device of width ``head_dim``, in whole pages of one row's context.
+
+    Raises:
+        ConfigError: if the devices are not TPUs of the table.
+    """
+    vmem_bytes = VMEM_BYTES.get(device_kind)
+    if vmem_bytes is None:
+        raise ConfigError(
+            f"rollout.attention=flash needs a TPU out of {sorted(VMEM_BYTES)}, got {device_kind}; use gather on others"
+        )
+    packing = 4 // np.dtype(dtype).itemsize  # keys and values share words of 32 bits
+    words = -(-2 * kv_heads // packing)
+    heads = words * packing + max(2, packing)  # with the gap that the kernel leaves against bank conflicts
+    fitting = min(BUFFER_BYTES, vmem_bytes // 2) // (2 * heads * head_dim * np.dtype(dtype).itemsize)
+
+    def sizes(queries: int, most_keys: int) -> Block:
+        at_once = max(1, min(KEYS_AT_ONCE, 1 << (fitting.bit_length() - 1)) // page_size) * page_size
+        parts = min(most_keys, fitting, -(-context_tokens // at_once) * at_once) // at_once
+        return queries, max(1, parts) * at_once, queries, at_once
+
+    return Blocks(sizes(1, DECODE_KEYS), sizes(PREFILL_QUERIES, PREFILL_KEYS), vmem_bytes)
 
 
 def check_pages(*, rows: int, context_tokens: int, page_size: int) -> None:
@@ -77,77 +292,3 @@ def check_fp8(kv_heads: int, model_dtype: jnp.dtype, device_kind: str) -> None:
             f"a word of 32 bits, got {kv_heads}, which takes as much memory as in {model_dtype}; lower "
             "meshes.sampler.tensor, or use rollout.kv_dtype=auto"
         )
-
-
-class BlockedFlashAttention(FlashAttention):
-    """FlashAttention with our block sizes, and with float32 queries.
-
-    The kernel keeps its running maxima, sums and outputs in the type of the queries, and with bfloat16 rounds them at
-    every block of keys: 2.6 to 4.6 times the error of rounding the output once. Float32 queries take no more bundles.
-    """
-
-    def __call__(
-        self,
-        q: Float[Array, "T H D"],
-        k: Float[Array, "T K D"],
-        v: Float[Array, "T K D"],
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        token_to_kv_pool: MHATokenToKVPool,
-        **_: Any,
-    ) -> tuple[Float[Array, "T heads"], Array]:
-        """Attend, and write the new keys and values into the cache.
-
-        Returns:
-            The output [T, H D] and the layer's cache.
-        """
-        cache = token_to_kv_pool.get_fused_kv_buffer(layer.layer_id)
-        k, v = (encode(new, cache.dtype) for new in (k, v))
-        output, cache = self._attend(q.astype(jnp.float32), k, v, cache, layer)
-        return output.reshape(len(q), -1).astype(q.dtype), cache
-
-    def _attend(self, q: Array, k: Array, v: Array, cache: Array, layer: RadixAttention) -> tuple[Array, Array]:
-        """Run the kernel on each device with the heads that it has."""
-        by_head, cached, by_row = P("data", "tensor", None), P("data", None, "tensor", None, None), P("data")
-        tensor = self.mesh.shape["tensor"]
-        blocks = choose_blocks(
-            self.mesh.devices.flat[0].device_kind,
-            kv_heads=self.num_kv_heads // tensor,
-            head_dim=cache.shape[-1],
-            page_size=self.page_size,
-            context_tokens=self.metadata_context,
-            dtype=cache.dtype,
-        )
-
-        def attend_own_heads(q: Array, k: Array, v: Array, cache: Array, *metadata: Array) -> Any:
-            return ragged_paged_attention(
-                q,
-                k,
-                v,
-                cache,
-                *metadata,
-                None,
-                sm_scale=layer.scaling,
-                sliding_window=layer.sliding_window_size,
-                soft_cap=layer.logit_cap,
-                d_block_sizes=blocks.decode,
-                m_block_sizes=blocks.prefill,
-                vmem_limit_bytes=blocks.vmem_bytes,
-            )
-
-        found: Any = self.forward_metadata
-        metadata = (found.seq_lens, found.page_indices, found.cu_q_lens, found.cu_kv_lens, found.distribution)
-        attend: Any = jax.shard_map(
-            attend_own_heads,
-            in_specs=(by_head, by_head, by_head, cached, *(by_row for _ in metadata)),
-            out_specs=(by_head, cached),
-            check_vma=False,
-        )
-        q, k, v = (jax.sharding.reshard(x, by_head) for x in (q, k, v))  # a single head is split by width as it comes
-        return attend(q, k, v, cache, *(jax.sharding.reshard(array, by_row) for array in metadata))
-
-    @property
-    def metadata_context(self) -> int:
-        """The tokens of the longest row that the step's table of pages has room for."""
-        found = self.forward_metadata
-        return len(found.page_indices) // len(found.seq_lens) * self.page_size

@@ -8,13 +8,13 @@ row needs at that moment: one program serves every length.
 Queries of a prefill are split into blocks of QUERY_BLOCK tokens of one row, so that rows of very different lengths (a
 whole prompt beside rows that found theirs in the cache) cost what they are long.
 
-Suffixes: B rows, N pages of a row, T new tokens of all rows, R rows or blocks that attend together, Q queries of each,
-K key-value heads, G query heads per key-value head, D head width, W what the cache has for it (kv_formats.py), C tokens
-of a chunk.
+Suffixes: b rows of the batch, B rows (padded), L context, N pages of a row, T new tokens of all rows, R rows or blocks
+that attend together, Q queries of each, K key-value heads, G query heads per key-value head, D head width, W numbers of
+the cache for a head, C tokens of a chunk.
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,8 @@ from sgl_jax.srt.layers.radix_attention import RadixAttention
 from sgl_jax.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sgl_jax.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 
-from tpu_grpo.engine.arrays import AnyArray
-from tpu_grpo.engine.kv_formats import bits_of, cache_width, decode, encode
+from tpu_grpo.engine.attention import AttentionMode, Columns, bits_of, cache_width, decode, encode
+from tpu_grpo.engine.sampling import AnyArray
 
 QUERY_BLOCK = 16
 BLOCKS_AT_ONCE = 8
@@ -37,6 +37,7 @@ DECODE_GROUPS = 2
 MASKED = -1e30
 CACHE_PARTITION = P(None, None, "tensor")
 """Key-value heads are sharded over the devices of an engine."""
+NO_SLOTS = np.zeros(0, np.int32)
 
 
 class GatherMetadata(NamedTuple):
@@ -52,6 +53,69 @@ class GatherMetadata(NamedTuple):
     """The index of each query of the block among the T new tokens."""
     token_slot: Int[AnyArray, " T"]
     """The index of each new token among the flattened queries of all blocks."""
+
+
+class GatherMode(AttentionMode):
+    """Our attention: each row gathers its own pages. It runs on any device with any page size."""
+
+    def __init__(self, page_size: int, head_dim: int):
+        self._page_size, self._head_dim = page_size, head_dim
+
+    @override
+    def cache_layer(self, pool: MHATokenToKVPool) -> jax.ShapeDtypeStruct:
+        """Describe a layer [pages, page, K, 2, W], with keys and values in turn and heads of the model's width.
+
+        The library's heads would be padded to 128.
+        """
+        pages, dtype = (pool.size + pool.page_size) // pool.page_size, jnp.dtype(pool.dtype)
+        shape = (pages, pool.page_size, pool.head_num, 2, cache_width(self._head_dim, dtype))
+        return jax.ShapeDtypeStruct(shape, bits_of(dtype), sharding=NamedSharding(pool.mesh, CACHE_PARTITION))
+
+    @override
+    def library_backend(self) -> Any:
+        return _NoBackend()
+
+    @override
+    def cache_loc(self, slots_bL: Int[np.ndarray, "b L"], seq_lens_B: Int[np.ndarray, " B"]) -> Int[np.ndarray, " S"]:
+        return NO_SLOTS
+
+    @override
+    def prefill_metadata(
+        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"], cache_loc: Int[np.ndarray, " S"]
+    ) -> GatherMetadata:
+        pages = self._pages(slots_bL, len(columns["seq_lens"]))
+        return block_metadata(pages, columns["extend_lens"], len(columns["input_ids"]))
+
+    @override
+    def launch_metadata(self, slots_bL: Int[np.ndarray, "b L"], ends_B: Int[np.ndarray, " B"]) -> GatherMetadata:
+        """List the pages of each row, which has one query a step and no blocks."""
+        none = NO_SLOTS
+        return GatherMetadata(
+            self._pages(slots_bL, len(ends_B)), none, none, none, np.zeros((0, QUERY_BLOCK), np.int32), none
+        )
+
+    @override
+    def at_step(self, metadata: Any, seq_lens_B: Int[Array, " B"]) -> tuple[Any, Int[Array, " S"]]:
+        """Return the pages, which serve every step, because the backend reads as many as the rows are long."""
+        return metadata, jnp.zeros(0, jnp.int32)
+
+    def _pages(self, slots_bL: Int[np.ndarray, "b L"], rows: int) -> Int[np.ndarray, "{rows} N"]:
+        pages = np.zeros((rows, -(-slots_bL.shape[1] // self._page_size)), np.int32)
+        pages[: len(slots_bL)] = slots_bL[:, :: self._page_size] // self._page_size
+        return pages
+
+    @override
+    def backend(self, metadata: Any) -> "GatherAttention":
+        return GatherAttention(self._page_size, metadata)
+
+
+class _NoBackend:
+    """Stands in for a backend while the library builds its worker; ours is made inside the step."""
+
+    @staticmethod
+    def get_max_running_reqests(max_context_len: int, page_size: int) -> int:
+        """Set no limit on how many rows run at once. The spelling is the library's."""
+        return 1 << 20
 
 
 def block_metadata(
@@ -77,12 +141,6 @@ def block_metadata(
     offset = np.arange(len(token_row)) - first_token[token_row]
     slot[: len(token_row)] = first_block[token_row] * QUERY_BLOCK + offset
     return GatherMetadata(pages_BN, row, start, length, token, slot)
-
-
-def decode_metadata(pages_BN: Int[np.ndarray, "B N"]) -> GatherMetadata:
-    """Build the metadata of a decode step, which has one query per row and no blocks."""
-    none = np.zeros(0, np.int32)
-    return GatherMetadata(pages_BN, none, none, none, np.zeros((0, QUERY_BLOCK), np.int32), none)
 
 
 @dataclass(frozen=True)
@@ -116,17 +174,17 @@ class GatherAttention:
 
         Heads are sharded over the axis "tensor" of the mesh, and each device attends with its own.
         """
-        if forward_batch.forward_mode == ForwardMode.DECODE:
-            lengths, attend = forward_batch.seq_lens, _decode
-        else:
-            lengths, attend = forward_batch.extend_prefix_lens, prefill_attention
-
+        decodes = forward_batch.forward_mode == ForwardMode.DECODE
+        lengths = forward_batch.seq_lens if decodes else forward_batch.extend_prefix_lens
         scoring = Scoring(layer.scaling, layer.sliding_window_size, layer.logit_cap)
 
         def attend_own_heads(q, k, v, paged, slots, lengths, metadata):
             paged = write_cache(paged, slots, k, v)
             grouped = q.reshape(len(q), k.shape[1], -1, q.shape[-1])
-            out = attend(grouped, paged, metadata, lengths, scoring)
+            if decodes:
+                out = decode_attention(grouped, paged, metadata.pages_BN, lengths, scoring)
+            else:
+                out = prefill_attention(grouped, paged, metadata, lengths, scoring)
             return out.reshape(len(q), -1), paged
 
         heads, replicated = P("data", "tensor", None), P()
@@ -137,13 +195,6 @@ class GatherAttention:
         paged = token_to_kv_pool.get_fused_kv_buffer(layer.layer_id)
         q, k, v = (jax.sharding.reshard(x, heads) for x in (q, k, v))  # a single head is split by width as it comes
         return attend_sharded(q, k, v, paged, forward_batch.out_cache_loc, lengths, self.metadata)
-
-
-def cache_layer(pool: MHATokenToKVPool, head_dim: int) -> jax.ShapeDtypeStruct:
-    """Describe a layer of the cache: [pages, page, K, 2, W], with keys and values in turn."""
-    pages, dtype = (pool.size + pool.page_size) // pool.page_size, jnp.dtype(pool.dtype)
-    shape = (pages, pool.page_size, pool.head_num, 2, cache_width(head_dim, dtype))
-    return jax.ShapeDtypeStruct(shape, bits_of(dtype), sharding=NamedSharding(pool.mesh, CACHE_PARTITION))
 
 
 def write_cache(
@@ -158,16 +209,6 @@ def write_cache(
     """
     page_T, offset_T = jnp.where(slots_T >= 0, slots_T // paged.shape[1], len(paged)), slots_T % paged.shape[1]
     return paged.at[page_T, offset_T].set(encode(jnp.stack([k, v], axis=2), paged.dtype), mode="drop")
-
-
-def _decode(
-    q: Float[Array, "B K G D"],
-    paged: Shaped[Array, "pages page K 2 W"],
-    metadata: GatherMetadata,
-    seq_lens_B: Int[Array, " B"],
-    scoring: Scoring,
-) -> Float[Array, "B K G D"]:
-    return decode_attention(q, paged, metadata.pages_BN, seq_lens_B, scoring)
 
 
 def decode_attention(

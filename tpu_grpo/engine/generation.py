@@ -1,4 +1,4 @@
-"""A batch of requests while an engine serves it.
+"""A batch of requests while an engine serves it, one launch after the other.
 
 Requests with equal prompts form a group. The first of them prefills the prompt; the others wait for it and reuse its
 cached keys and values. A group is started when there is a place for one of its rows, in the order in which groups are
@@ -8,18 +8,20 @@ Where answers are conversations, a request is a turn, and a row is out while its
 nothing else to do, the clock jumps to the moment at which the first row is due.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tpu_grpo.engine.dealing import Group, Load
-from tpu_grpo.engine.running import RunningRequest
-from tpu_grpo.engine.scheduler import SteppedScheduler
+from tpu_grpo.engine.scheduler import EngineUse, RunningRequest, SteppedScheduler
 from tpu_grpo.engine.waves import Waves
 from tpu_grpo.records.stages import Completion, Request
 
 Finished = Callable[[int, Completion], None]
 """Is told the index of a request and its completion, once, as soon as it has ended; on the thread that generates."""
+POLL_SECONDS = 0.0002
+"""While no engine is ready, this long passes between two looks."""
 
 
 class Partial(NamedTuple):
@@ -41,7 +43,6 @@ class Generation:
         self,
         scheduler: SteppedScheduler,
         requests: Sequence[Request],
-        stop_ids: frozenset[int],
         *,
         expected: Sequence[int],
         places: int,
@@ -54,7 +55,6 @@ class Generation:
         Args:
             scheduler: the engine's.
             requests: the whole batch; indices count these.
-            stop_ids: tokens that end a completion.
             expected: the tokens that are expected of each request.
             places: how many rows to start at once; then it is one group after another, until requests have to wait.
             finished: is told of every completion as it ends.
@@ -63,7 +63,6 @@ class Generation:
         """
         self._scheduler = scheduler
         self._requests = requests
-        self._stop_ids = stop_ids
         self._expected = expected
         self._places = places
         self._finished = finished
@@ -71,6 +70,7 @@ class Generation:
         self._waves = waves
         self._held: deque[Group] = deque()
         self._followers: dict[int, list[tuple[int, Request]]] = {}
+        """By the index of the request that prefills their prompt, those that wait for it."""
         self._running: dict[int, RunningRequest] = {}
         self._first_step, self._idle_steps = scheduler.use.steps, 0
         self._late, self._untold = False, dict[int, Completion]()
@@ -111,7 +111,14 @@ class Generation:
         answer of an environment is due and not there: ``ready`` says when to call again.
         """
         self._scheduler.finish()
-        self._take_ended()
+        for index in [index for index, row in self._running.items() if row.req.finished()]:
+            row = self._running.pop(index)
+            turn, use = row.completion(), self._scheduler.use
+            if self._waves is None:
+                self._keep(index, turn)
+            else:
+                first = self._waves.ended(index, row.request, turn, self.clock)
+                use.count_turn(len(row.request.token_ids), turn.cached_tokens, first=first)
         going_on = self._prepare(until, wait=wait)
         if going_on and not self._late:
             self._start(None if until is None else until - self.clock)
@@ -172,20 +179,6 @@ class Generation:
             sampled = {i: tokens + self._waves.sampled(i) for i, tokens in sampled.items()}
         return sum(max(1, self._expected[i] - tokens) for i, tokens in sampled.items())
 
-    def _take_ended(self) -> None:
-        """Take out the requests that have ended: completions, or turns that their environments get."""
-        for index in [index for index, row in self._running.items() if row.req.finished()]:
-            row = self._running.pop(index)
-            if self._waves is None:
-                self._keep(index, row.completion())
-            else:
-                turn, use = row.completion(), self._scheduler.use
-                first = self._waves.ended(index, row.request, turn, self.clock)
-                use.count_turn(len(row.request.token_ids), turn.cached_tokens, first=first)
-
-    def _keep(self, index: int, completion: Completion) -> None:
-        self.completions[index] = self._untold[index] = completion
-
     def _tell(self) -> None:
         """Tell environments of turns, and whoever waits for completions of these."""
         if self._waves is not None:
@@ -211,20 +204,15 @@ class Generation:
                     break
             if due > self.clock:
                 return True
-            self._late = not wait and not self._heard(self._waves)
+            self._tell()  # environments of what they wait for
+            self._late = not wait and not self._waves.ready(self.clock)
             if self._late:
                 return True
             self._let_in(self._waves)
         return False
 
-    def _heard(self, waves: Waves) -> bool:
-        """Have environments told of what they wait for, and say whether the answers are there that are due."""
-        self._tell()
-        return waves.ready(self.clock)
-
     def _let_in(self, waves: Waves) -> None:
         """Wait for the rows that are due, and submit their turns; conversations that are over become completions."""
-        self._tell()
         with self._scheduler.use.time("environments"):
             wave = waves.take(self.clock)
         turns: list[tuple[int, Request]] = []
@@ -235,11 +223,14 @@ class Generation:
                 self._keep(index, whole)
         self._admit(turns)
 
+    def _keep(self, index: int, completion: Completion) -> None:
+        self.completions[index] = self._untold[index] = completion
+
     def _fill(self) -> None:
         """Submit what can run: the first requests of held groups, and those that waited for the first of theirs."""
         for leader in [i for i in self._followers if i not in self._running or self._running[i].prefilled]:
             for index, request in self._followers.pop(leader):
-                self._submit(index, request)
+                self._running[index] = self._scheduler.submit(request)
         if not self._scheduler.waiting_queue and not self._followers:  # nothing shows that the engine is full
             self._places = min(max(self._places, self._inside + 1), self._scheduler.max_running_requests)
         while self._held and self._free > 0:
@@ -255,7 +246,7 @@ class Generation:
         for index, request in requests:
             leader = leaders.setdefault(request.token_ids, index) if self._share else index
             if leader == index:
-                self._submit(index, request)
+                self._running[index] = self._scheduler.submit(request)
             else:
                 self._followers.setdefault(leader, []).append((index, request))
 
@@ -264,12 +255,35 @@ class Generation:
         scheduler = self._scheduler
         ahead = most_steps is None and not self._held and not self._followers  # all requests are in the scheduler
         if ahead and self._waves is not None and (due := self._waves.next_due) is not None:
-            ahead = due > self.clock + scheduler.runner.steps_per_launch  # and none comes back before the launch ahead
+            ahead = due > self.clock + scheduler.programs.steps  # and none comes back before the launch ahead
         more_wait = bool(self._held) or (self._waves is not None and self._waves.more_wait)
         scheduler.start(most_steps=most_steps, more_wait=more_wait, ahead=ahead)
         flight = scheduler.in_flight
         if flight is not None and flight.reservation is not None and scheduler.waiting_queue:
             self._places = len(flight.batch.reqs)
 
-    def _submit(self, index: int, request: Request) -> None:
-        self._running[index] = self._scheduler.submit(request, self._stop_ids)
+
+def advance_all(generations: Sequence[Generation], until: int | None = None) -> EngineUse:
+    """Advance several generations to their ends, or to an agreed point, each as soon as it would not have to wait.
+
+    No engine waits for another. Engines of one process lie inside its host, so that the order of their launches, which
+    may differ from host to host, is nobody else's business; an engine over several hosts is the only one of each.
+
+    Returns:
+        The seconds in which no engine was ready: ``wait`` if at least one was at a launch, ``environments`` if all
+        waited for these. One that is alone counts by itself what it waits for.
+    """
+    active, waited = list(generations), EngineUse()
+    while len(active) > 1:
+        ready = [generation for generation in active if generation.ready]
+        if not ready:
+            start, computing = time.perf_counter(), any(generation.computing for generation in active)
+            time.sleep(POLL_SECONDS)
+            seconds = time.perf_counter() - start
+            waited.wait += seconds if computing else 0.0
+            waited.environments += 0.0 if computing else seconds
+        stopped = [generation for generation in ready if not generation.advance(until, wait=False)]
+        active = [generation for generation in active if generation not in stopped]
+    while active and active[0].advance(until):
+        pass
+    return waited

@@ -1,15 +1,49 @@
-"""The sizes and settings that an engine is built for."""
+"""What an engine is built for: its sizes and settings, the few padded shapes that it compiles, the length of a launch.
 
+Everything is chosen once from the config and the devices, never from the requests that come.
+
+A decode program has one batch size, and a prefill program one number of tokens. Both take rows of any length up to the
+context. All are compiled before the first step, and nothing after that.
+"""
+
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from tpu_grpo.config import CACHE_MARGIN_TOKENS, PROMPT_MARGIN_TOKENS, RunConfig
-from tpu_grpo.engine.attention import AttentionName
-from tpu_grpo.engine.experts import ExpertsName
-from tpu_grpo.engine.kv_formats import KVDtype
-from tpu_grpo.engine.shapes import Shapes, choose_shapes
 from tpu_grpo.records.errors import ConfigError
+
+AttentionName = Literal["flash", "gather", "native"]
+ExpertsName = Literal["ragged", "fused"]
+KVDtype = Literal["auto", "int8", "fp8"]
+SMALLEST_BATCH = 8
+SMALLEST_PREFILL = 64
+REFILL_SHARE = 16
+"""While requests wait, a launch ends once a row out of this many has ended, and one row at least."""
+LAUNCH_SECONDS = 0.05
+"""A launch of decode steps should take at least this long: the host's part of it is a few milliseconds."""
+BYTES_PER_SECOND = {"tpu": 1e12, "gpu": 1e12, "cpu": 2e10}
+"""How fast a device of each platform reads weights, about; a decode step reads all of them."""
+FEWEST_STEPS, MOST_STEPS = 4, 32
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Ascending ladders of padded sizes; a size is padded to the first rung that is large enough."""
+
+    batch: tuple[int, ...]
+    """Rows of a decode step. The last rung is the most rows that run at once."""
+    prefill: tuple[int, ...]
+    """New tokens of all rows in a prefill step. The last rung is the chunk size."""
+    context: int
+    """Tokens of the longest row, rounded up to whole pages."""
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows that run at once."""
+        return self.batch[-1]
 
 
 @dataclass(frozen=True)
@@ -70,15 +104,15 @@ class EngineOptions:
             tool_steps=config.environment.tool_steps,
         )
 
-    @property
+    @cached_property
     def shapes(self) -> Shapes:
-        """The padded shapes that this engine compiles."""
-        return choose_shapes(
-            context_tokens=self.context_tokens,
-            page_size=self.page_size,
-            max_running_requests=self.max_running_requests,
-            prefill_tokens=self.prefill_tokens,
-            batch_paddings=self.batch_paddings,
+        """The padded shapes that this engine compiles; ``batch_paddings`` replace the powers of two where given."""
+        rows, chunk = self.max_running_requests, max(self.prefill_tokens, self.max_running_requests)
+        given = tuple(sorted({b for b in self.batch_paddings or () if b < rows} | {rows}))
+        return Shapes(
+            batch=given if self.batch_paddings else ladder(SMALLEST_BATCH, rows, 2),
+            prefill=ladder(max(SMALLEST_PREFILL, rows), chunk, 4),
+            context=self._whole_pages(self.context_tokens),
         )
 
     @property
@@ -95,6 +129,51 @@ class EngineOptions:
 
     def _whole_pages(self, tokens: int) -> int:
         return -(-tokens // self.page_size) * self.page_size
+
+
+def ladder(first: int, last: int, factor: int) -> tuple[int, ...]:
+    """Multiply ``first`` by ``factor`` while below ``last``, and end with ``last``: (8, 50, 2) gives 8, 16, 32, 50."""
+    rungs = []
+    while first < last:
+        rungs.append(first)
+        first *= factor
+    return (*rungs, last)
+
+
+def pad_to(rungs: Sequence[int], size: int) -> int:
+    """Return the first rung that is at least ``size``.
+
+    Raises:
+        ValueError: if no rung is.
+    """
+    index = bisect_left(rungs, size)
+    if index == len(rungs):
+        raise ValueError(f"{size} is beyond the largest compiled size {rungs[-1]}")
+    return rungs[index]
+
+
+def choose_steps(weight_bytes: int, platform: str) -> int:
+    """Choose the most decode steps of a launch: a power of two, for the bytes of weights on each device.
+
+    Reading the weights so many times takes LAUNCH_SECONDS, within FEWEST_STEPS and MOST_STEPS. On a TPU, 0.6B
+    parameters in bfloat16 (1.2 GB) get 32 steps, 8B on four devices (4 GB) 16, and 32B on four devices (16 GB) 4.
+    """
+    step_seconds, steps = weight_bytes / BYTES_PER_SECOND[platform], FEWEST_STEPS
+    while steps < MOST_STEPS and steps * step_seconds < LAUNCH_SECONDS:
+        steps *= 2
+    return steps
+
+
+def rows_left(rungs: Sequence[int], rows: int, *, waiting: bool) -> int:
+    """Return how many running rows are so few that a launch of ``rows`` rows ends early.
+
+    They fit a smaller program, or, if requests wait, enough rows are free for some of them.
+    """
+    smaller = max((rung for rung in rungs if rung < rows), default=0)
+    return max(smaller, rows - max(1, rows // REFILL_SHARE)) if waiting else smaller
+
+
+# --- what devices and models cannot do --------------------------------------------------------------------------------
 
 
 def choose_attention(name: Literal["auto", "flash", "gather", "native"], platform: str) -> AttentionName:
@@ -144,3 +223,33 @@ def check_experts(name: ExpertsName, platform: str) -> ExpertsName:
             f"rollout.experts=fused needs a TPU, the sampler's devices are {platform}; use ragged (any device)"
         )
     return name
+
+
+def check_tokens(shapes: Shapes, devices: int) -> None:
+    """Check that the kernel of `FusedExperts` can spread the tokens of every step.
+
+    Raises:
+        ConfigError: for a number of rows or of prompt tokens that does not divide over the devices.
+    """
+    for setting, sizes in (("rollout.batch_paddings", shapes.batch), ("rollout.prefill_tokens", shapes.prefill)):
+        if odd := [size for size in sizes if size % devices]:
+            raise ConfigError(
+                f"with rollout.experts=fused every step must divide over the {devices} devices of a replica, got "
+                f"{odd}; set {setting} to multiples of {devices}, or rollout.experts=ragged"
+            )
+
+
+def splits_vocabulary(asked: bool | None, vocabulary: int, tensor: int) -> bool:
+    """Decide whether ``tensor`` devices shard a vocabulary; with None they do where ``tensor`` divides it.
+
+    Raises:
+        ConfigError: if sharding was asked for and ``tensor`` does not divide the vocabulary.
+    """
+    divides = vocabulary % tensor == 0
+    if asked and not divides:
+        fitting = [t for t in range(1, 257) if vocabulary % t == 0]
+        raise ConfigError(
+            f"meshes.sampler.shard_vocab=true needs meshes.sampler.tensor to divide the model's vocabulary of "
+            f"{vocabulary}, got {tensor}; use one of {fitting}, or leave shard_vocab unset for a copy on every device"
+        )
+    return tensor > 1 and divides and asked is not False

@@ -9,17 +9,18 @@ For 8 devices on 2 hosts (4 each) and three groups of requests a, b, c, all expe
     tensor 2    host 0: replicas 0 and 1 sample a and b     host 1: replica 2 samples c, replica 3 has nothing to do
     tensor 8    one replica over both hosts samples a, b and c, both hosts making the same decisions
 
-Which replica serves what: see dealing.py. A replica inside one host waits for no other host while it samples, but where
-groups are dealt at agreed points. Afterwards the hosts that drive one replica together compare what it decided and
-sampled, and every host receives the whole batch. Tokens do not depend on which replica serves a request: see
-sampling.py.
+Which replica serves what: see dealing.py. While groups wait that no replica has started, replicas stop after the same
+number of decode steps, hosts tell each other what theirs have to do, and all compute the same dealing. From the moment
+when no group waits, no replica inside one host waits for another host. An engine that is alone has its own queue and
+needs no such points. Afterwards the hosts that drive one replica together compare what it decided and sampled, and
+every host receives the whole batch. Tokens do not depend on which replica serves a request: see sampling.py.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,16 +28,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from tpu_grpo.engine.conversing import Conversations
-from tpu_grpo.engine.engine import Engine, engine_mesh, partition_spec
+from tpu_grpo.engine.dealing import (
+    Dealer,
+    Load,
+    divided_places,
+    expected_tokens,
+    host_told,
+    make_groups,
+    places_for,
+    steps_between_points,
+)
+from tpu_grpo.engine.engine import Engine, engine_mesh
 from tpu_grpo.engine.exchange import Exchange, exchange_conversations
-from tpu_grpo.engine.generation import Finished
+from tpu_grpo.engine.generation import Finished, advance_all
 from tpu_grpo.engine.options import EngineOptions
-from tpu_grpo.engine.serving import Served, Serving
-from tpu_grpo.engine.use import EngineUse, total_use
+from tpu_grpo.engine.scheduler import EngineUse, total_use
+from tpu_grpo.engine.waves import Conversations, Limits, Waves
 from tpu_grpo.hosts import Hosts, devices_per_host, hosts_of, progress
 from tpu_grpo.records.errors import ConfigError, LockstepError
 from tpu_grpo.records.stages import Completion, Request
@@ -74,7 +84,7 @@ def replicated_specs(
     """Extend the specs of one engine's parameters to all replicas, over which the axis "data" of their mesh runs."""
     mesh = engine_mesh([device for replica in replicas for device in replica.devices], len(replicas))
     return {
-        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(mesh, partition_spec(spec)))
+        name: jax.ShapeDtypeStruct(spec.shape, spec.dtype, sharding=NamedSharding(mesh, _partition(spec)))
         for name, spec in engine_specs.items()
     }
 
@@ -85,12 +95,13 @@ class Replicas:
     def __init__(self, replicas: Sequence[Replica], engines: Mapping[int, Engine], hosts: Hosts):
         self.replicas = tuple(replicas)
         self.engines = dict(engines)
-        self._hosts = hosts
-        self._partners = {
+        self.hosts = hosts
+        self.partners = {
             replica.number: hosts.among(replica.hosts)
             for replica in self.replicas
             if replica.number in self.engines and len(replica.hosts) > 1
         }
+        """For each of this host's replicas over several hosts those that drive it."""
         self.figures: Mapping[str, float] = {}
         """What the last ``generate`` took of this host's engines, under the metrics' names."""
         self.told: Sequence[int] = ()
@@ -129,7 +140,7 @@ class Replicas:
 
     def check_every_launch(self) -> None:
         """Let hosts that drive a replica together compare its digest before each of its launches."""
-        for number, partners in self._partners.items():
+        for number, partners in self.partners.items():
             self.engines[number].before_every_launch(_launch_hook(number, partners))
 
     def install_weights(self, weights: Mapping[str, Array]) -> None:
@@ -193,56 +204,162 @@ class Replicas:
             LockstepError: if hosts decided differently, or sampled differently in a replica that they share.
         """
         next(iter(self.engines.values())).check(requests)
-        before, drivers = self._use(), [replica.hosts for replica in self.replicas]
-        serving = Serving(requests, known, self.engines, drivers, self._hosts, finished, conversations, self._partners)
-        served = serving.run()
-        self.told, spent, waited = served.told, self._use() - before, served.waited
-        spent = replace(spent, wait=spent.wait + waited.devices, environments=spent.environments + waited.environments)
-        self.figures = {**spent.figures, **self._compare(served)}
+        before = total_use(engine.use for engine in self.engines.values())
+        serving = Serving(self, requests, known, finished, conversations)
+        waited = serving.run()
+        self.told = serving.dealer.told
+        spent = total_use([waited, *(engine.use for engine in self.engines.values())]) - before
+        self.figures = {**spent.figures, **self._compare(serving)}
         if conversations is not None:
-            return exchange_conversations(served.completions, len(requests), self._hosts)
-        return self._exchange(served, requests)
+            return exchange_conversations(serving.completions, len(requests), self.hosts)
+        return self._exchange(serving, requests)
 
-    def _use(self) -> EngineUse:
-        return total_use(engine.use for engine in self.engines.values())
-
-    def _compare(self, served: Served) -> dict[str, float]:
+    def _compare(self, serving: "Serving") -> dict[str, float]:
         """Check that hosts dealt alike, and decided and sampled alike in the replicas they share; returns idle shares.
 
         All hosts take part, so all raise.
         """
-        dealt = hashlib.sha256(json.dumps(served.assigned).encode()).hexdigest()
-        mine = {"dealt": dealt, "digests": self.digests, "steps": served.steps}
-        answers = self._hosts.gather("scheduling and tokens", json.dumps(mine).encode())
+        dealt = hashlib.sha256(json.dumps(serving.dealer.assigned).encode()).hexdigest()
+        steps = {number: (g.steps, g.clock) for number, g in serving.generations.items()}
+        mine = {"dealt": dealt, "digests": self.digests, "steps": steps}
+        answers = self.hosts.gather("scheduling and tokens", json.dumps(mine).encode())
         everyone = [json.loads(part) for part in answers]
-        self._check_alike("deal requests alike", dict(enumerate(answer["dealt"] for answer in everyone)))
+        _check_alike("deal requests alike", dict(enumerate(answer["dealt"] for answer in everyone)))
         for replica in self.replicas:
             found = {host: everyone[host]["digests"][str(replica.number)] for host in replica.hosts}
-            what = f"schedule and sample alike in replica {replica.number}, which they share"
-            self._check_alike(what, found)
-        steps = [everyone[replica.hosts[0]]["steps"][str(replica.number)] for replica in self.replicas]
-        return idle_share(steps)
+            _check_alike(f"schedule and sample alike in replica {replica.number}, which they share", found)
+        return idle_share([everyone[replica.hosts[0]]["steps"][str(replica.number)] for replica in self.replicas])
 
-    def _check_alike(self, what: str, found: Mapping[int, str]) -> None:
-        if len(set(found.values())) > 1:
-            raise LockstepError(
-                f"hosts {', '.join(map(str, found))} must {what}, got "
-                f"{', '.join(f'{digest[:12]} on host {host}' for host, digest in found.items())}; set "
-                "hosts.check=step to find the first step that differs"
-            )
-
-    def _exchange(self, served: Served, requests: Sequence[Request]) -> list[Completion]:
+    def _exchange(self, serving: "Serving", requests: Sequence[Request]) -> list[Completion]:
         """Gather the completions of all replicas; the first host that drives a replica sends its completions."""
-        own = served.completions
-        if self._hosts.count == 1:
+        own = serving.completions
+        if self.hosts.count == 1:
             return [own[index] for index in range(len(requests))]
         engine, senders = next(iter(self.engines.values())), [replica.hosts[0] for replica in self.replicas]
-        exchange = Exchange(requests, served.assigned, senders, self._hosts, engine.options.filtered)
+        exchange = Exchange(requests, serving.dealer.assigned, senders, self.hosts, engine.options.filtered)
         completions = exchange.completions(own)
         if any(request.return_experts for request in requests):
             assert engine.expert_layout is not None, "Engine.check refuses such a request"
             completions = exchange.with_experts(completions, own, engine.expert_layout, engine.options.context_tokens)
         return completions
+
+
+class Serving:
+    """A batch of requests while all replicas of a run serve it, from one agreed point to the next.
+
+    Args:
+        replicas: all of the run; every host passes the same requests.
+        requests: what to sample.
+        known: the tokens that are expected of each, where something is known.
+        finished: is called with the index and the completion of each request as it ends, on the host that
+            ``dealer.told`` names.
+        conversations: those of the requests, if their answers are conversations. The environment of each works on the
+            host that is told of it.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        requests: Sequence[Request],
+        known: Sequence[float | None] | None,
+        finished: Finished | None = None,
+        conversations: Conversations | None = None,
+    ):
+        self._hosts, self._partners = replicas.hosts, replicas.partners
+        self._drivers = [replica.hosts for replica in replicas.replicas]
+        """For every replica the hosts that drive it; the first speaks for it."""
+        self._finished = finished
+        self._conversations = conversations
+        expected = expected_tokens(requests, known)
+        groups = make_groups(requests, expected, converse=conversations is not None)
+        self._group_of = {index: group.number for group in groups for index in group.members}
+        self.dealer = Dealer(groups, self._drivers)
+        self._interval = steps_between_points(requests)
+        shares = divided_places(None if conversations is None else conversations.places, self._drivers)
+        self.generations = {
+            number: engine.begin(
+                requests,
+                expected,
+                self._tell(number),
+                self._waves(number, engine.limits(requests, expected, shares[number])),
+            )
+            for number, engine in replicas.engines.items()
+        }
+        """Those of this host's engines, by the replica's number."""
+        places = places_for(requests, expected, next(iter(replicas.engines.values())).options)
+        self._loads = [
+            Load(0, places if share is None else min(places, share * len(driven)))
+            for share, driven in zip(shares, self._drivers, strict=True)
+        ]
+
+    def run(self) -> EngineUse:
+        """Sample all completions; returns the seconds in which no engine of this host was ready."""
+        point, waited, generations = 0, EngineUse(), list(self.generations.values())
+        while self._deal():
+            point += self._interval
+            waited = total_use([waited, advance_all(generations, point)])
+            self._loads = self._gather(point)
+        return total_use([waited, advance_all(generations)])
+
+    @property
+    def completions(self) -> dict[int, Completion]:
+        """Those that this host's replicas sampled, by the index of the request.
+
+        Of conversations they are those that this host is told of.
+        """
+        return {i: completion for g in self.generations.values() for i, completion in g.completions.items()}
+
+    def _deal(self) -> bool:
+        """Deal what has not been started; says whether it has to be dealt again, at the next agreed point."""
+        dealt = self.dealer.deal(self._loads)
+        for number, generation in self.generations.items():
+            generation.hold(dealt[number])
+        return self.dealer.waits and len(self._drivers) > 1
+
+    def _gather(self, point: int) -> list[Load]:
+        """Tell the other hosts what this host's replicas have to do at a point, and hear of all."""
+        mine = {number: asdict(generation.pause(point)) for number, generation in self.generations.items()}
+        everyone = [
+            json.loads(part) for part in self._hosts.gather("what replicas have to do", json.dumps(mine).encode())
+        ]
+        return [Load(**everyone[drivers[0]][str(number)]) for number, drivers in enumerate(self._drivers)]
+
+    def _tell(self, number: int) -> Finished | None:
+        """Make the call for a replica's completions, of which this host passes on its own."""
+        finished, drivers = self._finished, self._drivers[number]
+        if finished is None or self._hosts.index not in drivers:
+            return None
+
+        def tell(index: int, completion: Completion) -> None:
+            if self._told(number, index) == self._hosts.index:
+                finished(index, completion)
+
+        return tell
+
+    def _waves(self, number: int, limits: Limits) -> Waves | None:
+        """Make what brings the turns of a replica's rows, if answers are conversations."""
+        if self._conversations is None:
+            return None
+        return Waves(
+            self._conversations,
+            limits,
+            host_of=lambda row: self._told(number, row),
+            here=self._hosts.index,
+            partners=self._partners.get(number),
+        )
+
+    def _told(self, number: int, index: int) -> int:
+        """Return the host that is told of a request, if this replica serves it."""
+        return host_told(self._group_of[index], self._drivers[number], len(self._drivers))
+
+
+def _check_alike(what: str, found: Mapping[int, str]) -> None:
+    if len(set(found.values())) > 1:
+        raise LockstepError(
+            f"hosts {', '.join(map(str, found))} must {what}, got "
+            f"{', '.join(f'{digest[:12]} on host {host}' for host, digest in found.items())}; set "
+            "hosts.check=step to find the first step that differs"
+        )
 
 
 def _launch_hook(number: int, partners: Hosts | None = None) -> Callable[[int, str], None]:
@@ -264,6 +381,11 @@ def _largest_gap(held: Array, expected: Array) -> Array:
     return jnp.abs(held.astype(jnp.float32) - expected.astype(jnp.float32)).max()
 
 
+def _partition(spec: jax.ShapeDtypeStruct) -> PartitionSpec:
+    assert isinstance(spec.sharding, NamedSharding)
+    return spec.sharding.spec
+
+
 def _copy_on_engine(array: Array, engine: Engine, name: str) -> Array:
     """Take the copy of a parameter that lies on an engine's devices, without moving anything."""
     if name not in engine.weight_specs:
@@ -272,7 +394,7 @@ def _copy_on_engine(array: Array, engine: Engine, name: str) -> Array:
     if array.sharding.device_set == set(devices):
         return array
     on = {shard.device: shard.data for shard in array.addressable_shards}
-    sharding = NamedSharding(engine.mesh, partition_spec(engine.weight_specs[name]))
+    sharding = NamedSharding(engine.mesh, _partition(engine.weight_specs[name]))
     return jax.make_array_from_single_device_arrays(array.shape, sharding, [on[d] for d in devices if d in on])
 
 

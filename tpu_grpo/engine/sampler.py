@@ -1,17 +1,38 @@
-"""The rollout stage: it turns a batch of prompts into requests with keys, completions and decoded texts."""
+"""The rollout stage: it turns a batch of prompts into requests with keys, completions and decoded texts.
 
+    sampler = Sampler(replicas, tokenizer, config)
+    rollout = sampler.rollout(batch)                        # for training
+    rollouts = sampler.answer(prompts, modes)               # for an evaluation
+
+For people who wait for an answer, ``stream`` says after every launch of one engine how far its requests are:
+
+    for answers in stream(engine, requests, cancelled=lambda: False):
+        answers[0].token_ids            # the tokens of request 0 so far
+        answers[0].completion           # and its completion, once it has ended
+
+A log-probability that is not finite, or above 0, means that the weights or the computation are broken, and that
+nothing can be learnt from the tokens: a `BrokenRollout`.
+"""
+
+import reprlib
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from pathlib import Path
 
+import numpy as np
+from jaxtyping import Bool
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.engine.broken import BrokenRollout, KeepBroken, impossible
-from tpu_grpo.engine.conversing import Conversations, OpenConversations
-from tpu_grpo.engine.generation import Finished
+from tpu_grpo.engine.dealing import expected_tokens, make_groups
+from tpu_grpo.engine.engine import Engine
+from tpu_grpo.engine.generation import Finished, Partial
+from tpu_grpo.engine.replicas import Replicas
+from tpu_grpo.engine.waves import OpenConversations
+from tpu_grpo.records.errors import NonFiniteError
 from tpu_grpo.records.stages import (
     AnswerMode,
     Completion,
@@ -30,10 +51,7 @@ TEXTS_SAMPLE = EVALUATION_SAMPLE - 2
 """The sample numbers of requests that belong to neither training nor evaluation."""
 GroupEnded = Callable[[int, Sequence[Completion], Sequence[str]], None]
 """Is told the number of a prompt, its completions and their texts, both in the order of the samples."""
-
-
-def nobody(prompt: int, completions: Sequence[Completion], texts: Sequence[str]) -> None:
-    """Take no notice of a group that has ended."""
+_SHORT = reprlib.Repr(maxstring=120)
 
 
 def sampling_params(config: RunConfig) -> SamplingParams:
@@ -47,38 +65,58 @@ def completion_text(tokenizer: PreTrainedTokenizerFast, completion: Completion) 
     return tokenizer.decode(completion.said_ids, skip_special_tokens=True)
 
 
-class CompletionEngine(Protocol):
-    """Serves requests: the Replicas of a run."""
+@dataclass(frozen=True)
+class BrokenRollout:
+    """A BrokenRollout is all that was sampled together with such a completion."""
 
-    figures: Mapping[str, float]
-    """What the last ``generate`` took, under the metrics' names."""
-    told: Sequence[int]
-    """The host that was told of the end of each request of the last ``generate``."""
+    step: int
+    """The step that it was sampled for, and 0 for an evaluation."""
+    prompts: tuple[Prompt, ...]
+    """The prompt of each completion."""
+    completions: tuple[Completion, ...]
+    texts: tuple[str, ...]
 
-    def generate(
-        self,
-        requests: Sequence[Request],
-        finished: Finished | None = None,
-        known: Sequence[float | None] | None = None,
-        conversations: Conversations | None = None,
-    ) -> list[Completion]:
-        """Return a completion for every request, in their order, and call ``finished`` for each as it ends.
+    @property
+    def what(self) -> str:
+        """Say what was sampled."""
+        return f"step {self.step}" if self.step else "an evaluation"
 
-        ``known`` are the tokens that are expected of each request, where something is known. With ``conversations`` the
-        completions are whole conversations.
-        """
-        ...
+    @property
+    def rows(self) -> list[int]:
+        """List the rows with such a log-probability."""
+        return [row for row, completion in enumerate(self.completions) if impossible(completion).any()]
 
-    def forget_prefixes(self) -> None:
-        """Drop all cached keys and values."""
-        ...
+    def error(self, kept_in: Path | None) -> NonFiniteError:
+        """Name the first such row with its prompt and completion, and where everything is kept."""
+        row = self.rows[0]
+        bad_T = impossible(self.completions[row])
+        place = int(np.argmax(bad_T))
+        others = f", and {len(self.rows) - 1} more rows have such ones" if len(self.rows) > 1 else ""
+        kept = "" if kept_in is None else f". All rows are kept, with their tokens and log-probabilities: {kept_in}"
+        return NonFiniteError(
+            f"the engine's log-probabilities must be finite and at most 0, got "
+            f"{self.completions[row].logprobs[place]} for token {place} of row {row} of {self.what} (prompt "
+            f"{_SHORT.repr(self.prompts[row].text)}, completion {_SHORT.repr(self.texts[row])}){others}; nothing was "
+            f"learnt from them{kept}. Continue from the last checkpoint with a lower optimizer.learning_rate or "
+            "model.dtype=float32, which checkpoint.allow_changes must name; at a first step look at the model's weights"
+        )
+
+
+KeepBroken = Callable[[BrokenRollout], Path]
+"""Keeps them in a file, on every host, and returns where."""
+
+
+def impossible(completion: Completion) -> Bool[np.ndarray, " T"]:
+    """Say which sampled tokens have a log-probability that is not finite, or above 0."""
+    bad_T = ~(np.isfinite(completion.logprobs) & (completion.logprobs <= 0.0))
+    return bad_T if completion.sampled is None else bad_T & completion.sampled
 
 
 class Sampler:
-    """Samples completions of prompts. Somebody else keeps the weights of its engine up to date.
+    """Samples completions of prompts. Somebody else keeps the weights of its engines up to date.
 
     Args:
-        engine: serves the requests.
+        engines: serve the requests.
         tokenizer: the run's.
         config: the run's; of it seed, group size and settings of sampling are used.
         converse: opens the conversations of a batch, if completions are conversations with environments. They are
@@ -87,26 +125,26 @@ class Sampler:
 
     def __init__(
         self,
-        engine: CompletionEngine,
+        engines: Replicas,
         tokenizer: PreTrainedTokenizerFast,
         config: RunConfig,
         converse: OpenConversations | None = None,
     ):
-        self._engine = engine
+        self._engines = engines
         self._tokenizer = tokenizer
         self._converse = converse
         self._seed = config.run.seed
         self._group_size = config.algorithm.group_size
         self._sampling = sampling_params(config)
         self._return_experts = config.algorithm.routing_replay
-        self._keep: KeepBroken | None = None
-
-    def keep_broken(self, keep: KeepBroken) -> None:
-        """Have rollouts kept in which a log-probability is not finite."""
-        self._keep = keep
+        self.keep_broken: KeepBroken | None = None
+        """Keeps rollouts in which a log-probability is not finite."""
 
     def rollout(
-        self, batch: PromptBatch, ended: GroupEnded = nobody, known: Sequence[float | None] | None = None
+        self,
+        batch: PromptBatch,
+        ended: GroupEnded | None = None,
+        known: Sequence[float | None] | None = None,
     ) -> Rollout:
         """Sample a group of completions for every prompt of a step.
 
@@ -125,7 +163,7 @@ class Sampler:
                 rollout is kept first, see ``keep_broken``.
         """
         start = time.perf_counter()
-        self._engine.forget_prefixes()
+        self._engines.forget_prefixes()
         requests = [
             Request(prompt.token_ids, self._sampling, SampleKey(self._seed, batch.step, p, g), self._return_experts)
             for p, prompt in enumerate(batch.prompts, start=batch.round * len(batch.prompts))
@@ -136,9 +174,9 @@ class Sampler:
         asked = [p for p in batch.prompts for _ in range(self._group_size)]
         completions = self._generate(asked, requests, groups.finished, rows)
         self._check(batch.step, asked, completions)
-        seconds, texts, told = time.perf_counter() - start, groups.all_texts(completions), self._engine.told
+        seconds, texts, told = time.perf_counter() - start, groups.all_texts(completions), self._engines.told
         told = tuple(told[:: self._group_size])
-        return Rollout(batch, self._group_size, completions, texts, seconds, self._engine.figures, told)
+        return Rollout(batch, self._group_size, completions, texts, seconds, self._engines.figures, told)
 
     def answer(
         self, prompts: Sequence[Prompt], modes: Sequence[AnswerMode], ended: Sequence[GroupEnded] = ()
@@ -152,7 +190,7 @@ class Sampler:
         ``ended`` has a function for every mode, which is called as that of ``rollout``.
         """
         start = time.perf_counter()
-        self._engine.forget_prefixes()
+        self._engines.forget_prefixes()
         requests = [self._answers(prompt, index, mode) for mode in modes for index, prompt in enumerate(prompts)]
         count = len(prompts)
 
@@ -165,7 +203,7 @@ class Sampler:
         completions = self._generate(asked, [request for group in requests for request in group], groups.finished)
         self._check(0, asked, completions)
         seconds, batch, answered = time.perf_counter() - start, PromptBatch(0, tuple(prompts)), []
-        texts, told, first = groups.all_texts(completions), self._engine.told, 0
+        texts, told, first = groups.all_texts(completions), self._engines.told, 0
         for mode in modes:
             rows, first = slice(first, first + count * mode.samples), first + count * mode.samples
             hosts = tuple(told[rows][:: mode.samples])
@@ -181,10 +219,10 @@ class Sampler:
     ) -> tuple[Completion, ...]:
         """Sample a completion for every request, or have a conversation; ``prompts`` are those of the requests."""
         if self._converse is None:
-            return tuple(self._engine.generate(requests, finished, known))
+            return tuple(self._engines.generate(requests, finished, known))
         conversations = self._converse(prompts, requests)
         try:
-            return tuple(self._engine.generate(requests, finished, known, conversations))
+            return tuple(self._engines.generate(requests, finished, known, conversations))
         finally:
             conversations.close()
 
@@ -198,7 +236,7 @@ class Sampler:
         if any(impossible(completion).any() for completion in completions):
             texts = tuple(self._text(completion) for completion in completions)
             broken = BrokenRollout(step, tuple(prompts), completions, texts)
-            raise broken.error(self._keep(broken) if self._keep else None)
+            raise broken.error(self.keep_broken(broken) if self.keep_broken else None)
 
     def _text(self, completion: Completion) -> str:
         return completion_text(self._tokenizer, completion)
@@ -210,7 +248,7 @@ class _Groups:
     With groups of 2, 2 and 3 rows, row 4 is the first of group 2.
     """
 
-    def __init__(self, sizes: Sequence[int], decode: Callable[[Completion], str], ended: GroupEnded):
+    def __init__(self, sizes: Sequence[int], decode: Callable[[Completion], str], ended: GroupEnded | None):
         self._starts = list(accumulate(sizes, initial=0))
         self._decode = decode
         self._ended = ended
@@ -229,9 +267,47 @@ class _Groups:
         completions = [group[row] for row in range(start, end)]
         texts = [self._decode(c) for c in completions]
         self._texts |= enumerate(texts, start)
-        self._ended(number, completions, texts)
+        if self._ended is not None:
+            self._ended(number, completions, texts)
 
     def all_texts(self, completions: Sequence[Completion]) -> tuple[str, ...]:
         """Return the texts of all rows."""
         known = self._texts
         return tuple(known[row] if row in known else self._decode(c) for row, c in enumerate(completions))
+
+
+def stream(engine: Engine, requests: Sequence[Request], cancelled: Callable[[], bool]) -> Iterator[list[Partial]]:
+    """Sample completions, and yield what there is of each, in the order of the requests, after every launch.
+
+    A caller who closes the iterator ends the requests; the engine can be used again afterwards.
+
+    Args:
+        engine: has weights, and nothing else to do.
+        requests: what to sample.
+        cancelled: is asked before every launch; once it says yes, requests end with the tokens that they have.
+
+    Raises:
+        RequestError: if the engine can never serve one of them; none is started then.
+        NonFiniteError: if a log-probability is not finite.
+    """
+    engine.check(requests)
+    expected = expected_tokens(requests)
+    generation, going = engine.begin(requests, expected), True
+    generation.hold(make_groups(requests, expected))
+    try:
+        while going:
+            if cancelled():
+                generation.cancel()
+            going = generation.advance()
+            answers = [generation.partial(index) for index in range(len(requests))]
+            if any(answer.completion is not None and impossible(answer.completion).any() for answer in answers):
+                raise NonFiniteError(
+                    "the log-probabilities of an answer must be finite and at most 0, got others: the model's weights "
+                    "are broken, or their numbers too large for model.dtype; name another checkpoint"
+                )
+            yield answers
+    except GeneratorExit:
+        generation.cancel()
+        while generation.advance():
+            pass
+        raise

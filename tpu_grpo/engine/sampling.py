@@ -1,27 +1,45 @@
 """Token sampling: one program serves all settings, and a token depends on its key, position and logits alone.
 
-Suffixes: B rows, V vocabulary, N ranks that one pass over the vocabulary tries.
-
 Order of the filters: temperature, top-k, top-p, min-p. The log-probability is that of the *full* distribution at the
 temperature, before any filter, in float32: the quantity the trainer computes for the same token; or, with
 ``algorithm.filtered_ratio``, that among the tokens that the filters keep, with their number. Drawing uses the
 Gumbel-max trick (argmax of log-probabilities plus Gumbel noise is a sample of the distribution), with noise keyed by
 (seed, step, prompt, sample, position) through threefry: batch, mesh, host and cache do not enter.
+
+Embedding and output head are sharded by vocabulary over the devices of an engine, the first by sglang-jax and the
+second by us. A token is looked up on the device that has its row, and the results are added with one all-reduce of
+[T, D], as after every layer. Each device computes the logits of its own part of the vocabulary. Token sampling needs
+the whole vocabulary of a row on one device: see ``sample_rows``.
+
+Suffixes: B rows, V vocabulary, D width, N ranks that one pass over the vocabulary tries.
 """
 
-from typing import NamedTuple
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.random import threefry2x32_p
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int, UInt32
+from sgl_jax.srt.layers.embeddings import Embed
+from sgl_jax.srt.layers.logits_processor import LogitsProcessor
 
-from tpu_grpo.engine.arrays import AnyArray
 from tpu_grpo.models.thresholds import LARGEST_RANK, TRIALS, ranks, trials, values
+
+if TYPE_CHECKING:
+    AnyArray = Any
+    """A numpy array on the host and a jax array in the compiled step; no type checker can follow that."""
+else:
+    AnyArray = jax.Array | np.ndarray
 
 FIRST_STEP = 2.0
 """What lies between the logits that the first pass tries, from the likeliest down. Nearly all thresholds lie there, but
 few of all float32 numbers."""
+VOCABULARY_LEAVES = ("embed_tokens.embedding", "lm_head.embedding")
+"""The names of all parameters of shape [V, D] end in one of these."""
 
 
 class SamplingColumns(NamedTuple):
@@ -62,6 +80,37 @@ def sample_tokens(logits_BV: Float[Array, "B V"], columns: SamplingColumns, *, f
         return Drawn(token_B, chosen_B - jax.nn.logsumexp(scaled_BV, axis=-1), None)
     counts_B = jnp.sum(kept_BV > -jnp.inf, axis=-1, dtype=jnp.int32)
     return Drawn(token_B, chosen_B - jax.nn.logsumexp(kept_BV, axis=-1), counts_B)
+
+
+def sample_rows(
+    logits_BV: Float[Array, "B V"], columns: SamplingColumns, mesh: Mesh, *, filtered: bool = False
+) -> Drawn:
+    """Draw one token per row: each device of ``mesh`` draws for B / tensor rows. Returns what ``sample_tokens`` does.
+
+    Logits that are sharded by vocabulary are exchanged with one all-to-all. With whole rows, every maximum and sum over
+    the vocabulary is computed by one device in the same order as without sharding, so that sharding the vocabulary
+    changes no token.
+    """
+    rows, by_rows = len(logits_BV), P("tensor")
+    padding = -rows % mesh.shape["tensor"]
+    logits_BV, columns = jax.tree.map(
+        lambda x: jnp.pad(x, ((0, padding), *(((0, 0),) * (x.ndim - 1)))), (logits_BV, columns)
+    )
+    by_device = jax.tree.map(lambda x: jax.sharding.reshard(x, by_rows), (logits_BV, columns))
+    draw = functools.partial(sample_tokens, filtered=filtered)
+    drawn = jax.shard_map(draw, in_specs=by_rows, out_specs=by_rows, check_vma=False)(*by_device)
+    return jax.tree.map(lambda column: column[:rows], jax.sharding.reshard(drawn, P()))
+
+
+class WholeVocabularyLogits(LogitsProcessor):
+    """The library's LogitsProcessor for an output head that every device holds whole."""
+
+    def _get_logits(self, hidden_states: Float[Array, "B D"], lm_head: Embed) -> Float[Array, "B V"]:
+        """Compute the logits of all rows on every device."""
+        head_VD = lm_head.embedding.get_value()
+        states_BD, head_VD = lm_head.promote_dtype((hidden_states, head_VD), dtype=lm_head.dtype)
+        logits_BV = jnp.dot(states_BD, head_VD.T, out_sharding=NamedSharding(self.mesh, P("data", None)))
+        return jnp.tanh(logits_BV / self.soft_cap) * self.soft_cap if self.soft_cap else logits_BV
 
 
 def filter_logits(scaled_BV: Float[Array, "B V"], columns: SamplingColumns) -> Float[Array, "B V"]:

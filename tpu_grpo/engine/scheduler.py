@@ -1,24 +1,38 @@
 """sglang-jax's scheduler with continuous batching, paged cache and prefix tree, driven on the calling thread.
 
+    scheduler.submit(request)
+    scheduler.start()       # schedules a prefill step or several decode steps, and launches them
+    scheduler.finish()      # waits for the devices and collects the tokens
+
 Its decisions depend on the submitted requests alone: no clock, free memory, thread or socket takes part in them.
 """
 
-from collections.abc import Callable
-from typing import Any
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
+from typing import Any, Literal, override
 
 import jax
 import numpy as np
+from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
+from jaxtyping import Int
+from sgl_jax.srt.managers.communication import CommunicationBackend
 from sgl_jax.srt.managers.io_struct import TokenizedGenerateReqInput
-from sgl_jax.srt.managers.schedule_batch import Req, ScheduleBatch
-from sgl_jax.srt.managers.scheduler import GenerationBatchResult
+from sgl_jax.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
+from sgl_jax.srt.managers.scheduler import GenerationBatchResult, Scheduler
+from sgl_jax.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sgl_jax.srt.mem_cache.memory_pool import ReqToTokenPool
 from sgl_jax.srt.sampling.sampling_params import SamplingParams as LibrarySamplingParams
-from sgl_jax.srt.server_args import ServerArgs
+from sgl_jax.srt.server_args import PortArgs, ServerArgs
 
 from tpu_grpo.engine import repairs
-from tpu_grpo.engine.decisions import DecisionLog
-from tpu_grpo.engine.decode_loop import LaunchOutput, Sampled, for_host
-from tpu_grpo.engine.quiet_scheduler import QuietScheduler
+from tpu_grpo.engine.decode_loop import LaunchOutput, Sampled, StepOutput, for_host
+from tpu_grpo.engine.experts import ExpertTable
+from tpu_grpo.engine.options import rows_left
 from tpu_grpo.engine.reservation import (
     Reservation,
     computed_experts,
@@ -28,14 +42,186 @@ from tpu_grpo.engine.reservation import (
     reserve,
     reserve_ahead,
 )
-from tpu_grpo.engine.routed_experts import ExpertTable
 from tpu_grpo.engine.runner import Runner
-from tpu_grpo.engine.running import Ahead, InFlight, RunningRequest
-from tpu_grpo.engine.shapes import rows_left
-from tpu_grpo.engine.step_arrays import StepOutput
-from tpu_grpo.engine.use import EngineUse
 from tpu_grpo.records.errors import RequestError
-from tpu_grpo.records.stages import Request
+from tpu_grpo.records.stages import Completion, Request
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    """A request inside the scheduler, with the log-probabilities of the tokens sampled so far."""
+
+    request: Request
+    req: Req
+    stop_token_ids: frozenset[int]
+    logprobs: list[float] = field(default_factory=list)
+    kept: list[int] | None = None
+    """How many tokens the filters kept for each, if the engine counts them."""
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether its prompt is in the cache, where requests with the same prompt can reuse it."""
+        return bool(self.req.output_ids)
+
+    def completion(self) -> Completion:
+        """Build the finished completion; one whose last allowed token is a stop token counts as stopped."""
+        stops = not self.request.sampling.ignore_stop and self.req.output_ids[-1] in self.stop_token_ids
+        truncated = isinstance(self.req.finished_reason, FINISH_LENGTH) and not stops
+        return Completion(
+            token_ids=np.asarray(self.req.output_ids, np.int32),
+            logprobs=np.asarray(self.logprobs, np.float32),
+            finish_reason="length" if truncated else "stop",
+            cached_tokens=self.req.cached_tokens,
+            experts=self.req.routed_experts,
+            kept=None if self.kept is None else np.asarray(self.kept, np.int32),
+        )
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A prefill step, or a launch of decode steps, that the devices are computing."""
+
+    batch: ScheduleBatch
+    reservation: Reservation | None
+    """The cache slots of a launch of decode steps."""
+    output: StepOutput | LaunchOutput
+
+
+@dataclass
+class EngineUse:
+    """What an engine has done so far, and the host's seconds by what it did."""
+
+    schedule: float = 0.0
+    """Choosing the next batch and reserving its cache slots."""
+    launch: float = 0.0
+    """Building inputs and calling compiled programs."""
+    wait: float = 0.0
+    """Waiting for the devices."""
+    collect: float = 0.0
+    """Appending sampled tokens to their requests."""
+    prefills: int = 0
+    """Launches of a prefill step."""
+    accepted: int = 0
+    """Rows whose prompts they completed, so that decode steps go on with them."""
+    retracted: int = 0
+    """Rows that were put back because the cache ran short, and were computed anew later."""
+    launches: int = 0
+    """Launches of decode steps."""
+    steps: int = 0
+    """Decode steps of all launches."""
+    tokens: int = 0
+    """Tokens that decode steps sampled."""
+    places: int = 0
+    """Tokens that they would have sampled with as many rows as run at once."""
+    environments: float = 0.0
+    """Waiting for environments, with nothing to do."""
+    turns: int = 0
+    """Turns of conversations that have ended."""
+    later_tokens: int = 0
+    """Prompt tokens of those turns that were not the first of their conversations."""
+    later_cached: int = 0
+    """Those of them that were found in the prefix cache."""
+
+    @contextmanager
+    def time(self, what: Literal["schedule", "launch", "wait", "collect", "environments"]) -> Iterator[None]:
+        """Add the seconds of the block to this field, which also names the block in a timeline."""
+        start = time.perf_counter()
+        with TraceAnnotation(what):
+            yield
+        setattr(self, what, getattr(self, what) + time.perf_counter() - start)
+
+    def count_launch(self, counts_b: Int[np.ndarray, " b"], places: int) -> None:
+        """Add a launch of decode steps that sampled so many tokens of each row, with ``places`` rows at once."""
+        steps = int(counts_b.max())
+        self.launches += 1
+        self.steps += steps
+        self.tokens += int(counts_b.sum())
+        self.places += steps * places
+
+    def count_turn(self, prompt_tokens: int, cached_tokens: int, *, first: bool) -> None:
+        """Add a turn that has ended, and how much of its prompt was cached."""
+        self.turns += 1
+        self.later_tokens += 0 if first else prompt_tokens
+        self.later_cached += 0 if first else cached_tokens
+
+    def __sub__(self, before: "EngineUse") -> "EngineUse":
+        return EngineUse(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The metrics of a rollout; shares of decode steps only if there were any, and of turns likewise."""
+        values = {"rollout/wait_seconds": self.wait}
+        if self.prefills:
+            values["rollout/prefills"] = self.prefills
+            values["rollout/accepted_rows"] = self.accepted / self.prefills
+        if self.retracted:
+            values["rollout/retracted"] = self.retracted
+        if self.launches:
+            values["rollout/tokens_per_launch"] = self.tokens / self.launches
+            values["rollout/occupied_rows"] = self.tokens / self.places
+        if self.turns:
+            values["rollout/environment_wait_seconds"] = self.environments
+            values["rollout/served_turns"] = self.turns
+        if self.later_tokens:
+            values["rollout/turn_cached_share"] = self.later_cached / self.later_tokens
+        return values
+
+
+def total_use(uses: Iterable[EngineUse]) -> EngineUse:
+    """Add up what several engines have done."""
+    total = EngineUse()
+    for use in uses:
+        for f in fields(use):
+            setattr(total, f.name, getattr(total, f.name) + getattr(use, f.name))
+    return total
+
+
+class _NoPeers(CommunicationBackend):
+    """Stands in for the connection to the processes that send a server's requests and receive its answers."""
+
+    @override
+    def recv_requests(self) -> Any:
+        raise AssertionError("the library's event loop does not run; requests come by SteppedScheduler.submit")
+
+    @override
+    def send_pyobj(self, data: Any) -> None:
+        """Refuse: the library sends only that it gave a request up, which ``Engine.check`` rules out."""
+        raise AssertionError(f"sglang-jax gave a request up: {data}")
+
+
+class QuietScheduler(Scheduler):
+    """The library's Scheduler with our runner in its worker, and without what a server has around it.
+
+    That is sockets, streams, logs and settings of the environment.
+    """
+
+    def __init__(self, server_args: ServerArgs, mesh: Mesh, build_runner: Callable[..., Runner]):
+        no_ports: Any = SimpleNamespace(**dict.fromkeys(PortArgs.__dataclass_fields__))
+        with repairs.in_process(build_runner):
+            super().__init__(server_args, no_ports, communication_backend=_NoPeers(), mesh=mesh)
+        self._decode_first_n = self._consec_decode = 0  # or the library takes them from the environment of this host
+        worker: Any = self.tp_worker
+        self.runner: Runner = worker.model_runner
+        self.programs = self.runner.programs
+
+    @override
+    def stream_output(self, *_: Any, **__: Any) -> None:
+        """Do nothing: completions are read from the requests."""
+
+    @override
+    def log_prefill_stats(self, *_: Any) -> None:
+        """Log nothing: the pipeline reports tokens per second."""
+
+    @override
+    def log_decode_stats(self, *_: Any, **__: Any) -> None:
+        """Log nothing: the pipeline reports tokens per second."""
+
+    def pools(self) -> tuple[ReqToTokenPool, BaseTokenToKVPoolAllocator]:
+        """Return the table of each running request's cache slots, and the allocator that knows the free slots."""
+        request_table, allocator = self.req_to_token_pool, self.token_to_kv_pool_allocator
+        assert request_table is not None
+        assert allocator is not None
+        return request_table, allocator
 
 
 class SteppedScheduler(QuietScheduler):
@@ -51,19 +237,16 @@ class SteppedScheduler(QuietScheduler):
         self.running: dict[str, RunningRequest] = {}
         self.use = EngineUse()
         self.before_launch: Callable[[], None] | None = None
-        self._experts = self._expert_table()
-        self._decisions = DecisionLog()
         self.in_flight: InFlight | None = None
-        self._ahead: Ahead | None = None
+        self._ahead: tuple[Reservation, LaunchOutput] | None = None
+        """A launch that the devices got while they compute the one in flight, whose rows it takes up."""
+        self._decisions = hashlib.sha256()
+        layout, (_, allocator) = self.programs.expert_layout, self.pools()
+        self._experts = None if layout is None else ExpertTable(layout, allocator.size + allocator.page_size)
 
-    @property
-    def runner(self) -> Runner:
-        """The model runner inside the library's worker, which is ours."""
-        worker: Any = self.tp_worker
-        return worker.model_runner
-
-    def submit(self, request: Request, stop_token_ids: frozenset[int]) -> RunningRequest:
+    def submit(self, request: Request) -> RunningRequest:
         """Queue a request; requests are served in the order in which they were submitted."""
+        stop_token_ids = self.runner.options.stop_token_ids
         params = LibrarySamplingParams(
             max_new_tokens=request.sampling.max_new_tokens,
             stop_token_ids=list(stop_token_ids),
@@ -71,13 +254,13 @@ class SteppedScheduler(QuietScheduler):
         )
         params.normalize(None)
         rid = str(len(self.running))
-        fields: dict[str, Any] = {"rid": rid, "text": "", "input_ids": list(request.token_ids)}
-        fields |= {"sampling_params": params, "logprob_start_len": -1, "token_ids_logprob": None}
-        fields |= {"dp_rank": 0, "return_routed_experts": request.return_experts}
-        self.handle_generate_request(TokenizedGenerateReqInput(**fields))
+        asked: dict[str, Any] = {"rid": rid, "text": "", "input_ids": list(request.token_ids)}
+        asked |= {"sampling_params": params, "logprob_start_len": -1, "token_ids_logprob": None}
+        asked |= {"dp_rank": 0, "return_routed_experts": request.return_experts}
+        self.handle_generate_request(TokenizedGenerateReqInput(**asked))
         running = RunningRequest(request, self.waiting_queue[-1], stop_token_ids)
         self.running[rid] = running
-        self._decisions.submitted(request.token_ids)
+        self._decisions.update(np.asarray(request.token_ids, np.int32).tobytes())
         return running
 
     def start(self, *, most_steps: int | None = None, more_wait: bool = False, ahead: bool = False) -> None:
@@ -107,9 +290,9 @@ class SteppedScheduler(QuietScheduler):
                 batch = self.get_next_batch_to_run()
             self.cur_batch, reservation = batch, None
             if batch and batch.forward_mode.is_decode():
-                rungs, waiting = self.runner.settings.shapes.batch, more_wait or bool(self.waiting_queue)
+                rungs, waiting = self.runner.options.shapes.batch, more_wait or bool(self.waiting_queue)
                 left = rows_left(rungs, batch.batch_size(), waiting=waiting)
-                steps = self.runner.steps_per_launch
+                steps = self.programs.steps
                 reservation = reserve(batch, steps if most_steps is None else min(most_steps, steps), left)
         return InFlight(batch, reservation, self._launch(batch, reservation)) if batch else None
 
@@ -118,7 +301,7 @@ class SteppedScheduler(QuietScheduler):
 
         So they need not wait until the host has collected tokens and built inputs. A launch of one step is left alone.
         """
-        steps = self.runner.steps_per_launch
+        steps = self.programs.steps
         if flight.reservation is None or self.waiting_queue or steps == 1:
             return
         assert isinstance(flight.output, LaunchOutput)
@@ -127,14 +310,14 @@ class SteppedScheduler(QuietScheduler):
         if reservation is not None:
             output = self._launch(flight.batch, reservation, flight.output)
             assert isinstance(output, LaunchOutput)
-            self._ahead = Ahead(reservation, output)
+            self._ahead = reservation, output
 
     def _take_up(self) -> InFlight | None:
         """Take up the launch that was made ahead; none if so few rows are left that it makes no step."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return None
-        reservation = ahead.reservation
+        reservation, output = ahead
         if len(reservation.columns) <= reservation.left:
             give_back(self.running_batch, reservation)
             return None
@@ -146,7 +329,7 @@ class SteppedScheduler(QuietScheduler):
             assert np.array_equal(batch.seq_lens, reservation.lengths), "rows have moved on from where they were"
             count_allocated(batch, reservation.lengths, reservation.ends)
         self.cur_batch = batch
-        return InFlight(batch, reservation, ahead.output)
+        return InFlight(batch, reservation, output)
 
     @property
     def ready(self) -> bool:
@@ -167,7 +350,17 @@ class SteppedScheduler(QuietScheduler):
     @property
     def digest(self) -> str:
         """sha256 of every prompt and launch so far: which requests ran, in which cache slots, and what was sampled."""
-        return self._decisions.digest
+        return self._decisions.hexdigest()
+
+    def _note_launch(self, batch: ScheduleBatch, reservation: Reservation | None) -> None:
+        """Add a launch to the digest; one of decode steps has a reservation."""
+        rids = ",".join(req.rid for req in batch.reqs)
+        slots, lengths, left = batch.out_cache_loc, batch.seq_lens, 0
+        if reservation is not None:
+            slots, lengths, left = reservation.slots, reservation.lengths, reservation.left
+        self._decisions.update(f"{batch.forward_mode.name} {rids} {left} ".encode())
+        self._decisions.update(np.asarray(lengths, np.int64).tobytes())
+        self._decisions.update(np.asarray(slots, np.int64).tobytes())
 
     def _launch(
         self, batch: ScheduleBatch, reservation: Reservation | None, before: LaunchOutput | None = None
@@ -175,16 +368,16 @@ class SteppedScheduler(QuietScheduler):
         """Launch a scheduled batch, and let what it leaves on the devices come to the host as soon as it is there."""
         with self.use.time("launch"):
             self.forward_ct += 1
-            self._decisions.launched(batch, reservation)
+            self._note_launch(batch, reservation)
             if self.before_launch is not None:
                 self.before_launch()
             if reservation is None:
                 self.use.prefills += 1
                 for row, req in zip(batch.req_pool_indices, batch.reqs, strict=True):
-                    self.runner.inputs.admit(row, self.running[req.rid].request)
-                output = self.runner.prefill(batch)
+                    self.programs.inputs.admit(row, self.running[req.rid].request)
+                output = self.programs.prefill(batch)
             else:
-                output = self.runner.launch(batch, reservation, before)
+                output = self.programs.launch(batch, reservation, before)
             for array in jax.tree.leaves(for_host(output)):
                 array.copy_to_host_async()
         return output
@@ -193,25 +386,20 @@ class SteppedScheduler(QuietScheduler):
         """Take in a StepOutput or LaunchOutput, whose arrays are on the host now."""
         if reservation is None:
             sampled = Sampled.of_prefill(output, len(batch.reqs))
+            self.use.accepted += sum(req.is_chunked <= 0 for req in batch.reqs)  # before the library counts a chunk off
         else:
             sampled = Sampled.of_launch(output.results, reservation.columns, output.kept)
-            self._keep(batch, reservation, sampled)
+            keep(batch, reservation, sampled.count)
+            self.use.count_launch(sampled.count, self.max_running_requests)
+            for _ in range(int(sampled.count.max()) - 1):  # as the library does after single steps
+                self.new_token_ratio = max(self.new_token_ratio - self.new_token_ratio_decay, self.min_new_token_ratio)
         if self._experts is not None and output.experts is not None:
             self._experts.store(*computed_experts(batch, reservation, sampled.count, output.experts))
-        self._decisions.sampled(sampled)
-        if reservation is None:
-            self.use.accepted += sum(req.is_chunked <= 0 for req in batch.reqs)  # before the library counts a chunk off
+        self._decisions.update(sampled.count.tobytes() + sampled.tokens.tobytes())
         self._collect(batch, sampled)
         if reservation is not None:
             self._drop_finished(batch)
         self.last_batch = batch
-
-    def _keep(self, batch: ScheduleBatch, reservation: Reservation, sampled: Sampled) -> None:
-        """Give back the slots that a launch did not use, and count its steps, as the library counts single ones."""
-        keep(batch, reservation, sampled.count)
-        self.use.count_launch(sampled.count, self.max_running_requests)
-        for _ in range(int(sampled.count.max()) - 1):
-            self.new_token_ratio = max(self.new_token_ratio - self.new_token_ratio_decay, self.min_new_token_ratio)
 
     def _collect(self, batch: ScheduleBatch, sampled: Sampled) -> None:
         """Append the sampled tokens and their log-probabilities to their requests."""
@@ -240,9 +428,9 @@ class SteppedScheduler(QuietScheduler):
         """
         stays = np.array([not req.finished() for req in batch.reqs])
         if self._ahead is not None:
-            reservation, output = self._ahead.reservation, self._ahead.output
+            reservation, output = self._ahead
             give_back(batch, reservation.of(~stays))
-            self._ahead = Ahead(reservation.of(stays), output)
+            self._ahead = reservation.of(stays), output
         batch.filter_batch()
         if not stays.all():
             batch.reqs_info[0].batch_is_full = False
@@ -282,16 +470,13 @@ class SteppedScheduler(QuietScheduler):
         One empty step while requests wait is normal, because the library notices only then that its batch is empty.
         """
         if self.waiting_queue and self.last_batch is None:
-            req = self.waiting_queue[0]
+            req, (_, allocator) = self.waiting_queue[0], self.pools()
+            free = allocator.available_size() + self.tree_cache.evictable_size()  # or held only by such prefixes
             raise RequestError(
                 f"request {req.rid} ({len(req.origin_input_ids)} prompt tokens, up to "
                 f"{req.sampling_params.max_new_tokens} new) cannot be scheduled although nothing else runs: "
-                f"{self.available_tokens()} of {self.max_total_num_tokens} cache tokens are free; raise "
+                f"{free} of {self.max_total_num_tokens} cache tokens are free; raise "
                 "rollout.kv_tokens"
             )
         self.check_memory()
         self.new_token_ratio = self.init_new_token_ratio
-
-    def _expert_table(self) -> ExpertTable | None:
-        layout, (_, allocator) = self.runner.expert_layout, self.pools()
-        return None if layout is None else ExpertTable(layout, allocator.size + allocator.page_size)

@@ -1,4 +1,4 @@
-"""The rows of a replica that are out while their environments work, and the waves in which they come back.
+"""Conversations in the engine: the rows that are out while their environments work, and the waves in which they return.
 
 A row is out from the end of a turn on, and from the start of its group on. It is due ``tool_steps`` decode steps later,
 by the engine's clock. At the first launch boundary at which rows are due, all of them come back together, in ascending
@@ -20,17 +20,72 @@ import pickle
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
-from tpu_grpo.engine.conversing import Conversations
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import LockstepError
-from tpu_grpo.records.stages import Completion, Request
+from tpu_grpo.records.stages import Completion, Prompt, Request
 
 
-def unchecked(row: int, request: Request) -> None:
-    """Let every request pass."""
+class Conversations(Protocol):
+    """The conversations of a batch of rows: what the engine asks whoever holds their environments.
+
+    What a row's next request is depends on no other row, and on no time. Methods are called on the thread that
+    generates, and only by the host that holds the row's environment.
+
+        conversations.begin(3)                  # the environment of row 3 is started; nothing is waited for
+        conversations.ready(3)                  # False, then True
+        conversations.next(3)                   # Request: its first turn
+        conversations.ended(3, completion)      # the turn has been sampled; the environment gets it
+        conversations.next(3)                   # Request of the next turn, or None: the conversation is over
+        conversations.result(3)                 # the Completion of the whole conversation
+    """
+
+    @property
+    def places(self) -> int | None:
+        """How many conversations of each host may have an environment at once; None for any number."""
+        ...
+
+    def needs_place(self, row: int) -> bool:
+        """Say whether a row's conversation counts among these, which every host knows of every row."""
+        ...
+
+    def begin(self, row: int) -> None:
+        """Start the environment of a row, without waiting for it."""
+        ...
+
+    def ended(self, row: int, completion: Completion) -> None:
+        """Give a turn to the row's environment, without waiting for its answer."""
+        ...
+
+    def ready(self, row: int) -> bool:
+        """Say whether ``next`` has its answer already."""
+        ...
+
+    def next(self, row: int) -> Request | None:
+        """Wait for the environment, and return the request of the row's next turn; None once there is none."""
+        ...
+
+    def result(self, row: int) -> Completion:
+        """Return the whole conversation of a row that is over."""
+        ...
+
+    def close(self) -> None:
+        """Give up conversations that are not over, and wait for nothing."""
+        ...
+
+
+class OpenConversations(Protocol):
+    """Opens the conversations of a batch."""
+
+    def __call__(self, prompts: Sequence[Prompt], requests: Sequence[Request]) -> Conversations:
+        """Return the conversations of rows with these prompts, whose first requests would be these without any.
+
+        A request says how the row is sampled; its ``max_new_tokens`` limits the whole conversation after the prompt.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -43,7 +98,7 @@ class Limits:
     """How many conversations of each host may have an environment at once; the next begin once others are over."""
     kept: int = 2**31
     """How many conversations to have at once, those that are out among them: those that its cache can keep."""
-    check: Callable[[int, Request], None] = unchecked
+    check: Callable[[int, Request], None] = lambda row, request: None
     """Raises RequestError if the engine can never serve a request, which has this index."""
 
 
@@ -173,14 +228,14 @@ class Waves:
 
     def _fill(self, clock: int) -> None:
         """Begin rows, in their order, while the host of the next one has a place for it."""
-        while self._waiting and self._has_place(self._waiting[0]):
-            row = self._waiting.popleft()
-            self._placed[self._host_of(row)] += self._conversations.needs_place(row)
+        while self._waiting:
+            row, places = self._waiting[0], self.limits.places
+            host, needed = self._host_of(row), self._conversations.needs_place(row)
+            if needed and places is not None and self._placed[host] >= places:
+                break
+            self._waiting.popleft()
+            self._placed[host] += needed
             self._send(row, None, clock)
-
-    def _has_place(self, row: int) -> bool:
-        places = self.limits.places
-        return places is None or not self._conversations.needs_place(row) or self._placed[self._host_of(row)] < places
 
     def _send(self, row: int, turn: Completion | None, clock: int) -> None:
         if self._given_up:

@@ -20,7 +20,7 @@ from statistics import NormalDist
 import jax.numpy as jnp
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.engine.vocabulary import splits_vocabulary
+from tpu_grpo.engine.options import splits_vocabulary
 from tpu_grpo.launching.tpus import Generation
 from tpu_grpo.models.families.flash_attention import whole_blocks
 from tpu_grpo.planning import costs

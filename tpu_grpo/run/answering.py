@@ -24,8 +24,7 @@ from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.generation import Partial
 from tpu_grpo.engine.options import EngineOptions, choose_attention
 from tpu_grpo.engine.replicas import Replicas
-from tpu_grpo.engine.sampler import completion_text, sampling_params
-from tpu_grpo.engine.streaming import stream
+from tpu_grpo.engine.sampler import completion_text, sampling_params, stream
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import parameters
 from tpu_grpo.models import Checkpoint

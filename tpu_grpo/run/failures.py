@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.engine.broken import BrokenRollout
+from tpu_grpo.engine.sampler import BrokenRollout
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner.failed import FailedUpdate, PassArrays
 from tpu_grpo.observe.json_lines import encode_line, replace_bytes

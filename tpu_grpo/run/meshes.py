@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_grpo.config import RunConfig
+from tpu_grpo.engine.options import splits_vocabulary
 from tpu_grpo.engine.replicas import make_replicas
-from tpu_grpo.engine.vocabulary import splits_vocabulary
 from tpu_grpo.hosts import by_host, devices_per_host
 from tpu_grpo.models import Checkpoint, check_mesh, check_sampler_mesh, sampler_sizes
 from tpu_grpo.models.experts import check_expert_tokens

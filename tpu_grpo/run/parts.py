@@ -74,7 +74,7 @@ def build_parts(config: RunConfig, hosts: Hosts, data: OpenData | None = None) -
     failures = FailureFiles(config, hosts, learner.save_apart)
     sampler = Sampler(engines.replicas, tokenizer, config, task.environments)
     learner.keep_failed(failures)
-    sampler.keep_broken(failures.of_rollout)
+    sampler.keep_broken = failures.of_rollout
     announce(hosts, "compiling the weight sync, and moving the weights into the engine")
     engines.install(learner.params())
     learner.share(engines.shared_leaves)

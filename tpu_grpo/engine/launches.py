@@ -1,0 +1,301 @@
+"""Where prefill steps and decode steps are launched on the devices: ``Programs.prefill`` and ``Programs.launch``.
+
+    programs = runner.programs
+    programs.inputs.admit(row, request)             # how a request is sampled, once it has a row
+    output = programs.prefill(batch)                # device arrays; the cache was updated in place
+    output = programs.launch(batch, reservation)    # several decode steps: decode_loop.py
+
+A batch of the scheduler is padded to the arrays of one compiled shape, the program of that shape runs the model and
+samples tokens, and the cache that it returns replaces the one before. Weights are arguments of the programs, so that
+new ones need no compilation.
+
+Suffixes: B rows (padded), b rows of the batch, T tokens of the step (padded), L context, k the most steps of a launch.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
+from sgl_jax.srt.layers.logits_processor import LogitsMetadata
+from sgl_jax.srt.managers.schedule_batch import ScheduleBatch
+from sgl_jax.srt.mem_cache.memory_pool import MemoryPools
+from sgl_jax.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+
+from tpu_grpo.engine.attention import AttentionMode, Columns
+from tpu_grpo.engine.decode_loop import (
+    LaunchInputs,
+    LaunchOutput,
+    LaunchRows,
+    StepInputs,
+    StepOutput,
+    decode_loop,
+    pack_rows,
+)
+from tpu_grpo.engine.experts import ExpertLayout
+from tpu_grpo.engine.options import Shapes, choose_steps, pad_to
+from tpu_grpo.engine.reservation import Reservation
+from tpu_grpo.engine.sampling import SamplingColumns, sample_rows
+from tpu_grpo.records.stages import Request
+
+if TYPE_CHECKING:
+    from tpu_grpo.engine.runner import Runner
+
+
+class Programs:
+    """The compiled programs of an engine: one for each number of rows of a decode step and of tokens of a prefill."""
+
+    def __init__(self, runner: "Runner"):
+        self._runner = runner
+        self._options, config = runner.options, runner.model_config
+        self._mesh: Mesh = runner.mesh
+        self.expert_layout = ExpertLayout.of(config.hf_config) if self._options.return_experts else None
+        """What a step returns of the experts that its tokens passed; None if it returns nothing of them."""
+        self.steps = self._options.steps_per_launch or self._choose_steps()
+        """The most decode steps of a launch."""
+        self.inputs = InputBuilder(self._options.shapes, runner.attention, self.steps)
+        eos: set[int] = config.hf_eos_token_id or set()
+        self._stop_token_ids = self._options.stop_token_ids | eos  # which the library looks for, too
+
+    def _choose_steps(self) -> int:
+        per_device = (
+            math.prod(spec.sharding.shard_shape(spec.shape)) * spec.dtype.itemsize
+            for spec in self._runner.weight_specs.values()
+            if spec.sharding is not None
+        )
+        return choose_steps(sum(per_device), self._mesh.devices.flat[0].platform)
+
+    def prefill(self, batch: ScheduleBatch) -> StepOutput:
+        """Launch the prefill step of a scheduled batch; rows beyond those of the batch are padding."""
+        return self._run(self.inputs.prefill(batch))
+
+    def launch(
+        self, batch: ScheduleBatch, reservation: Reservation, before: LaunchOutput | None = None
+    ) -> LaunchOutput:
+        """Launch several decode steps of a scheduled batch; rows beyond those of the batch are padding.
+
+        With ``before``, the launch takes up the rows of that one where it leaves them.
+        """
+        return self._run(self.inputs.launch(batch, reservation, None if before is None else before.after))
+
+    def _run(self, inputs: StepInputs | LaunchInputs) -> Any:
+        """Run a program, and keep the cache that it returns."""
+        weights, pool = self._runner.weights, self._runner.token_to_kv_pool
+        assert weights is not None, "install_weights comes before the first step"
+        if isinstance(inputs, LaunchInputs) and not isinstance(inputs.before, jax.Array):
+            inputs = inputs._replace(before=_nothing_before(len(inputs.rows), self._mesh))
+        with jax.set_mesh(self._mesh):
+            output, cache = self._program(inputs)(weights, pool.kv_buffer, inputs)
+        pool.kv_buffer = cache
+        return output
+
+    def compile_all(self, tell: Callable[[], None]) -> int:
+        """Run every shape once on padding, so that nothing compiles later, and tell of each. Returns how many."""
+        sizes = [(ForwardMode.DECODE, rows) for rows in self._options.shapes.batch]
+        sizes += [(ForwardMode.EXTEND, tokens) for tokens in self._options.shapes.prefill]
+        for mode, size in sizes:
+            self._run(self.inputs.padding(mode, size))
+            tell()
+        return len(sizes)
+
+    def lower(self, mode: ForwardMode, size: int) -> jax.stages.Lowered:
+        """Lower the program of one shape, for the installed weights or, without any, for their specs."""
+        inputs, weights = self.inputs.padding(mode, size), self._runner.weights
+        program = self._program(inputs)
+        if weights is None:
+            weights, replicated = list(self._runner.weight_specs.values()), NamedSharding(self._mesh, P())
+            inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), inputs)
+        with jax.set_mesh(self._mesh):
+            return program.lower(weights, self._runner.token_to_kv_pool.kv_buffer, inputs)
+
+    # --- what is compiled ---------------------------------------------------------------------------------------------
+
+    def _program(self, inputs: StepInputs | LaunchInputs) -> Any:
+        """Return the jitted steps (weights, cache, inputs) -> (output, cache), which donate the cache."""
+        return self._decode_program if isinstance(inputs, LaunchInputs) else self._prefill_program
+
+    @cached_property
+    def _prefill_program(self) -> Any:
+        return self._jitted(functools.partial(self._step, mode=ForwardMode.EXTEND))
+
+    @cached_property
+    def _decode_program(self) -> Any:
+        return self._jitted(self._decode_steps)
+
+    def _jitted(self, program: Callable[..., Any]) -> Any:
+        pool = self._runner.token_to_kv_pool
+        cache = [pool.kv_sharding] * pool.layer_num
+        return jax.jit(program, donate_argnums=1, out_shardings=(NamedSharding(self._mesh, P()), cache))
+
+    def _decode_steps(self, weights: list[Array], cache: list[Array], inputs: LaunchInputs) -> Any:
+        return decode_loop(
+            lambda cache, step: self._step(weights, cache, step, mode=ForwardMode.DECODE),
+            cache,
+            inputs,
+            attention=self._runner.attention,
+            stop_token_ids=self._stop_token_ids,
+            experts=self.expert_layout,
+            filtered=self._options.filtered,
+        )
+
+    def _step(self, weights: list[Array], cache: list[Array], inputs: StepInputs, *, mode: ForwardMode) -> Any:
+        """Run the library's model on one step, and sample a token of each row."""
+        runner, extend = self._runner, mode == ForwardMode.EXTEND
+        state = jax.tree.unflatten(jax.tree.structure(runner.abstract_state), weights)
+        model: Any = nnx.merge(runner.graph, state)
+        pool = copy.copy(runner.token_to_kv_pool)
+        pool.kv_buffer = list(cache)
+        batch = ForwardBatch(
+            bid=0,
+            forward_mode=mode,
+            batch_size=inputs.seq_lens.shape[0],
+            input_ids=inputs.input_ids,
+            req_pool_indices=inputs.seq_lens,  # read by no model or backend
+            seq_lens=inputs.seq_lens,
+            out_cache_loc=inputs.out_cache_loc,
+            positions=inputs.positions,
+            attn_backend=runner.attention.backend(inputs.attention),
+            cache_loc=inputs.cache_loc,
+            extend_prefix_lens=inputs.prefix_lens if extend else None,
+            extend_seq_lens=inputs.extend_lens if extend else None,
+        )
+        asked = LogitsMetadata(forward_mode=mode, capture_hidden_mode=CaptureHiddenMode.NULL)
+        if extend:  # the logits of each row's last token, which are those of all tokens in a decode step
+            asked.extend_seq_lens = inputs.extend_lens
+            last = jnp.maximum(jnp.cumsum(inputs.extend_lens) - 1, 0)
+            asked.logits_indices = jax.sharding.reshard(last, P("data"))
+        logits, new_pools, _, experts = model(batch, MemoryPools(token_to_kv_pool=pool), asked)
+        drawn = sample_rows(logits.next_token_logits, inputs.sampling, self._mesh, filtered=self._options.filtered)
+        chosen = None if self.expert_layout is None else self.expert_layout.stack(experts)
+        return StepOutput(drawn.token, drawn.logprob, chosen, drawn.kept), new_pools["token_to_kv_pool"]
+
+
+@functools.cache
+def _nothing_before(rows: int, mesh: Mesh) -> Int[Array, "2 B"]:
+    """Return the ``before`` of launches that follow none. It is on the devices, or they would have another program."""
+    return jax.jit(lambda: jnp.zeros((2, rows), jnp.int32), out_shardings=NamedSharding(mesh, P()))()
+
+
+class InputBuilder:
+    """Pads batches to the engine's shapes, and remembers how each running request is sampled."""
+
+    def __init__(self, shapes: Shapes, attention: AttentionMode, steps_per_launch: int):
+        self._shapes = shapes
+        self._attention = attention
+        self._steps = steps_per_launch
+        rows = shapes.max_rows + 2  # one more than the library's request table, for padding
+        self._stops = np.zeros(rows, np.bool_)
+        self._table = SamplingColumns(
+            temperature=np.zeros(rows, np.float32),
+            top_k=np.zeros(rows, np.int32),
+            top_p=np.ones(rows, np.float32),
+            min_p=np.zeros(rows, np.float32),
+            key=np.zeros((rows, 4), np.uint32),
+            position=np.zeros(rows, np.int32),
+        )
+
+    def admit(self, row: int, request: Request) -> None:
+        """Note the sampling settings of the request that now holds row ``row`` of the library's request table."""
+        sampling, key = request.sampling, request.key
+        self._stops[row] = not sampling.ignore_stop
+        self._table.temperature[row] = sampling.temperature
+        self._table.top_k[row] = sampling.top_k
+        self._table.top_p[row] = sampling.top_p
+        self._table.min_p[row] = sampling.min_p
+        self._table.key[row] = (key.seed, key.step, key.prompt, key.sample)
+
+    def prefill(self, batch: ScheduleBatch) -> StepInputs:
+        """Build the inputs of a prefill step, which has the new tokens of its rows concatenated."""
+        rows, tokens = self._shapes.max_rows, pad_to(self._shapes.prefill, len(batch.input_ids))
+        positions = np.concatenate([np.arange(p, s) for p, s in zip(batch.prefix_lens, batch.seq_lens, strict=True)])
+        columns = {
+            "input_ids": _padded(batch.input_ids, tokens),
+            "positions": _padded(positions, tokens),
+            "out_cache_loc": _padded(batch.out_cache_loc, tokens, fill=-1),
+            "seq_lens": _padded(batch.seq_lens, rows),
+            "prefix_lens": _padded(batch.prefix_lens, rows),
+            "extend_lens": _padded(batch.extend_lens, rows),
+        }
+        return self._prefill(columns, self._slots(batch), batch.req_pool_indices)
+
+    def launch(
+        self, batch: ScheduleBatch, reservation: Reservation, before: Int[Array, "2 B"] | None = None
+    ) -> LaunchInputs:
+        """Build the inputs of a launch of decode steps; ``before`` is what the launch left that it follows, if any."""
+        follows, places = before is not None, reservation.columns
+        rows = len(before[0]) if before is not None else pad_to(self._shapes.batch, len(places))
+        slots = np.full((rows, self._steps), -1, np.int32)
+        slots[places, : reservation.steps] = reservation.slots
+        table_rows = _placed(batch.req_pool_indices, places, rows, fill=self._shapes.max_rows + 1)
+        columns = LaunchRows(
+            token=np.zeros(rows, np.int32) if follows else _padded(batch.input_ids, rows),
+            length=_placed(reservation.lengths, places, rows),
+            stops=self._stops[table_rows],
+            sampling=self._sampling(table_rows),
+            slots=slots,
+        )
+        filled = self._slots(batch)
+        if follows:  # else rows lie one after the other, and need no copy
+            filled = _placed(filled, places, rows)
+        metadata = self._attention.launch_metadata(filled, _placed(reservation.ends, places, rows))
+        control = np.array([reservation.steps, reservation.left, follows], np.int32)
+        return LaunchInputs(
+            pack_rows(columns), control, metadata, np.zeros((2, rows), np.int32) if before is None else before
+        )
+
+    def padding(self, mode: ForwardMode, size: int) -> StepInputs | LaunchInputs:
+        """Build inputs of one shape that hold nothing but padding, for compiling."""
+        nothing, none = np.zeros((0, self._shapes.context), np.int32), np.zeros(0, np.int32)
+        if mode == ForwardMode.DECODE:
+            zeros, slots = np.zeros(size, np.int32), np.full((size, self._steps), -1, np.int32)
+            table_rows = np.full(size, self._shapes.max_rows + 1)
+            rows = LaunchRows(zeros, zeros, self._stops[table_rows], self._sampling(table_rows), slots)
+            metadata, control = self._attention.launch_metadata(nothing, zeros), np.zeros(3, np.int32)
+            return LaunchInputs(pack_rows(rows), control, metadata, np.zeros((2, size), np.int32))
+        columns = {name: np.zeros(size, np.int32) for name in ("input_ids", "positions")}
+        columns |= {name: np.zeros(self._shapes.max_rows, np.int32) for name in ("seq_lens", "prefix_lens")}
+        columns |= {"extend_lens": columns["seq_lens"], "out_cache_loc": np.full(size, -1, np.int32)}
+        return self._prefill(columns, nothing, none)
+
+    def _prefill(
+        self, columns: Columns, slots_bL: Int[np.ndarray, "b L"], table_rows_b: Int[np.ndarray, " b"]
+    ) -> StepInputs:
+        seq_lens = columns["seq_lens"]
+        cache_loc = self._attention.cache_loc(slots_bL, seq_lens)
+        padding = self._shapes.max_rows + 1  # the table's last row, which is greedy without filters
+        sampling = self._sampling(_padded(table_rows_b, len(seq_lens), fill=padding))
+        return StepInputs(
+            **columns,
+            cache_loc=cache_loc,
+            attention=self._attention.prefill_metadata(columns, slots_bL, cache_loc),
+            sampling=sampling._replace(position=seq_lens),
+        )
+
+    def _slots(self, batch: ScheduleBatch) -> Int[np.ndarray, "b L"]:
+        return batch.req_to_token_pool.req_to_token[batch.req_pool_indices, : self._shapes.context]
+
+    def _sampling(self, table_rows_B: Int[np.ndarray, " B"]) -> SamplingColumns:
+        return SamplingColumns(*(column[table_rows_B] for column in self._table))
+
+
+def _placed(
+    values_b: Int[np.ndarray, "b *rest"], places_b: Int[np.ndarray, " b"], size: int, fill: int = 0
+) -> Int[np.ndarray, "{size} *rest"]:
+    placed = np.full((size, *values_b.shape[1:]), fill, np.int32)
+    placed[places_b] = values_b
+    return placed
+
+
+def _padded(values: Sequence[int] | np.ndarray, size: int, fill: int = 0) -> Int[np.ndarray, " size"]:
+    padded = np.full(size, fill, np.int32)
+    padded[: len(values)] = values
+    return padded
