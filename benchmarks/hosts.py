@@ -50,7 +50,8 @@ def work(arguments: list[str]) -> None:
     from tests.engine.building import engine_options
     from tpu_grpo.engine.replicas import Replicas
     from tpu_grpo.hosts import by_host
-    from tpu_grpo.models import load_model, read_checkpoint
+    from tpu_grpo.models.checkpoint import read_checkpoint
+    from tpu_grpo.models.tunix_model import load_model
     from tpu_grpo.records.stages import Request, SampleKey, SamplingParams
     from tpu_grpo.weights.plan import named_leaves
     from tpu_grpo.weights.sync import WeightSync

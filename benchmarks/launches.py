@@ -22,7 +22,7 @@ from rich.table import Table
 
 from tpu_grpo.engine.options import choose_steps, ladder, pad_to
 from tpu_grpo.launching.tpus import Generation, parse_slice
-from tpu_grpo.models.abstract import abstract_checkpoint
+from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.planning.costs import EngineSizes, decode_step, host_seconds, prefill_step, round_seconds
 from tpu_grpo.planning.slice_plan import PUBLISHED
 

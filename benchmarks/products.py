@@ -40,7 +40,8 @@ from benchmarks.update import SIZES, VOCABULARY, make_config, workloads
 from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.learner import Learner, LearnerInputs
 from tpu_grpo.learner.programs import LearnerPrograms
-from tpu_grpo.models import load_model, read_checkpoint
+from tpu_grpo.models.checkpoint import read_checkpoint
+from tpu_grpo.models.tunix_model import load_model
 
 PROMPT_TOKENS, NEW_TOKENS, COPIES = 32, 64, 2
 PARTS = {"feed_forward": "SwiGLU", "attention": "attention", "rms_norm": "norms", "while": "output head"}

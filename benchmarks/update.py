@@ -54,7 +54,8 @@ from tpu_grpo.learner import Learner, LearnerInputs
 from tpu_grpo.learner.building import row_shape
 from tpu_grpo.learner.programs import LearnerPrograms
 from tpu_grpo.learner.rows import train_rows
-from tpu_grpo.models import load_model, read_checkpoint
+from tpu_grpo.models.checkpoint import read_checkpoint
+from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 from tpu_grpo.tunix_loop.padded import PaddedShape, padded_rows
 

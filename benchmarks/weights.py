@@ -43,7 +43,8 @@ from tunix.models.qwen3.mapping_sglang_jax import _to_sglang_jax_mappings
 from tunix.rl import reshard as tunix_reshard
 
 from tpu_grpo.engine.engine import engine_mesh
-from tpu_grpo.models.families import FAMILIES
+from tpu_grpo.models.families.family import DecoderConfig
+from tpu_grpo.models.families.qwen3 import QWEN3
 from tpu_grpo.weights.sync import WeightSync
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, WIDTH, FFN, VOCAB = 8, 1024, 16, 8, 64, 3072, 16384
@@ -164,7 +165,8 @@ def measure(layout: str, fsdp: int, tp: int, tensor: int, rounds: int) -> tuple[
     devices = jax.devices()
     own, theirs = (devices, devices) if layout == "shared" else (devices[:2], devices[2:])
     source, target = trainer_leaves(own, fsdp, tp), sampler_specs(theirs, tensor)
-    sync = WeightSync(FAMILIES["qwen3"].weight_rules(None), source, target)
+    config = DecoderConfig(VOCAB, HIDDEN, FFN, LAYERS, HEADS, KV_HEADS, WIDTH, 1e-6, 1e6, tie_word_embeddings=False)
+    sync = WeightSync(QWEN3.weight_rules(config), source, target)
     moved = [move.target for move in sync.moves if not move.aliased]
     weights, _ = sync(source)
     plain = {name: jnp.copy(weights[name]) for name in moved}

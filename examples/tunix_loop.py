@@ -20,7 +20,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 import tpu_grpo
 from tpu_grpo.learner import parameters
 from tpu_grpo.learner.agreement import agreement_metrics
-from tpu_grpo.models import load_model
+from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.run.meshes import build_meshes
 from tpu_grpo.run.parts import open_engines, open_model, token_id
 from tpu_grpo.tunix_loop.adapter import RolloutAdapter

@@ -26,7 +26,7 @@ from tests.engine.building import engine_options
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.models import read_checkpoint
+from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.records.stages import SamplingParams
 from tpu_grpo.weights.plan import named_leaves
 from tpu_grpo.weights.sync import WeightSync

@@ -13,7 +13,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tests.models.random_checkpoint import write_random_qwen3
-from tpu_grpo.models import load_model, read_checkpoint
+from tpu_grpo.models.checkpoint import read_checkpoint
+from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.stages import Request, SampleKey, SamplingParams
 
 PROMPTS, GROUP, PROMPT_TOKENS, LONGEST, VOCABULARY = 8, 8, 30, 256, 512

@@ -9,7 +9,7 @@ from tests.config.asking import REPOSITORY, message
 from tpu_grpo.algorithms import objective_line, open_algorithm
 from tpu_grpo.config import RunConfig, load_config, parse_config
 from tpu_grpo.learner.optimizers import learning_rate_schedule
-from tpu_grpo.models.abstract import abstract_checkpoint
+from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.rewards import open_rewards
 from tpu_grpo.run.parts import check_model
 

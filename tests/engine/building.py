@@ -14,7 +14,8 @@ from tests.models.forward import compiled_logprobs, trainer_mesh
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.engine import Engine, engine_mesh
 from tpu_grpo.engine.options import EngineOptions
-from tpu_grpo.models import load_model, read_checkpoint
+from tpu_grpo.models.checkpoint import read_checkpoint
+from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.stages import Completion, Request, SampleKey, SamplingParams
 from tpu_grpo.weights.plan import named_leaves
 from tpu_grpo.weights.sync import WeightSync

@@ -11,7 +11,7 @@ from tests.engine.building import PROMPTS, build_engine, disagreement, requests,
 from tests.models.random_checkpoint import write_random
 from tests.models.test_lora import randomize, with_lora
 from tpu_grpo.config import LoraSection
-from tpu_grpo.models import read_checkpoint
+from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.weights.plan import named_leaves
 from tpu_grpo.weights.sync import WeightSync
 

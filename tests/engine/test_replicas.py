@@ -20,7 +20,7 @@ from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replica, Replicas, idle_share, make_replicas
 from tpu_grpo.engine.scheduler import EngineUse
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.models import read_checkpoint
+from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.records.errors import ConfigError, RequestError
 from tpu_grpo.records.stages import Completion, Request, SamplingParams
 from tpu_grpo.weights.plan import named_leaves

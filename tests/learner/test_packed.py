@@ -24,9 +24,10 @@ from tpu_grpo.learner.packing import Packing
 from tpu_grpo.learner.rows import RowShape, train_rows
 from tpu_grpo.learner.token_weights import token_weights
 from tpu_grpo.learner.update import by_name
-from tpu_grpo.models import load_model, read_checkpoint
+from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.families import FAMILIES
 from tpu_grpo.models.lora import adapted_modules, apply_lora
+from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.stages import Completion
 
 PAD, VOCAB, TEMPERATURE = 0, 300, 0.8

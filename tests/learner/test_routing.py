@@ -28,7 +28,8 @@ from tpu_grpo.learner import Learner, LearnerInputs, LearnerPrograms
 from tpu_grpo.learner.forward import ModelRows, run_model
 from tpu_grpo.learner.routing import ReplayShape
 from tpu_grpo.learner.rows import RowShape, TrainRows, train_rows
-from tpu_grpo.models import load_model, read_checkpoint
+from tpu_grpo.models.checkpoint import read_checkpoint
+from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Completion, ScoredRollout
 

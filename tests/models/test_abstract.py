@@ -11,10 +11,10 @@ from flax import nnx
 from tests.models.forward import trainer_mesh
 from tests.models.random_checkpoint import write_random
 from tpu_grpo.config import LoraSection
-from tpu_grpo.models import load_model, read_checkpoint
-from tpu_grpo.models.abstract import abstract_checkpoint, abstract_model, is_abstract
+from tpu_grpo.models.checkpoint import abstract_checkpoint, read_checkpoint
 from tpu_grpo.models.families import FAMILIES
 from tpu_grpo.models.lora import adapted_modules, apply_lora
+from tpu_grpo.models.tunix_model import abstract_model, is_abstract, load_model
 from tpu_grpo.records.errors import CheckpointError
 
 LORA = LoraSection(rank=4)

@@ -18,8 +18,7 @@ from tunix.models.qwen3.params import create_model_from_safe_tensors
 
 from tpu_grpo.hosts.caching import CACHE_VARIABLE
 from tpu_grpo.models import builtin
-from tpu_grpo.models.builtin import builtin_checkpoint, recipe_digest
-from tpu_grpo.models.builtin_teaching import RECIPES, Recipe, initial_params, teach
+from tpu_grpo.models.builtin import RECIPES, Recipe, builtin_checkpoint, initial_params, recipe_digest, teach
 from tpu_grpo.models.tokenizers import builtin_tokenizer, load_tokenizer, stop_token_ids
 from tpu_grpo.records.errors import CheckpointError, ConfigError
 from tpu_grpo.tasks import TASKS, addition

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from tunix.models.qwen3.model import Qwen3
 
-from tpu_grpo.models.builtin_teaching import (
+from tpu_grpo.models.builtin import (
     RECIPES,
     Recipe,
     TeachingBatch,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.models.random_checkpoint import edit_config, edit_tensors, published_shapes, write_random_qwen3, write_sparse
-from tpu_grpo.models import check_mesh, read_checkpoint
+from tpu_grpo.models.checkpoint import check_mesh, read_checkpoint
 from tpu_grpo.models.families import FAMILIES
 from tpu_grpo.records.errors import CheckpointError, ConfigError
 

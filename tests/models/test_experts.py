@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.random_checkpoint import write_random
-from tpu_grpo.models import Checkpoint, read_checkpoint
-from tpu_grpo.models.experts import check_expert_tokens
+from tpu_grpo.models.checkpoint import Checkpoint, check_expert_tokens, read_checkpoint
 from tpu_grpo.records.errors import ConfigError
 
 

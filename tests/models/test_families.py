@@ -14,9 +14,10 @@ from transformers import Gemma2Config
 from tests.models.forward import compiled_logprobs, logprobs, trainer_mesh
 from tests.models.random_checkpoint import LLAMA3_SCALING, edit_config, write_random, write_sparse
 from tests.models.reference import reference_logprobs
-from tpu_grpo.models import check_mesh, check_sampler_mesh, load_model, read_checkpoint
+from tpu_grpo.models.checkpoint import check_mesh, check_sampler_mesh, read_checkpoint
 from tpu_grpo.models.families import FAMILIES
 from tpu_grpo.models.families import gemma2 as families_gemma2
+from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.errors import CheckpointError, ConfigError
 
 QWEN25_0P5B = {

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 from tests.models.forward import compiled_logprobs, logprobs, trainer_mesh
 from tests.models.random_checkpoint import edit_tensors, write_random_qwen3
 from tests.models.reference import reference_logprobs
-from tpu_grpo.models import load_model, read_checkpoint
-from tpu_grpo.models.finite import check_finite
+from tpu_grpo.models.checkpoint import read_checkpoint
+from tpu_grpo.models.tunix_model import check_finite, load_model
 from tpu_grpo.records.errors import CheckpointError, ConfigError
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -113,7 +113,7 @@ def test_a_parameter_left_without_a_value_is_an_error(directory: Path) -> None:
         model.final_norm.w.value = jax.ShapeDtypeStruct((64,), dtype)
         return model
 
-    broken = dataclasses.replace(checkpoint, family=dataclasses.replace(checkpoint.family, load=load))
+    broken = dataclasses.replace(checkpoint, family=dataclasses.replace(checkpoint.family, loader=load))
     with pytest.raises(CheckpointError, match=r"left 1 parameters .* without a value: \['final_norm'\]\['w'\]"):
         load_model(broken, trainer_mesh(1, 1), dtype=jnp.float32, remat="none")
 

@@ -17,9 +17,18 @@ from tests.models.forward import compiled_logprobs, trainer_mesh
 from tests.models.random_checkpoint import edit_tensors, write_random
 from tests.models.reference import reference_logprobs
 from tpu_grpo.config import LoraSection
-from tpu_grpo.models import load_model, read_checkpoint
-from tpu_grpo.models.adapters import CONFIG_FILE, TENSORS_FILE, load_adapters, write_adapters
-from tpu_grpo.models.lora import adaptable_modules, adapted_modules, apply_lora, existing_layers
+from tpu_grpo.models.checkpoint import read_checkpoint
+from tpu_grpo.models.lora import (
+    SETTINGS_FILE,
+    TENSORS_FILE,
+    adaptable_modules,
+    adapted_modules,
+    apply_lora,
+    existing_layers,
+    load_adapters,
+    write_adapters,
+)
+from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.errors import CheckpointError, ConfigError
 
 DENSE = [f"attn.{x}_proj" for x in "qkvo"] + [f"mlp.{x}_proj" for x in ("gate", "up", "down")]
@@ -156,7 +165,7 @@ def test_files_say_what_the_model_computes(tmp_path: Path, family: str, kv_heads
     _, model = with_lora(directory, section)
     randomize(model)
     write_adapters(tmp_path / "adapters", adapters(model), section, "base")
-    settings = json.loads((tmp_path / "adapters" / CONFIG_FILE).read_text())
+    settings = json.loads((tmp_path / "adapters" / SETTINGS_FILE).read_text())
     assert (settings["r"], settings["lora_alpha"], settings["peft_type"]) == (3, 6.0, "LORA")
     tensors, weights = load_file(tmp_path / "adapters" / TENSORS_FILE), load_file(directory / "model.safetensors")
     assert len(tensors) == 2 * len(settings["target_modules"]) == 14
@@ -217,9 +226,9 @@ def without_one(directory: Path) -> None:
 
 
 def without_module(directory: Path) -> None:
-    settings = json.loads((directory / CONFIG_FILE).read_text())
+    settings = json.loads((directory / SETTINGS_FILE).read_text())
     settings["target_modules"].remove("model.layers.0.mlp.down_proj")
-    (directory / CONFIG_FILE).write_text(json.dumps(settings))
+    (directory / SETTINGS_FILE).write_text(json.dumps(settings))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +236,7 @@ def without_module(directory: Path) -> None:
     [
         (cut, {}, "is not a whole safetensors file"),
         (without_one, {}, r"must hold \S+layers.1.mlp.up_proj.lora_A.weight \[2, 64\], got none"),
-        (lambda directory: (directory / CONFIG_FILE).unlink(), {}, "adapter_config.json is missing"),
+        (lambda directory: (directory / SETTINGS_FILE).unlink(), {}, "adapter_config.json is missing"),
         (lambda directory: None, {"rank": 4}, "model.lora.rank must be 2, that of the adapters in .*, got 4; set it"),
         (lambda directory: None, {"alpha": 1.0}, "model.lora.alpha must be 16.0, that of .*, got 1.0"),
         (without_module, {}, "it has none besides, and lacks model.layers.0.mlp.down_proj; choose the same modules"),

@@ -15,7 +15,7 @@ import pytest
 
 from tpu_grpo.config import load_config
 from tpu_grpo.learner.output_head import CHUNK_BYTES
-from tpu_grpo.models.abstract import abstract_checkpoint
+from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.planning.compiled_programs import FAST_COMPILE_OPTIONS, compiled_figures, programs_to_lower
 from tpu_grpo.planning.costs import STEP_INPUTS, EngineSizes
 from tpu_grpo.planning.slice_plan import PUBLISHED
@@ -40,7 +40,7 @@ SMALLER = {
 LIKE_TUNIX = """
 import sys
 from pathlib import Path
-from tpu_grpo.models import repairs
+from tpu_grpo.models import tunix_repairs as repairs
 repairs.fitted_config = lambda config, mesh: config
 from tests.planning.test_compiled_programs import kernels_of_an_update_of_experts
 kernels_of_an_update_of_experts(Path(sys.argv[1]))

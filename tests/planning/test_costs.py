@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tpu_grpo.launching.tpus import GENERATIONS, Chip, Generation, parse_slice
-from tpu_grpo.models import Checkpoint
-from tpu_grpo.models.abstract import abstract_checkpoint
+from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
 from tpu_grpo.planning.costs import (
     ALLREDUCE_SECONDS,
     CACHE_BYTES_PER_SECOND,

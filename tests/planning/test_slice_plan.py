@@ -10,7 +10,7 @@ import pytest
 from tests.models.random_checkpoint import write_random
 from tests.planning.figures import program, run_of
 from tpu_grpo.config import RunConfig
-from tpu_grpo.models.abstract import abstract_checkpoint
+from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.models.families.gemma2 import Gemma2Config
 from tpu_grpo.planning import slice_plan
 from tpu_grpo.planning.slice_plan import FEW_LAYERS, extrapolated, with_layers

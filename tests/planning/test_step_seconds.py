@@ -8,7 +8,7 @@ import pytest
 
 from tests.planning.figures import run_of
 from tpu_grpo.launching.tpus import parse_slice
-from tpu_grpo.models.abstract import abstract_checkpoint
+from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP
 from tpu_grpo.planning.costs import (
     LINKS,

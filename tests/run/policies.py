@@ -11,8 +11,9 @@ from flax import nnx
 from tests.models.forward import trainer_mesh
 from tests.several.runs import settings, write_files
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.models import load_model, read_checkpoint
+from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.tokenizers import load_tokenizer
+from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.run.exporting import Policy
 from tpu_grpo.run.parts import with_adapters
 

@@ -13,7 +13,8 @@ from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import freeze_untrained, parameters
-from tpu_grpo.models import load_model, read_checkpoint
+from tpu_grpo.models.checkpoint import read_checkpoint
+from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.engines import build_weight_sync
 from tpu_grpo.run.meshes import build_meshes

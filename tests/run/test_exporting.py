@@ -19,9 +19,10 @@ from tests.models.forward import compiled_logprobs, trainer_mesh
 from tests.models.reference import reference_logprobs
 from tests.run.policies import FAMILIES, LORA, TOKENS_BT, change, run_config, trained, write_model
 from tpu_grpo.config import LoraSection, RunConfig
-from tpu_grpo.models import load_model, read_checkpoint
-from tpu_grpo.models.adapters import load_adapters
+from tpu_grpo.models.checkpoint import read_checkpoint
+from tpu_grpo.models.lora import load_adapters
 from tpu_grpo.models.tokenizers import load_tokenizer, stop_token_ids
+from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run.exporting import Policy, export_policy
 from tpu_grpo.weights.plan import named_leaves
@@ -222,8 +223,8 @@ import resource
 from pathlib import Path
 import numpy as np
 from tpu_grpo.cli.starting import exit_code_of
-from tpu_grpo.models.new_directory import new_directory
-from tpu_grpo.models.publishing import save_tensors
+from tpu_grpo.models.hf_directory import new_directory
+from tpu_grpo.models.hf_directory import save_tensors
 
 def write():
     with new_directory(Path({str(path.parent)!r})) as directory:

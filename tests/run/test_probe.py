@@ -13,7 +13,7 @@ import pytest
 
 from tests.several.runs import settings, write_files
 from tpu_grpo.config import RunConfig, parse_config
-from tpu_grpo.models.families import WeightRule
+from tpu_grpo.models.families.leaves import WeightRule
 from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.run.pipeline import train
 from tpu_grpo.run.probe import probe_bound

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.weights.test_meshes import RULES, sampler_specs, trainer_leaves
 from tpu_grpo.engine.engine import engine_mesh
-from tpu_grpo.models.families.layouts import InputsFirst, Transform, flatten, flatten_kv, same, transpose
+from tpu_grpo.models.families.leaves import InputsFirst, Transform, flatten, flatten_kv, same, transpose
 from tpu_grpo.weights.intermediate import intermediate_sharding, result_dimension
 from tpu_grpo.weights.sync import WeightSync
 

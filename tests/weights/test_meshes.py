@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from tpu_grpo.engine.engine import engine_mesh
 from tpu_grpo.hosts import by_host
-from tpu_grpo.models.families.layouts import WeightRule, flatten, flatten_kv, same, transpose
+from tpu_grpo.models.families.leaves import WeightRule, flatten, flatten_kv, same, transpose
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.weights.plan import group_moves
 from tpu_grpo.weights.sync import WeightSync

@@ -10,15 +10,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpu_grpo.engine.engine import engine_mesh
-from tpu_grpo.models.families import FAMILIES, WeightRule
-from tpu_grpo.models.families.layouts import InputsFirst
 from tpu_grpo.observe.process_metrics import CompilationCounter
+from tpu_grpo.models.families.family import DecoderConfig
+from tpu_grpo.models.families.leaves import InputsFirst, WeightRule
+from tpu_grpo.models.families.qwen3 import QWEN3
 from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.weights.plan import Spec, plan_sync
 from tpu_grpo.weights.sync import WeightSync
 
 HEADS, KV_HEADS, WIDTH, HIDDEN, FFN, VOCAB = 4, 2, 3, 8, 6, 10
-RULES = FAMILIES["qwen3"].weight_rules(None)  # the same for every config
+RULES = QWEN3.weight_rules(DecoderConfig(VOCAB, HIDDEN, FFN, 2, HEADS, KV_HEADS, WIDTH, 1e-6, 1e6, False))
 LAYER = {
     "input_layernorm.w": (HIDDEN,),
     "post_attention_layernorm.w": (HIDDEN,),

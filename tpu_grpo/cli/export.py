@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tpu_grpo.cli.starting import exit_code_of, prepare, run_config
 from tpu_grpo.config import RunConfig
-from tpu_grpo.models.new_directory import check_free
+from tpu_grpo.models.hf_directory import check_free
 
 ABOUT = """Writes the model of a checkpoint as a Hugging Face directory, which transformers and this package load.
 

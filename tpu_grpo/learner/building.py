@@ -21,7 +21,7 @@ from tpu_grpo.learner.routing import ReplayShape
 from tpu_grpo.learner.rows import RowShape
 from tpu_grpo.learner.trained import Frozen, freeze_untrained, has_adapters, trained_type
 from tpu_grpo.learner.update import Updater, Values, by_name
-from tpu_grpo.models.families.flash_attention import whole_blocks
+from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.records.errors import ConfigError
 
 SMALL_MODEL_PARAMETERS, SMALL_PASS_TOKENS = 4 * 2**20, 192

@@ -1,11 +1,13 @@
-"""Provides the built-in models, which are taught on first use and then kept in a cache.
+"""The built-in models: small Qwen3s that are taught on first use, the way a task's teacher does it, then cached.
 
     directory = builtin_checkpoint("addition", seed=0, progress=True)     # a Hugging Face checkpoint directory
 
-Each is taught on the built-in task of its name. The cache is ``$TPU_GRPO_CACHE``, or the user's cache directory. An
-entry is named by task, seed and a digest of the recipe, so that a changed recipe makes a new one. An entry appears
-whole or not at all, and a damaged one is made again. The recipes and the teaching are in builtin_teaching.py, the files
-of an entry in builtin_files.py.
+Each is taught on the built-in task of its name; one jitted step learns what the assistant says only. The cache is
+``$TPU_GRPO_CACHE``, or the user's cache directory. An entry is named by task, seed and a digest of the recipe, so that
+a changed recipe makes a new one. An entry appears whole or not at all, and a damaged one is made again:
+``teaching.json`` is written last and lists every other file with its digest.
+
+Array suffixes: B rows of a batch, T tokens, L = T - 1 predicted tokens, V vocabulary.
 """
 
 import hashlib
@@ -14,22 +16,95 @@ import os
 import shutil
 import tempfile
 import time
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float, Int
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers import BatchEncoding, PreTrainedTokenizerFast
+from tunix.models.qwen3.model import ModelConfig, Qwen3
 
 from tpu_grpo.hosts.caching import CACHE_VARIABLE, cache_directory, exclusive
-from tpu_grpo.models.builtin_files import hugging_face_config, is_whole, library_versions, write_checkpoint
-from tpu_grpo.models.builtin_teaching import RECIPES, Recipe, teach
-from tpu_grpo.models.tokenizers import builtin_tokenizer
-from tpu_grpo.records.errors import CheckpointError, ConfigError
+from tpu_grpo.records.errors import CheckpointError, ConfigError, NonFiniteError
+from tpu_grpo.models.checkpoint import CONFIG_FILE, abstract_checkpoint
+from tpu_grpo.models.hf_directory import write_tensors
+from tpu_grpo.models.tokenizers import ASSISTANT, END, builtin_tokenizer
 from tpu_grpo.tasks import TASKS
-from tpu_grpo.tasks.lessons import Task
+from tpu_grpo.tasks.lessons import Lesson, Task
 
+RECORD = "teaching.json"
 _FORMAT = 1  # the version of the written files, which is part of the digest
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The size of the taught model and how it is taught; with the seed it decides the model."""
+
+    layers: int = 3
+    width: int = 192
+    mlp_width: int = 576
+    heads: int = 6
+    kv_heads: int = 3
+    head_dim: int = 32
+    rope_theta: int = 1_000_000
+    norm_eps: float = 1e-6
+    embedding_std: float = 0.1
+    steps: int = 400
+    batch: int = 128
+    """Problems of a step; 400 steps of 128 teach more than 200 of 256, for the same computation."""
+    learning_rate: float = 2e-3
+    warmup_steps: int = 60
+    final_rate: float = 0.05
+    """The share of the learning rate that the cosine falls to."""
+    b2: float = 0.95
+    max_grad_norm: float = 1.0
+    """The norm that gradients are clipped to; without it, the carry is learned twice as late."""
+
+    def model_config(self, vocab_size: int) -> ModelConfig:
+        """Return Tunix's config of the model, in float32."""
+        return ModelConfig(
+            num_layers=self.layers,
+            vocab_size=vocab_size,
+            embed_dim=self.width,
+            hidden_dim=self.mlp_width,
+            num_heads=self.heads,
+            head_dim=self.head_dim,
+            num_kv_heads=self.kv_heads,
+            rope_theta=self.rope_theta,
+            norm_eps=self.norm_eps,
+            use_tied_embedding=True,
+        )
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """Return Adam on clipped gradients, whose rate warms up linearly and then follows a cosine."""
+        rate = optax.warmup_cosine_decay_schedule(
+            0.0, self.learning_rate, self.warmup_steps, self.steps, self.learning_rate * self.final_rate
+        )
+        clip = optax.clip_by_global_norm(self.max_grad_norm)
+        return optax.chain(clip, optax.adam(rate, b2=self.b2))
+
+
+RECIPES: Mapping[str, Recipe] = MappingProxyType(
+    {
+        "addition": Recipe(),
+        "calculator": Recipe(steps=300, batch=64, warmup_steps=40),  # its lessons are four times as long
+        "guessing": Recipe(width=128, mlp_width=384, heads=4, kv_heads=2, steps=250, batch=64, warmup_steps=40),
+    }
+)
+"""How each built-in model is taught; its task has the same name."""
+
+
+# --- the cache -------------------------------------------------------------------------------------------------------
 
 
 def builtin_checkpoint(name: str, seed: int, *, progress: bool, recipe: Recipe | None = None) -> Path:
@@ -98,11 +173,19 @@ def _teach_into(entry: Path, recipe: Recipe, task: Task, seed: int, progress: bo
     started = time.perf_counter()
     losses: list[float] = []
     name = entry.name.split("-")[0]
-    with _bar(name, recipe.steps, shown=progress) as bar:
+    columns = (
+        TextColumn(f"teaching {name} (once, then cached)"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
+        shown = bar.add_task("teaching", total=recipe.steps, loss="-")
 
         def on_step(step: int, loss: float) -> None:
             losses.append(loss)
-            bar.update(bar.task_ids[0], completed=step, loss=f"{loss:.3f}")
+            bar.update(shown, completed=step, loss=f"{loss:.3f}")
 
         params = teach(recipe, task, seed=seed, on_step=on_step)
     record: dict[str, Any] = {
@@ -111,7 +194,7 @@ def _teach_into(entry: Path, recipe: Recipe, task: Task, seed: int, progress: bo
         "recipe": asdict(recipe),
         "last_loss": losses[-1],
         "seconds": round(time.perf_counter() - started, 1),
-        "versions": library_versions(),
+        "versions": {name: version(name) for name in ("jax", "google-tunix", "optax", "transformers", "safetensors")},
     }
     with tempfile.TemporaryDirectory(dir=entry.parent, prefix=f".{entry.name}-") as temporary:
         unfinished = Path(temporary) / entry.name
@@ -122,14 +205,165 @@ def _teach_into(entry: Path, recipe: Recipe, task: Task, seed: int, progress: bo
         os.replace(unfinished, entry)
 
 
-def _bar(name: str, steps: int, *, shown: bool) -> Progress:
-    columns = (
-        TextColumn(f"teaching {name} (once, then cached)"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]}"),
-        TimeRemainingColumn(),
+# --- the files of an entry -------------------------------------------------------------------------------------------
+
+
+def write_checkpoint(
+    directory: Path, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, params: nnx.State, record: Mapping[str, Any]
+) -> None:
+    """Write weights, config, tokenizer, and ``record`` with the files' digests into an existing empty directory."""
+    (directory / CONFIG_FILE).write_text(json.dumps(hugging_face_config(recipe, tokenizer), indent=1) + "\n")
+    leaves = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(params)}
+    write_tensors(directory, abstract_checkpoint(directory), leaves.__getitem__, np.dtype(np.float32))
+    tokenizer.save_pretrained(directory, save_jinja_files=False)
+    files = {path.name: _digest(path) for path in sorted(directory.iterdir())}
+    (directory / RECORD).write_text(json.dumps({**record, "files": files}, indent=1) + "\n")
+
+
+def is_whole(directory: Path) -> bool:
+    """Whether the directory holds a record and every file it lists, unchanged."""
+    try:
+        files = json.loads((directory / RECORD).read_text())["files"]
+        return all(_digest(directory / name) == digest for name, digest in files.items())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def hugging_face_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    """Return the content of the model's ``config.json``."""
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": len(tokenizer),
+        "hidden_size": recipe.width,
+        "intermediate_size": recipe.mlp_width,
+        "num_hidden_layers": recipe.layers,
+        "num_attention_heads": recipe.heads,
+        "num_key_value_heads": recipe.kv_heads,
+        "head_dim": recipe.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": recipe.norm_eps,
+        "rope_theta": recipe.rope_theta,
+        "rope_scaling": None,
+        "max_position_embeddings": 4096,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "use_sliding_window": False,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# --- teaching --------------------------------------------------------------------------------------------------------
+
+
+class TeachingBatch(NamedTuple):
+    """A batch of lessons, as tokens."""
+
+    tokens_BT: Int[np.ndarray, "B T"]
+    """Tokens in int32: the conversation as the chat template writes it, then padding."""
+    taught_BL: Float[np.ndarray, "B L"]
+    """A mask: 1 where the token to predict is the assistant's or ends what it says, else 0; column l predicts token
+    l + 1."""
+
+
+def teach(
+    recipe: Recipe, task: Task, *, seed: int, on_step: Callable[[int, float], None] = lambda step, loss: None
+) -> nnx.State:
+    """Teach a new model on a task's training split, and return its parameters.
+
+    The same seed gives the same bits on one machine. ``on_step`` is called after every step with its number, from 1,
+    and its loss in nats per taught token.
+
+    Raises:
+        NonFiniteError: when the loss is not finite.
+    """
+    tokenizer = builtin_tokenizer(task)
+    skeleton = nnx.eval_shape(lambda: Qwen3(recipe.model_config(len(tokenizer)), rngs=nnx.Rngs(0)))
+    graph, shapes = nnx.split(skeleton)
+    params = initial_params(recipe, shapes, np.random.default_rng([seed, 0]))
+    optimizer = recipe.optimizer()
+    moments = optimizer.init(params)  # pyright: ignore[reportArgumentType]  # a State is a pytree
+
+    @jax.jit
+    def train_step(params: nnx.State, moments: optax.OptState, batch: TeachingBatch):
+        loss, grads = jax.value_and_grad(lambda p: taught_loss(nnx.merge(graph, p), batch))(params)
+        updates, moments = optimizer.update(grads, moments, params)
+        return optax.apply_updates(params, updates), moments, loss
+
+    with jax.default_matmul_precision("highest"):
+        for step, batch in enumerate(batches(recipe, task, np.random.default_rng([seed, 1])), start=1):
+            params, moments, loss = train_step(params, moments, batch)
+            if not np.isfinite(loss):
+                raise NonFiniteError(f"the loss of teaching must be finite, got {loss} at step {step} of seed {seed}")
+            on_step(step, float(loss))
+    return params
+
+
+def initial_params(recipe: Recipe, shapes: nnx.State, rng: np.random.Generator) -> nnx.State:
+    """Draw random matrices and unit norms, in float32; Tunix's own start has zero MLPs, which get no gradient.
+
+    The embedding has standard deviation ``embedding_std``, every other matrix width^-1/2; those that write into the
+    residual stream (o_proj, down_proj) are divided further by sqrt(2 * layers), one share for each of its additions.
+    """
+
+    def initial(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> Array:
+        name = jax.tree_util.keystr(path)
+        if len(leaf.shape) == 1:
+            return jnp.ones(leaf.shape, jnp.float32)
+        std = recipe.embedding_std if "input_embedding" in name else recipe.width**-0.5
+        if "o_proj" in name or "down_proj" in name:
+            std /= (2 * recipe.layers) ** 0.5
+        return jnp.asarray(std * rng.standard_normal(leaf.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(initial, shapes)
+
+
+def taught_loss(model: Qwen3, batch: TeachingBatch) -> Float[Array, ""]:
+    """Return the cross-entropy in nats, as the mean over all taught tokens of the batch."""
+    tokens_BT = jnp.asarray(batch.tokens_BT)
+    inputs_BL, targets_BL = tokens_BT[:, :-1], tokens_BT[:, 1:]
+    rows, length = inputs_BL.shape
+    positions_BL = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    causal_BLL = jnp.broadcast_to(jnp.tril(jnp.ones((length, length), bool)), (rows, length, length))
+    logits_BLV, _ = model(inputs_BL, positions_BL, None, causal_BLL)
+    losses_BL = optax.softmax_cross_entropy_with_integer_labels(logits_BLV, targets_BL)
+    return jnp.sum(losses_BL * batch.taught_BL) / jnp.sum(batch.taught_BL)
+
+
+def batches(recipe: Recipe, task: Task, rng: np.random.Generator) -> Iterator[TeachingBatch]:
+    """Yield ``recipe.steps`` batches of lessons on training problems, which are drawn with replacement."""
+    problems, tokenizer = task.problems("train"), builtin_tokenizer(task)
+    for _ in range(recipe.steps):
+        drawn = [problems[i] for i in rng.integers(len(problems), size=recipe.batch)]
+        yield encode_batch(tokenizer, task, [task.lesson(problem, rng) for problem in drawn])
+
+
+def encode_batch(tokenizer: PreTrainedTokenizerFast, task: Task, lessons: Sequence[Lesson]) -> TeachingBatch:
+    """Encode lessons as the chat template writes them, padded on the right to the tokens of the longest there is."""
+    encoded = tokenizer.apply_chat_template(
+        list(lessons),
+        tools=[dict(tool) for tool in task.tools] or None,
+        padding="max_length",
+        max_length=task.longest,
+        return_tensors="np",
+        return_dict=True,
     )
-    bar = Progress(*columns, console=Console(stderr=True), disable=not shown)
-    bar.add_task("teaching", total=steps, loss="-")
-    return bar
+    assert isinstance(encoded, BatchEncoding)
+    tokens_BT = np.asarray(encoded["input_ids"], np.int32)
+    return TeachingBatch(tokens_BT, _of_assistant(tokens_BT, tokenizer))
+
+
+def _of_assistant(tokens_BT: Int[np.ndarray, "B T"], tokenizer: PreTrainedTokenizerFast) -> Float[np.ndarray, "B L"]:
+    """Mark the targets between the assistant's marker and the end token, which is the assistant's, too."""
+    inputs_BL = tokens_BT[:, :-1]
+    opened_BL = np.cumsum(inputs_BL == tokenizer.convert_tokens_to_ids(ASSISTANT), axis=1)
+    closed_BL = np.cumsum(inputs_BL == tokenizer.convert_tokens_to_ids(END), axis=1)
+    return (opened_BL > closed_BL).astype(np.float32)

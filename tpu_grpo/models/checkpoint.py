@@ -1,8 +1,7 @@
-"""Reads and verifies a Hugging Face checkpoint directory, and loads it as Tunix's model on the trainer's mesh.
+"""Reads and verifies a Hugging Face checkpoint directory; tunix_model.py loads it.
 
     checkpoint = read_checkpoint(Path("Qwen3-0.6B"))     # verifies everything; reads headers only, needs no jax
     check_mesh(checkpoint, fsdp=4, tp=2)                 # needs no jax either
-    model = load_model(checkpoint, mesh, dtype=jnp.bfloat16, remat="decoder")
 
 Tunix's loader does not notice a config.json that asks for something its model lacks, files that did not arrive, or
 tensors of several dtypes in one file. Therefore all of that is decided here before it runs: a setting is honoured, or
@@ -14,28 +13,27 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from tpu_grpo.config import HUB
-from tpu_grpo.models.families import DecoderConfig, Family, Remat, Shape, WeightRule
-from tpu_grpo.models.hf_config import CONFIG_FILE, read_hf_config
-from tpu_grpo.models.json_files import read_json
-from tpu_grpo.models.messages import listed
+from tpu_grpo.models.families import FAMILIES, REFUSED
+from tpu_grpo.models.families.family import DecoderConfig, Family
+from tpu_grpo.models.families.leaves import Shape, WeightRule
+from tpu_grpo.models.families.qwen3_moe import MoeConfig
+from tpu_grpo.models.families.rope import with_older_rope
 from tpu_grpo.records.errors import CheckpointError, ConfigError
 
-if TYPE_CHECKING:
-    import jax
-    from flax import nnx
-    from jax.typing import DTypeLike
-
-INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE, INDEX_FILE = "config.json", "model.safetensors.index.json"
 STORED_DTYPES = ("BF16", "F16", "F32", "F64")
 """The dtypes that Tunix's loader can read; it would take the bytes of any other for float64."""
+TILE_ROWS = 128
+"""On a TPU, Tunix's kernel for experts multiplies in tiles of so many rows."""
+_KINDS = {"int": "a whole number >= 1", "float": "a number > 0", "bool": "true or false"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,11 @@ class Checkpoint:
     config: DecoderConfig
     files: tuple[Path, ...]
     """The safetensors files, sorted."""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the model has experts."""
+        return isinstance(self.config, MoeConfig)
 
     @property
     def parameter_count(self) -> int:
@@ -77,9 +80,11 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     """
     directory = directory.expanduser()
     if not directory.is_dir():
+        hint = f"correct it, or name a model of the Hugging Face hub as {HUB}OWNER/NAME"
+        if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(directory)):
+            hint = f"did you mean {HUB}{directory}, a model of the Hugging Face hub, which is fetched?"
         raise CheckpointError(
-            f"model.path must be a checkpoint directory on this machine, got {directory}, which is not one; "
-            f"{_hint(directory)}"
+            f"model.path must be a checkpoint directory on this machine, got {directory}, which is not one; {hint}"
         )
     hf_config, family, config = read_hf_config(directory)
     files = _safetensors_files(directory)
@@ -87,10 +92,14 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     return Checkpoint(directory, hf_config, family, config, files)
 
 
-def _hint(directory: Path) -> str:
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(directory)):
-        return f"did you mean {HUB}{directory}, a model of the Hugging Face hub, which is fetched?"
-    return f"correct it, or name a model of the Hugging Face hub as {HUB}OWNER/NAME"
+def abstract_checkpoint(directory: Path) -> Checkpoint:
+    """Read a checkpoint's config.json alone; its weights need not be there.
+
+    Raises:
+        CheckpointError: for a missing or broken config.json, an unsupported family or setting.
+    """
+    hf_config, family, config = read_hf_config(directory.expanduser())
+    return Checkpoint(directory, hf_config, family, config, files=())
 
 
 def check_mesh(checkpoint: Checkpoint, fsdp: int, tp: int) -> None:
@@ -139,42 +148,98 @@ def _divisors(checkpoint: Checkpoint, axis: str, size: int) -> tuple[list[str], 
     return wrong, [divisor for divisor in range(1, common + 1) if common % divisor == 0]
 
 
-def load_model(
-    checkpoint: Checkpoint,
-    mesh: jax.sharding.Mesh,
-    *,
-    dtype: DTypeLike,
-    remat: Remat,
-    flash_block: int | None = None,
-    param_dtype: DTypeLike | None = None,
-) -> nnx.Module:
-    """Load the parameters with Tunix's loader, sharded over ``mesh`` (axes "fsdp" and "tp").
+def check_expert_tokens(checkpoint: Checkpoint, fsdp: int, context_tokens: int) -> None:
+    """Refuse a length of prompt and completion, padded, that the kernel does not take; other models take any length.
 
-    ``dtype`` (float32 or bfloat16) is that of the computation, and of the parameters unless ``param_dtype`` is given:
-    they must then be cast to ``dtype`` before the model is called. Logits are float32. ``remat`` says what the backward
-    pass recomputes: nothing, the attention and MLP blocks, or whole decoder layers.
-    ``flash_block`` is the block that `families.flash_attention.flash_block` chose; None takes dot attention.
+    For each token a device hands ``num_experts_per_tok`` rows to the kernel. With the experts split over ``fsdp``
+    devices it hands over room for all that they could send: ``min(num_experts_per_tok, experts of a device) x fsdp``.
 
     Raises:
-        ConfigError: for a mesh that does not fit the model, a dtype Tunix's loader cannot cast to, or a version of
-            Tunix that was not reviewed.
-        CheckpointError: when the loader leaves a parameter without a value.
+        ConfigError: for a length that does not give whole tiles, with lengths that do.
     """
-    import jax.numpy as jnp
+    config = checkpoint.config
+    if not isinstance(config, MoeConfig):
+        return
+    chosen = config.num_experts_per_tok
+    per_token = min(chosen, config.num_experts // fsdp) * fsdp if fsdp > 1 else chosen
+    if context_tokens * per_token % TILE_ROWS:
+        step = TILE_ROWS // math.gcd(TILE_ROWS, per_token)
+        below = context_tokens // step * step
+        raise ConfigError(
+            f"data.max_prompt_tokens + rollout.max_new_tokens must be a multiple of {step} for this model's experts on "
+            f"a TPU ({per_token} rows per token in tiles of {TILE_ROWS}), got {context_tokens}; make it "
+            + (f"{below} or {below + step}" if below else f"{step}")
+        )
 
-    from tpu_grpo.models import repairs
 
-    if missing := {"fsdp", "tp"} - set(mesh.axis_names):
-        raise ConfigError(f"the trainer's mesh must have axes fsdp and tp, got {mesh.axis_names}; add {missing}")
-    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
-        raise ConfigError(f"model.dtype must be float32 or bfloat16, got {jnp.dtype(dtype).name}; use one of them")
-    check_mesh(checkpoint, mesh.shape["fsdp"], mesh.shape["tp"])
-    repairs.apply()
-    family = checkpoint.family
-    config = repairs.fitted_config(family.model_config(checkpoint.config, dtype, remat, flash_block), mesh)
-    model = family.load(checkpoint.directory, config, mesh, dtype if param_dtype is None else param_dtype)
-    _refuse_abstract(model, checkpoint.directory)
-    return model
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+
+def read_hf_config(directory: Path) -> tuple[dict[str, Any], Family, DecoderConfig]:
+    """Return (the content of config.json, its family, the settings that the family takes from it).
+
+    What transformers 5 writes as rope_parameters stands under the names that it had before.
+
+    Raises:
+        CheckpointError: for a missing or broken file, an unsupported family, or a setting it does not support.
+    """
+    path = directory / CONFIG_FILE
+    hf_config = with_older_rope(read_json(path))
+    family = _family_of(hf_config, path)
+    for rule in family.rules:
+        if rule.setting not in hf_config:
+            if rule.required:
+                raise CheckpointError(
+                    f"{path}: {rule.setting} must be {rule.accepted}, and it is left out; {rule.remedy}"
+                )
+        elif not rule.accepts(value := hf_config[rule.setting]):
+            raise CheckpointError(f"{path}: {rule.setting} must be {rule.accepted}, got {value!r}; {rule.remedy}")
+    return hf_config, family, _decoder_config(hf_config, family, path)
+
+
+def _family_of(hf_config: Mapping[str, Any], path: Path) -> Family:
+    model_type = hf_config.get("model_type")
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None:
+        reason = REFUSED.get(model_type) if isinstance(model_type, str) else None
+        raise CheckpointError(
+            f"{path}: model_type must be one of the supported families ({', '.join(FAMILIES)}), got {model_type!r}"
+            f"{f' ({reason})' if reason else ''}; choose a checkpoint of one of them"
+        )
+    architectures = hf_config.get("architectures")
+    if architectures != [family.architecture]:
+        raise CheckpointError(
+            f"{path}: architectures must be [{family.architecture!r}] for model_type {model_type}, got "
+            f"{architectures!r}; choose the causal language model's checkpoint"
+        )
+    return family
+
+
+def _decoder_config(hf_config: Mapping[str, Any], family: Family, path: Path) -> DecoderConfig:
+    wanted = fields(family.config)
+    values = {**family.defaults, **hf_config}
+    sizes: list[Any] = [values.get(name) for name in ("hidden_size", "num_attention_heads")]
+    if "head_dim" not in family.defaults and values.get("head_dim") is None and all(_is_a("int", n) for n in sizes):
+        values["head_dim"] = sizes[0] // sizes[1]
+    if missing := [field.name for field in wanted if field.name not in values]:
+        raise CheckpointError(f"{path} must give {', '.join(missing)}, which it lacks; copy the model's own again")
+    for field in wanted:
+        kind, value = str(field.type), values[field.name]
+        if kind in _KINDS and not _is_a(kind, value):
+            raise CheckpointError(
+                f"{path}: {field.name} must be {_KINDS[kind]}, got {value!r}; copy the model's own again"
+            )
+    config = family.config(**{field.name: values[field.name] for field in wanted})
+    if contradiction := config.contradiction():
+        raise CheckpointError(f"{path}: {contradiction}; copy the model's own config.json again")
+    return config
+
+
+def _is_a(kind: str, value: Any) -> bool:
+    if kind == "bool" or isinstance(value, bool):
+        return kind == "bool" and isinstance(value, bool)
+    numbers = int if kind == "int" else (int, float)
+    return isinstance(value, numbers) and 0 < value < math.inf
 
 
 # --- safetensors -----------------------------------------------------------------------------------------------------
@@ -201,10 +266,16 @@ def _safetensors_files(directory: Path) -> tuple[Path, ...]:
 
 
 def _read_headers(files: Iterable[Path]) -> dict[str, _Tensor]:
+    """Read the tensors of all files, each of one dtype: Tunix's loader reads a whole file in its first tensor's."""
     tensors: dict[str, _Tensor] = {}
     for file in files:
         header = _read_header(file)
-        _require_one_dtype(file, header)
+        dtypes = sorted({tensor.dtype for tensor in header.values()})
+        if len(dtypes) != 1 or dtypes[0] not in STORED_DTYPES:
+            raise CheckpointError(
+                f"{file} must hold tensors of one dtype of {', '.join(STORED_DTYPES)}, got "
+                f"{', '.join(dtypes) or 'no tensor'}; save the checkpoint in one dtype"
+            )
         if twice := sorted(header.keys() & tensors.keys()):
             raise CheckpointError(
                 f"{file} and {tensors[twice[0]].file.name} both hold {listed(twice)}; Tunix reads every *.safetensors "
@@ -215,40 +286,27 @@ def _read_headers(files: Iterable[Path]) -> dict[str, _Tensor]:
 
 
 def _read_header(file: Path) -> dict[str, _Tensor]:
-    """Read a file's tensors; the safetensors library verifies length, offsets and shapes against each other."""
+    """Read a header: its length in eight bytes, then JSON with the dtype, shape and place of each name.
+
+    The safetensors library verifies them against each other, but takes a millisecond to describe one of thousands.
+    """
     try:
-        with safe_open(file, framework="numpy"):  # it takes a millisecond to describe one tensor of thousands
-            header = _header_of_whole_file(file)
+        with safe_open(file, framework="numpy"), file.open("rb") as opened:
+            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
     except (OSError, SafetensorError) as error:
         size = file.stat().st_size if file.exists() else 0
         raise CheckpointError(
             f"{file} ({size} bytes) is not a whole safetensors file: {error}; it may be cut off: copy it again"
         ) from error
-    return {name: _Tensor(file, tensor["dtype"], tuple(tensor["shape"])) for name, tensor in header.items()}
-
-
-def _header_of_whole_file(file: Path) -> dict[str, Any]:
-    """Read the header: its length in eight bytes, then JSON with the dtype, shape and place of each name."""
-    with file.open("rb") as opened:
-        header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
     header.pop("__metadata__", None)
-    return header
-
-
-def _require_one_dtype(file: Path, header: Mapping[str, _Tensor]) -> None:
-    """Refuse several dtypes in a file, because Tunix's loader reads a whole file in its first tensor's dtype."""
-    dtypes = sorted({tensor.dtype for tensor in header.values()})
-    if len(dtypes) != 1 or dtypes[0] not in STORED_DTYPES:
-        raise CheckpointError(
-            f"{file} must hold tensors of one dtype of {', '.join(STORED_DTYPES)}, got "
-            f"{', '.join(dtypes) or 'no tensor'}; save the checkpoint in one dtype"
-        )
+    return {name: _Tensor(file, tensor["dtype"], tuple(tensor["shape"])) for name, tensor in header.items()}
 
 
 def _verify_tensors(tensors: Mapping[str, _Tensor], config: DecoderConfig, family: Family, directory: Path) -> None:
     expected = family.tensor_shapes(config)
+    ignored = {"lm_head.weight"} if config.tie_word_embeddings else set[str]()  # Hugging Face ignores it as well
     missing = [name for name in expected if name not in tensors]
-    unexpected = sorted(tensors.keys() - expected.keys() - family.ignored_tensors(config))
+    unexpected = sorted(tensors.keys() - expected.keys() - ignored)
     misshapen = [
         f"{name} (expected {list(shape)}, got {list(tensors[name].shape)})"
         for name, shape in expected.items()
@@ -262,15 +320,29 @@ def _verify_tensors(tensors: Mapping[str, _Tensor], config: DecoderConfig, famil
         )
 
 
-def _refuse_abstract(model: nnx.Module, directory: Path) -> None:
-    """Refuse a model in which Tunix's loader left a parameter as a shape without a value."""
-    import jax
-    from flax import nnx
+# --- what all readers of a directory share ---------------------------------------------------------------------------
 
-    leaves = jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model)))
-    without = [jax.tree_util.keystr(path) for path, leaf in leaves if not isinstance(leaf, jax.Array)]
-    if without:
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object.
+
+    Raises:
+        CheckpointError: when the file is missing, is not JSON, or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
         raise CheckpointError(
-            f"Tunix's loader left {len(without)} parameters of the model in {directory} without a value: "
-            f"{listed(without)}; see that no file of the checkpoint changed meanwhile"
-        )
+            f"{path} is missing; a checkpoint directory needs it beside its *.safetensors files"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} is not readable JSON: {error}; copy it again") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got a {type(value).__name__}; copy it again")
+    return value
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """Join the first names and count the rest: ``listed(["a", "b", "c"], 2) == "a, b and 1 more"``; none is "none"."""
+    rest = len(names) - most
+    return (", ".join(names[:most]) or "none") + (f" and {rest} more" if rest > 0 else "")

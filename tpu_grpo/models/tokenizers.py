@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
-from tpu_grpo.models.json_files import read_json
+from tpu_grpo.models.checkpoint import read_json
 from tpu_grpo.records.errors import CheckpointError
 from tpu_grpo.tasks.lessons import Task
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tpu_grpo.launching.tpus import Generation
-from tpu_grpo.models import Checkpoint
+from tpu_grpo.models.checkpoint import Checkpoint
 
 MEMORY = 0.8
 """Of the memory's speed, for weights in a decode step and for the optimizer's state: large matrices, read in order."""

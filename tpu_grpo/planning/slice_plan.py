@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_grpo.config import BUILTIN, MICRO_BATCHES, RunConfig, parse_config
-from tpu_grpo.models import Checkpoint
-from tpu_grpo.models.abstract import abstract_checkpoint
+from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
 from tpu_grpo.planning.compiled_programs import FAST_COMPILE_OPTIONS, CompiledProgram, compile_all
 from tpu_grpo.planning.slices import Target, replica_devices
 from tpu_grpo.planning.stage_memory import ResidentBytes, StageMemory, resident_bytes, stage_memory

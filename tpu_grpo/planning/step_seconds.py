@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.options import splits_vocabulary
 from tpu_grpo.launching.tpus import Generation
-from tpu_grpo.models.families.flash_attention import whole_blocks
+from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.planning import costs
 from tpu_grpo.planning.compiled_programs import GRADIENTS, OPTIMIZER_STEP, CompiledProgram, takes_logprobs
 from tpu_grpo.planning.costs import (

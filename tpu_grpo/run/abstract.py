@@ -25,9 +25,9 @@ from tpu_grpo.engine.engine import Engine, engine_mesh
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replica, make_replicas, replicated_specs
 from tpu_grpo.learner import LearnerInputs, LearnerPrograms, cast_to_compute, freeze_untrained, parameters
-from tpu_grpo.models import Checkpoint
-from tpu_grpo.models.abstract import abstract_checkpoint, abstract_model
 from tpu_grpo.models.builtin import write_builtin_config
+from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
+from tpu_grpo.models.tunix_model import abstract_model
 from tpu_grpo.run.engines import build_weight_sync
 from tpu_grpo.run.meshes import Meshes
 from tpu_grpo.run.model import builtin_name, check_model, model_directory

@@ -27,7 +27,7 @@ from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.sampler import completion_text, sampling_params, stream
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import parameters
-from tpu_grpo.models import Checkpoint
+from tpu_grpo.models.checkpoint import Checkpoint
 from tpu_grpo.models.tokenizers import TextStream
 from tpu_grpo.records.errors import ConfigError, RequestError
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, SamplingParams, Scores

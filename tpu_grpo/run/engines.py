@@ -14,7 +14,7 @@ from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.sampler import TEXTS_SAMPLE, completion_text, sampling_params
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import frozen_leaves
-from tpu_grpo.models.families import WeightRule
+from tpu_grpo.models.families.leaves import WeightRule
 from tpu_grpo.records.stages import Request, SampleKey, SyncResult
 from tpu_grpo.tunix_loop.adapter import SampledTexts
 from tpu_grpo.weights.copies import CopyCheck

@@ -17,8 +17,8 @@ from typing import Any
 from tpu_grpo.config import BUILTIN, GYM, HUB, RunConfig
 from tpu_grpo.config.plugins import source_file
 from tpu_grpo.data.locations import is_address
-from tpu_grpo.models.adapters import CONFIG_FILE, TENSORS_FILE
 from tpu_grpo.observe.summary import versions
+from tpu_grpo.models.lora import SETTINGS_FILE, TENSORS_FILE
 
 OWN_SETTINGS = {"hosts.index", "run.dir", "run.compilation_cache"}
 """Settings that may differ: which host this is, and where it keeps its files."""
@@ -65,7 +65,7 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:
     if not config.model.path.startswith(BUILTIN) and model.is_dir():
         yield from _model_files(model)
     if (adapters := config.model.lora.path) is not None:
-        for name in (CONFIG_FILE, TENSORS_FILE):
+        for name in (SETTINGS_FILE, TENSORS_FILE):
             yield f"adapter file {name}", adapters.expanduser() / name
     for setting, given in config.data_paths.items():
         yield from _data_files(setting, given)

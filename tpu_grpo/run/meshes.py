@@ -13,9 +13,8 @@ from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.options import splits_vocabulary
 from tpu_grpo.engine.replicas import make_replicas
 from tpu_grpo.hosts import by_host, devices_per_host
-from tpu_grpo.models import Checkpoint, check_mesh, check_sampler_mesh, sampler_sizes
-from tpu_grpo.models.experts import check_expert_tokens
-from tpu_grpo.models.families.flash_attention import flash_block, whole_blocks
+from tpu_grpo.models.checkpoint import Checkpoint, check_expert_tokens, check_mesh, check_sampler_mesh, sampler_sizes
+from tpu_grpo.models.families.trainer_attention import flash_block, whole_blocks
 from tpu_grpo.records.errors import ConfigError
 
 SHARE_BYTES = 4 * 2**30

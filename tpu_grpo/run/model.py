@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from tpu_grpo.config import BUILTIN, HUB, RunConfig
 from tpu_grpo.models.checkpoint import Checkpoint, read_checkpoint
-from tpu_grpo.models.experts import has_experts
 from tpu_grpo.models.fetching import fetch, fetched
 from tpu_grpo.models.lora import adapted_modules, existing_layers
 from tpu_grpo.records.errors import CheckpointError, ConfigError
@@ -104,7 +103,7 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
         "algorithm.routing_replay=true": config.algorithm.routing_replay,
         "rollout.experts=fused": config.rollout.experts == "fused",
     }
-    if not has_experts(checkpoint) and (asked := [setting for setting, is_set in for_experts.items() if is_set]):
+    if not checkpoint.has_experts and (asked := [setting for setting, is_set in for_experts.items() if is_set]):
         raise ConfigError(f"{asked[0]} needs a model with experts, got a {checkpoint.family.model_type}; leave it out")
     if config.model.lora.rank is not None:
         adapted_modules(checkpoint, config.model.lora)

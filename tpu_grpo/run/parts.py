@@ -21,12 +21,11 @@ from tpu_grpo.engine.sampler import Sampler
 from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.hosts import Hosts, announce, counted, keep_programs
 from tpu_grpo.learner import Learner, LearnerInputs
-from tpu_grpo.models import Checkpoint, builtin, load_model, read_checkpoint
-from tpu_grpo.models.abstract import is_abstract
-from tpu_grpo.models.adapters import load_adapters
-from tpu_grpo.models.finite import check_finite
-from tpu_grpo.models.lora import adapted_modules, apply_lora, cast_adapters
+from tpu_grpo.models import builtin
+from tpu_grpo.models.checkpoint import Checkpoint, read_checkpoint
+from tpu_grpo.models.lora import adapted_modules, apply_lora, cast_adapters, load_adapters
 from tpu_grpo.models.tokenizers import load_tokenizer
+from tpu_grpo.models.tunix_model import check_finite, is_abstract, load_model
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.run.data import OpenData
 from tpu_grpo.run.engines import SyncedEngines

@@ -17,7 +17,7 @@ from tunix.rl import rl_cluster
 from tunix.rl import trainer as rl_trainer
 from tunix.rl import utils as rl_utils
 
-from tpu_grpo.models.families.tunix_version import require_reviewed_tunix
+from tpu_grpo.models.tunix_repairs import require_reviewed_tunix
 
 
 class MicroStep(NamedTuple):

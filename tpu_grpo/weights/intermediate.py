@@ -15,8 +15,7 @@ from math import prod
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tpu_grpo.models.families import Transform
-from tpu_grpo.models.families.layouts import InputsFirst, transpose
+from tpu_grpo.models.families.leaves import InputsFirst, Transform, transpose
 
 Axes = tuple[str, ...]
 

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Sharding
 from jaxtyping import Array
 
-from tpu_grpo.models.families import Transform, WeightRule, same
+from tpu_grpo.models.families.leaves import Transform, WeightRule, same
 from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.weights.adapters import adapters_of, merged
 

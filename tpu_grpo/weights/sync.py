@@ -20,7 +20,7 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from tpu_grpo.models.families import WeightRule
+from tpu_grpo.models.families.leaves import WeightRule
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import SyncResult
 from tpu_grpo.weights.plan import LeafMove, Leaves, Spec, describe_plan, group_moves, plan_sync

@@ -1,4 +1,4 @@
-"""Defines the family of Gemma 2.
+"""The family of Gemma 2.
 
 Embeddings are multiplied by the root of the width. Every block is normed before and after it, and norms multiply by
 1 + weight. Scores of attention and logits pass soft caps, cap * tanh(x / cap), and some layers attend to a window of
@@ -13,11 +13,19 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu_grpo.models.families import decoder
-from tpu_grpo.models.families.family import DecoderConfig, Family, Remat, SettingRule, Shape
-from tpu_grpo.models.families.layouts import InputsFirst, WeightRule, flatten, same
-from tpu_grpo.models.families.publishing import TensorRule, heads_first, outputs_last
-from tpu_grpo.models.families.settings import NO_ATTENTION_BIAS, NO_ROPE_SCALING, PLAIN, number, off
+from tpu_grpo.models.families.decoder import DIVISIBLE, decoder, layer_leaf, mlp, tunix_sizes
+from tpu_grpo.models.families.family import (
+    NO_ATTENTION_BIAS,
+    NO_ROPE_SCALING,
+    PLAIN,
+    DecoderConfig,
+    Family,
+    Remat,
+    SettingRule,
+    number,
+    off,
+)
+from tpu_grpo.models.families.leaves import InputsFirst, Leaf, Shape, flatten, heads_first, outputs_last
 
 if TYPE_CHECKING:
     import jax
@@ -82,69 +90,44 @@ _RULES = (
     _soft_cap("final_logit_softcapping"),
 )
 
-# --- tensors ---------------------------------------------------------------------------------------------------------
-
-_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-_NORM_PAIRS = tuple(zip(("pre_attention_norm", "post_attn_norm", "pre_ffw_norm", "post_ffw_norm"), _NORMS, strict=True))
+_NORMS = {
+    "pre_attention_norm": "input_layernorm",
+    "post_attn_norm": "post_attention_layernorm",
+    "pre_ffw_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 """The norms of a layer as Tunix calls them, and as they are published."""
 
 
-def _tensors(config: Gemma2Config) -> dict[str, Shape]:
-    norms: dict[str, Shape] = {f"{name}.weight": (config.hidden_size,) for name in _NORMS}
-    return decoder.decoder_shapes(config, norms | decoder.attention_shapes(config) | decoder.mlp_shapes(config))
-
-
-def _stacked_rule(module: str, projection: str, part: int | None = None) -> WeightRule:
-    """Make a rule for one projection of a module whose weights are [N, D, H], or [P, N, D, H] with several stacked."""
-    source, target = f"layers.*.attn.{module}.w", f"model.layers.*.self_attn.{projection}.weight"
-    return WeightRule(source, target, InputsFirst(part), input_axis=-2)
-
-
-_COMMON_WEIGHTS = (
-    WeightRule("embedder.input_embedding", "model.embed_tokens.embedding", same),
-    WeightRule("final_norm.scale", "model.norm.weight", same),
-    *(decoder.layer_rule(f"{source}.scale", f"{target}.weight") for source, target in _NORM_PAIRS),
-    decoder.layer_rule("attn.attn_vec_einsum.w", "self_attn.o_proj.weight", flatten),
-    *decoder.MLP,
-)
-
-
-def _weights(config: Gemma2Config) -> tuple[WeightRule, ...]:
-    """Return the rules. Tunix stacks all three projections where there are as many key heads as query heads."""
-    if config.num_attention_heads == config.num_key_value_heads:
-        attention = [_stacked_rule("qkv_einsum", f"{name}_proj", part) for part, name in enumerate("qkv")]
+def _leaves(config: Gemma2Config) -> tuple[Leaf, ...]:
+    """Return the leaves. Tunix stacks all three projections where there are as many key heads as query heads."""
+    hidden, all_stacked = config.hidden_size, config.num_attention_heads == config.num_key_value_heads
+    norms = (layer_leaf(f"{own}.scale", f"{name}.weight", (hidden,)) for own, name in _NORMS.items())
+    if all_stacked:
+        stacked = (_stacked_leaf("qkv_einsum", "qkv", (config.query_width, hidden)),)
     else:
-        attention = [_stacked_rule("q_einsum", "q_proj")]
-        attention += [_stacked_rule("kv_einsum", f"{name}_proj", part) for part, name in enumerate("kv")]
-    return (*_COMMON_WEIGHTS, *attention)
-
-
-def _published(config: Gemma2Config) -> tuple[TensorRule, ...]:
-    """Return the rules for a checkpoint's tensors; the same projections are stacked as in `_weights`."""
-    stacked = {"qkv_einsum": "qkv"}
-    if config.num_attention_heads != config.num_key_value_heads:
-        stacked = {"q_einsum": "q", "kv_einsum": "kv"}
-    attention = (
-        TensorRule(
-            f"layers.*.attn.{module}.w",
-            tuple(f"model.layers.*.self_attn.{name}_proj.weight" for name in names),
-            heads_first,
+        stacked = (
+            _stacked_leaf("q_einsum", "q", (config.query_width, hidden)),
+            _stacked_leaf("kv_einsum", "kv", (config.kv_width, hidden)),
         )
-        for module, names in stacked.items()
+    output = layer_leaf(
+        "attn.attn_vec_einsum.w", "self_attn.o_proj.weight", (hidden, config.query_width), outputs_last, flatten
     )
-    norms = (decoder.published(f"{source}.scale", target) for source, target in _NORM_PAIRS)
-    output = decoder.published("attn.attn_vec_einsum.w", "self_attn.o_proj", outputs_last)
-    return decoder.published_decoder(
-        config, (*norms, *attention, output, *decoder.PUBLISHED_MLP), final_norm="final_norm.scale"
-    )
+    layer = (*norms, *stacked, output, *mlp(config))
+    return decoder(config, layer, final_norm=("final_norm.scale", "model.norm.weight"))
 
 
-# --- Tunix -----------------------------------------------------------------------------------------------------------
+def _stacked_leaf(module: str, parts: str, shape: Shape) -> Leaf:
+    """Make the leaf of a module whose weights are [N, D, H], or [P, N, D, H] with several projections stacked."""
+    names = tuple(f"model.layers.*.self_attn.{name}_proj.weight" for name in parts)
+    numbers = range(len(parts)) if len(parts) > 1 else (None,)
+    targets = tuple((name, InputsFirst(part)) for name, part in zip(names, numbers, strict=True))
+    return Leaf(f"layers.*.attn.{module}.w", names, shape, heads_first, targets, input_axis=-2)
 
 
 @cache
 def _tunix_config_class() -> type:
-    """Extend Tunix's ``ModelConfig`` by the settings that it lacks, and that ``models/repairs.py`` honours."""
+    """Extend Tunix's ``ModelConfig`` by the settings that it lacks, and that ``models/tunix_repairs.py`` honours."""
     from tunix.models.gemma.model import ModelConfig
 
     @dataclass
@@ -160,7 +143,7 @@ def _model_config(config: Gemma2Config, dtype: DTypeLike, remat: Remat, flash_bl
     from tunix.models.gemma import model
 
     del dtype, flash_block  # it has neither field: it computes in the dtype of the parameters, with dot attention
-    sizes = decoder.tunix_sizes(config)
+    sizes = tunix_sizes(config)
     sizes["num_embed"] = sizes.pop("vocab_size")
     kinds = {True: model.AttentionType.LOCAL_SLIDING, False: model.AttentionType.GLOBAL}
     return _tunix_config_class()(
@@ -229,13 +212,11 @@ GEMMA2 = Family(
         "attn_logit_softcapping": 50.0,
         "final_logit_softcapping": 30.0,
     },
-    tensor_shapes=_tensors,
-    ignored_tensors=decoder.tied_head,
-    divisible=decoder.DIVISIBLE,
+    leaves=_leaves,
+    divisible=DIVISIBLE,
+    package="tunix.models.gemma",
+    model="Gemma",
     model_config=_model_config,
-    model_class=decoder.tunix_class("tunix.models.gemma.model", "Gemma"),
-    load=_load,
     flash_attention=False,
-    weight_rules=_weights,
-    tensor_rules=_published,
+    loader=_load,
 )

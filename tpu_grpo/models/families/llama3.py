@@ -1,4 +1,4 @@
-"""Defines the family of Llama 3, 3.1 and 3.2: no norms of heads, no biases, rotary positions that may be scaled."""
+"""The family of Llama 3, 3.1 and 3.2: no norms of heads, no biases, rotary positions that may be scaled."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from tpu_grpo.models.families import decoder
-from tpu_grpo.models.families.family import DecoderConfig, Family, Remat, SettingRule, Shape
+from tpu_grpo.models.families.decoder import DIVISIBLE, attention, decoder, mlp, norms, tunix_sizes
+from tpu_grpo.models.families.family import (
+    COMMON,
+    NO_ATTENTION_BIAS,
+    DecoderConfig,
+    Family,
+    Remat,
+    SettingRule,
+    number,
+    off,
+)
 from tpu_grpo.models.families.rope import Llama3Scaling
-from tpu_grpo.models.families.settings import COMMON, NO_ATTENTION_BIAS, number, off
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
@@ -50,14 +58,9 @@ _SCALING = SettingRule(
 )
 
 
-def _tensors(config: LlamaConfig) -> dict[str, Shape]:
-    layer = decoder.norm_shapes(config) | decoder.attention_shapes(config) | decoder.mlp_shapes(config)
-    return decoder.decoder_shapes(config, layer)
-
-
 @cache
 def _tunix_config_class() -> type:
-    """Extend Tunix's ``ModelConfig`` by the scaling that it lacks, and that ``models/repairs.py`` honours."""
+    """Extend Tunix's ``ModelConfig`` by the scaling that it lacks, and that ``models/tunix_repairs.py`` honours."""
     from tunix.models.llama3.model import ModelConfig
 
     @dataclass(frozen=True)
@@ -72,15 +75,12 @@ def _model_config(config: LlamaConfig, dtype: DTypeLike, remat: Remat, flash_blo
 
     del dtype, flash_block  # it has neither field: it computes in the dtype of the parameters, with dot attention
     return _tunix_config_class()(
-        **decoder.tunix_sizes(config),
+        **tunix_sizes(config),
         weight_tying=config.tie_word_embeddings,
         remat_config=model.RematConfig[remat.upper()],
         rope_scaling=config.scaling,
     )
 
-
-_PUBLISHED = (*decoder.PUBLISHED_NORMS, *decoder.PUBLISHED_ATTENTION, *decoder.PUBLISHED_MLP)
-_WEIGHTS = (*decoder.EMBEDDINGS_AND_NORMS, *decoder.ATTENTION, *decoder.MLP)
 
 LLAMA3 = Family(
     model_type="llama",
@@ -88,13 +88,10 @@ LLAMA3 = Family(
     config=LlamaConfig,
     rules=(*COMMON, _SCALING, NO_ATTENTION_BIAS, off("mlp_bias")),
     defaults={"tie_word_embeddings": False, "rope_scaling": None},
-    tensor_shapes=_tensors,
-    ignored_tensors=decoder.tied_head,
-    divisible=decoder.DIVISIBLE,
+    leaves=lambda config: decoder(config, (*norms(config), *attention(config), *mlp(config))),
+    divisible=DIVISIBLE,
+    package="tunix.models.llama3",
+    model="Llama3",
     model_config=_model_config,
-    model_class=decoder.tunix_class("tunix.models.llama3.model", "Llama3"),
-    load=decoder.tunix_loader("tunix.models.llama3.params"),
     flash_attention=False,
-    weight_rules=lambda _: _WEIGHTS,
-    tensor_rules=lambda config: decoder.published_decoder(config, _PUBLISHED),
 )

@@ -1,4 +1,4 @@
-"""Defines the family of Qwen3 models with experts in every layer.
+"""The family of Qwen3 models with experts in every layer.
 
 They are as dense Qwen3 models except for the MLPs: each layer has many, and a router picks a few for each token. The
 router's weights are a softmax over all experts, of which the largest ``num_experts_per_tok`` are kept and divided by
@@ -8,14 +8,26 @@ their sum.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from tpu_grpo.models.families import decoder
-from tpu_grpo.models.families.family import DecoderConfig, Family, SettingRule, Shape
-from tpu_grpo.models.families.layouts import flatten
-from tpu_grpo.models.families.publishing import TensorRule, inputs_first
-from tpu_grpo.models.families.qwen3 import qk_norm_shapes
-from tpu_grpo.models.families.settings import COMMON, NO_ATTENTION_BIAS, NO_ROPE_SCALING, off
+from tpu_grpo.models.families.decoder import (
+    attention,
+    decoder,
+    gated_shapes,
+    layer_leaf,
+    norms,
+    qk_norms,
+    tunix_qwen_config,
+)
+from tpu_grpo.models.families.family import (
+    COMMON,
+    NO_ATTENTION_BIAS,
+    NO_ROPE_SCALING,
+    DecoderConfig,
+    Family,
+    SettingRule,
+    off,
+)
+from tpu_grpo.models.families.leaves import Leaf, inputs_first, same
 
 
 @dataclass(frozen=True)
@@ -45,45 +57,29 @@ _RULES = (
     SettingRule("decoder_sparse_step", "1", lambda value: value == 1, _EXPERTS_EVERYWHERE),
     off("mlp_only_layers", _EXPERTS_EVERYWHERE),
 )
+_SAMPLERS_NAMES = {"gate_proj": "wi_0", "up_proj": "wi_1", "down_proj": "wo"}
 
 
-def _tensors(config: MoeConfig) -> dict[str, Shape]:
-    layer = decoder.norm_shapes(config) | decoder.attention_shapes(config) | qk_norm_shapes(config)
-    layer["mlp.gate.weight"] = (config.num_experts, config.hidden_size)
-    for i in range(config.num_experts):
-        layer |= decoder.gated_shapes(f"mlp.experts.{i}", config.hidden_size, config.moe_intermediate_size)
-    return decoder.decoder_shapes(config, layer)
-
-
-def _tunix_fields(config: MoeConfig) -> dict[str, Any]:
-    return {
-        "hidden_dim": config.moe_intermediate_size,
-        "num_experts": config.num_experts,
-        "num_experts_per_tok": config.num_experts_per_tok,
-    }
-
-
-_WEIGHTS = (
-    *decoder.EMBEDDINGS_AND_NORMS,
-    *decoder.QUERIES_KEYS_VALUES,
-    decoder.layer_rule("attn.o_proj.w", "self_attn.c_proj.weight", flatten),
-    *decoder.QK_NORMS,
-    decoder.layer_rule("mlp.router.kernel", "moe_gate.kernel"),
-    decoder.layer_rule("mlp.gate_proj", "mlp.wi_0"),
-    decoder.layer_rule("mlp.up_proj", "mlp.wi_1"),
-    decoder.layer_rule("mlp.down_proj", "mlp.wo"),
-)
-
-
-def _published(config: MoeConfig) -> tuple[TensorRule, ...]:
-    def experts(projection: str) -> TensorRule:
-        names = (f"model.layers.*.mlp.experts.{i}.{projection}.weight" for i in range(config.num_experts))
-        return TensorRule(f"layers.*.mlp.{projection}", tuple(names), inputs_first)
-
-    mlp = (decoder.published("mlp.router.kernel", "mlp.gate", inputs_first),)
-    mlp += tuple(experts(f"{name}_proj") for name in ("gate", "up", "down"))
-    attention = (*decoder.PUBLISHED_ATTENTION, *decoder.PUBLISHED_QK_NORMS)
-    return decoder.published_decoder(config, (*decoder.PUBLISHED_NORMS, *attention, *mlp))
+def _leaves(config: MoeConfig) -> tuple[Leaf, ...]:
+    router = layer_leaf(
+        "mlp.router.kernel",
+        "mlp.gate.weight",
+        (config.num_experts, config.hidden_size),
+        inputs_first,
+        target="moe_gate.kernel",
+    )
+    experts = (
+        Leaf(
+            f"layers.*.mlp.{name}",
+            tuple(f"model.layers.*.mlp.experts.{i}.{name}.weight" for i in range(config.num_experts)),
+            shape,
+            inputs_first,
+            ((f"model.layers.*.mlp.{_SAMPLERS_NAMES[name]}", same),),
+        )
+        for name, shape in gated_shapes(config.hidden_size, config.moe_intermediate_size).items()
+    )
+    projections = attention(config, output="c_proj")
+    return decoder(config, (*norms(config), *projections, *qk_norms(config), router, *experts))
 
 
 QWEN3_MOE = Family(
@@ -92,8 +88,7 @@ QWEN3_MOE = Family(
     config=MoeConfig,
     rules=(*COMMON, NO_ROPE_SCALING, NO_ATTENTION_BIAS, *_RULES),
     defaults={"tie_word_embeddings": False},
-    tensor_shapes=_tensors,
-    ignored_tensors=decoder.tied_head,
+    leaves=_leaves,
     divisible={
         "fsdp": ("hidden_size", "num_experts"),
         "tp": (
@@ -106,10 +101,15 @@ QWEN3_MOE = Family(
         ),
         "tensor": ("num_attention_heads", "num_experts"),
     },
-    model_config=decoder.tunix_qwen_config("tunix.models.qwen3.model", _tunix_fields),
-    model_class=decoder.tunix_class("tunix.models.qwen3.model", "Qwen3"),
-    load=decoder.tunix_loader("tunix.models.qwen3.params"),
+    package="tunix.models.qwen3",
+    model="Qwen3",
+    model_config=tunix_qwen_config(
+        "tunix.models.qwen3.model",
+        lambda config: {
+            "hidden_dim": config.moe_intermediate_size,
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.num_experts_per_tok,
+        },
+    ),
     flash_attention=True,
-    weight_rules=lambda _: _WEIGHTS,
-    tensor_rules=_published,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,7 @@ class Llama3Scaling:
     @classmethod
     def from_setting(cls, rope_scaling: Mapping[str, Any]) -> Llama3Scaling:
         """Make the scaling from the ``rope_scaling`` of a config.json."""
-        return cls(
-            factor=rope_scaling["factor"],
-            low_freq_factor=rope_scaling["low_freq_factor"],
-            high_freq_factor=rope_scaling["high_freq_factor"],
-            original_max_position_embeddings=rope_scaling["original_max_position_embeddings"],
-        )
+        return cls(**{field.name: rope_scaling[field.name] for field in fields(cls)})
 
     def __call__(self, frequencies: np.ndarray) -> np.ndarray:
         """Scale frequencies, which are in radians per position.

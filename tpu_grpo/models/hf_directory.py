@@ -1,30 +1,33 @@
 """Writes a model as a Hugging Face checkpoint directory: the tensors shard by shard, and what describes them.
 
-    write_tensors(directory, checkpoint, read, np.dtype(np.float32), shard_bytes=4 * 2**30)
-    write_settings(directory, checkpoint, tokenizer, np.dtype(np.float32), {"eos_token_id": [2], ...})
+    with new_directory(Path("exported")) as directory:     # it is there whole or not at all
+        write_tensors(directory, checkpoint, read, np.dtype(np.float32), shard_bytes=4 * 2**30)
+        write_settings(directory, checkpoint, tokenizer, np.dtype(np.float32), {"eos_token_id": [2], ...})
 
 ``read`` gives the values of one leaf of Tunix's model at a time. Beside what it reads from, memory holds the tensors of
 the shard that is being put together and of one leaf.
 """
 
 import json
+import math
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
-from transformers import PreTrainedTokenizerFast
 
-from tpu_grpo.models.checkpoint import INDEX_FILE, Checkpoint
-from tpu_grpo.models.families import published_leaves
-from tpu_grpo.models.hf_config import CONFIG_FILE
+from tpu_grpo.models.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint
+from tpu_grpo.records.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 GENERATION_FILE = "generation_config.json"
 SHARD_BYTES = 4 * 2**30
@@ -45,10 +48,43 @@ Read = Callable[[str], np.ndarray]
 """Takes the dotted name of a leaf of Tunix's model, and returns its values."""
 
 
-class _Size(NamedTuple):
-    """Stands for a tensor while it is decided which file it goes to."""
+def check_free(path: Path) -> None:
+    """See that a directory can be made.
 
-    bytes: int
+    Raises:
+        ConfigError: something of this name is there.
+    """
+    if os.path.lexists(path):
+        raise ConfigError(f"an export must go to a new directory, got {path}, which is there; name another, or move it")
+
+
+@contextmanager
+def new_directory(path: Path) -> Iterator[Path]:
+    """Give a temporary directory beside ``path``, which gets this name at the end of the block.
+
+    On an error it is removed, and nothing has this name. What is written is on disk before it is renamed.
+
+    Raises:
+        ConfigError: something of this name is there, at the start or at the end.
+    """
+    check_free(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".unfinished", dir=path.parent))
+    try:
+        yield unfinished
+        for file in unfinished.iterdir():
+            descriptor = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        os.umask(umask := os.umask(0))
+        unfinished.chmod(0o777 & ~umask)  # temporary directories are their owner's alone
+        check_free(path)
+        unfinished.rename(path)
+    finally:
+        if unfinished.exists():
+            shutil.rmtree(unfinished)
 
 
 def write_tensors(
@@ -66,29 +102,26 @@ def write_tensors(
     Raises:
         OSError: the disk does not take a file.
     """
-    leaves = list(
-        published_leaves(checkpoint.family.tensor_rules(checkpoint.config), checkpoint.config.num_hidden_layers)
-    )
-    shapes = checkpoint.family.tensor_shapes(checkpoint.config)
-    names = [name for leaf in leaves for name in leaf.tensors]
-    assert sorted(names) == sorted(shapes), "the family's rules publish other tensors than its checkpoints have"
-    sizes = {name: _Size(int(np.prod(shapes[name])) * dtype.itemsize) for name in names}
+    leaves = checkpoint.family.all_leaves(checkpoint.config)
+    sizes = {name: math.prod(leaf.shape) * dtype.itemsize for leaf in leaves for name in leaf.tensors}
     shards = None if directory is None else _Shards(directory, sizes, shard_bytes)
     for leaf in leaves:
         value = read(leaf.source)
         if shards is not None:
             for name, tensor in leaf.publish(value):
-                assert tensor.shape == shapes[name], f"{name} must be {shapes[name]}, got {tensor.shape}"
+                assert tensor.shape == leaf.shape, f"{name} must be {leaf.shape}, got {tensor.shape}"
                 shards.add(name, np.ascontiguousarray(tensor, dtype))
 
 
 class _Shards:
     """Collects tensors, and writes every file once it has all of its tensors."""
 
-    def __init__(self, directory: Path, sizes: Mapping[str, _Size], shard_bytes: int) -> None:
+    def __init__(self, directory: Path, sizes: dict[str, int], shard_bytes: int) -> None:
+        from huggingface_hub import split_state_dict_into_shards_factory
+
         plan = split_state_dict_into_shards_factory(
-            dict(sizes),
-            get_storage_size=lambda size: size.bytes,
+            sizes,
+            get_storage_size=lambda size: size,
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=shard_bytes,
         )
@@ -111,7 +144,7 @@ class _Shards:
 def write_settings(
     directory: Path,
     checkpoint: Checkpoint,
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: "PreTrainedTokenizerFast",
     dtype: np.dtype[Any],
     generation: Mapping[str, Any],
 ) -> None:
@@ -146,22 +179,15 @@ def save_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     Raises:
         OSError: the disk does not take it.
     """
-    with _system_errors(path):
+    try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:  # which gives the system's error as a text
+        if (found := re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))) is None:
+            raise
+        number = int(found[1] or found[2])
+        raise OSError(number, os.strerror(number), str(path)) from error
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write a JSON file of a checkpoint directory."""
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _system_errors(path: Path) -> Iterator[None]:
-    """Raise the error of the system that the safetensors library has met, which it gives as a text."""
-    try:
-        yield
-    except SafetensorError as error:
-        if (found := re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))) is None:
-            raise
-        number = int(found[1] or found[2])
-        raise OSError(number, os.strerror(number), str(path)) from error

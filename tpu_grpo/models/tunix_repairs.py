@@ -40,6 +40,7 @@ own sampler makes, keeps Tunix's attention.
 import dataclasses
 import functools
 from contextvars import ContextVar
+from importlib import metadata
 from typing import Any
 from unittest import mock
 
@@ -50,14 +51,30 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from tpu_grpo.models.families.rope import inverse_timescales
-from tpu_grpo.models.families.tunix_version import require_reviewed_tunix
+from tpu_grpo.records.errors import ConfigError
 
+TUNIX_VERSION = "0.1.7"
+"""The version of google-tunix that this package was reviewed for."""
 _MARK = "repaired_by_tpu_grpo"
 
 _config: ContextVar[Any] = ContextVar("config", default=None)
 """The config of Tunix's attention module, or of Gemma, that is running in this context, None outside of one."""
 
 _MASKED = -1e30
+
+
+def require_reviewed_tunix() -> None:
+    """Refuse any other version of google-tunix than the one whose repairs were reviewed.
+
+    Raises:
+        ConfigError: with the installed version.
+    """
+    if (installed := metadata.version("google-tunix")) != TUNIX_VERSION:
+        raise ConfigError(
+            f"google-tunix must be {TUNIX_VERSION}, got {installed}; install google-tunix=={TUNIX_VERSION}, or review "
+            f"the repairs in models/tunix_repairs.py and tunix_loop/cluster.py for {installed} and raise TUNIX_VERSION "
+            f"in {__name__}"
+        )
 
 
 def apply() -> None:

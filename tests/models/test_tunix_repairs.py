@@ -17,8 +17,10 @@ from tunix.models.qwen3 import model as qwen3
 from tests.models.forward import compiled_logprobs, trainer_mesh
 from tests.models.random_checkpoint import LLAMA3_SCALING, write_random
 from tests.models.reference import reference_logprobs
-from tpu_grpo.models import load_model, read_checkpoint, repairs
-from tpu_grpo.models.families import Remat
+from tpu_grpo.models import tunix_repairs as repairs
+from tpu_grpo.models.checkpoint import read_checkpoint
+from tpu_grpo.models.families.family import Remat
+from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.errors import ConfigError
 
 POSITIONS: dict[str, tuple[dict[str, Any], ...]] = {

@@ -13,9 +13,10 @@ from tunix.rl import common
 from tests.learner.toy import interpreted_flash
 from tests.models.forward import trainer_mesh
 from tests.models.random_checkpoint import write_random
-from tpu_grpo.models import load_model, read_checkpoint
+from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.families import FAMILIES
-from tpu_grpo.models.families.flash_attention import block_for, flash_block, whole_blocks
+from tpu_grpo.models.families.trainer_attention import block_for, flash_block, whole_blocks
+from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.errors import ConfigError
 
 PAD, ROWS, PROMPT, NEW, BLOCK = 0, 4, 136, 120, 128

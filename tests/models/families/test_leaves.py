@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_grpo.models.families.layouts import InputsFirst, flatten, flatten_kv, repeat_kv, same, transpose
+from tpu_grpo.models.families.leaves import InputsFirst, flatten, flatten_kv, repeat_kv, same, transpose
 
 HEADS, WIDTH, HIDDEN = 2, 3, 5
 

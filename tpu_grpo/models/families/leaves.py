@@ -1,0 +1,170 @@
+"""The leaves of Tunix's models: which tensors of a checkpoint each is, and which leaves of the sampler it becomes.
+
+Shapes are given with D width, N query heads, K key-value heads, H head width, F width of an MLP, V vocabulary. Tunix's
+are before an arrow. Key-value heads are repeated where the sampler has more devices than the model has such heads: K'
+is then the sampler's number of heads, and the copies of a head stand side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jaxtyping import Array
+
+Shape = tuple[int, ...]
+Transform = Callable[["Array", Shape], "Array"]
+"""Takes (trainer leaf, shape of the sampler's leaf) and returns an array of that shape."""
+Layout = Callable[["np.ndarray"], "np.ndarray"]
+"""Takes one projection, norm or embedding as the trainer has it, and returns it as it is published: a matrix is
+[outputs, inputs]."""
+
+
+@dataclass(frozen=True)
+class WeightRule:
+    """Names a leaf of the trainer and one of the sampler; ``*`` in both names stands for the layer's number.
+
+    Several rules may name the same source, whose parts then become several leaves of the sampler.
+    """
+
+    source: str
+    target: str
+    transform: Transform
+    input_axis: int = 0
+    """The axis of the trainer's leaf where the module's inputs begin; the product of an adapter has them first."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf of Tunix's model. ``*`` in names stands for the layer's number."""
+
+    source: str
+    tensors: tuple[str, ...]
+    """The tensors that it is published as; a leaf has several one after the other along its first axis."""
+    shape: Shape
+    """The shape of each tensor."""
+    layout: Layout
+    targets: tuple[tuple[str, Transform], ...]
+    """The leaves of the sampler that are made from it, and how."""
+    input_axis: int = 0
+    """See `WeightRule`."""
+
+    def of_layer(self, layer: int) -> Leaf:
+        """Return the leaf of one layer, as far as it is published."""
+        number = str(layer)
+        names = tuple(name.replace("*", number, 1) for name in self.tensors)
+        return replace(self, source=self.source.replace("*", number, 1), tensors=names, targets=())
+
+    def publish(self, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield the tensors of its value by name."""
+        parts = (value,) if len(self.tensors) == 1 else value
+        for name, part in zip(self.tensors, parts, strict=True):
+            yield name, self.layout(part)
+
+
+def of_all_layers(leaves: Sequence[Leaf], layers: int) -> Iterator[Leaf]:
+    """Yield every leaf of a model in order, layer by layer; those of layers stand together in ``leaves``."""
+    in_layers = [leaf for leaf in leaves if "*" in leaf.source]
+    for leaf in leaves:
+        if leaf not in in_layers:
+            yield leaf
+        elif leaf is in_layers[0]:
+            yield from (each.of_layer(layer) for layer in range(layers) for each in in_layers)
+
+
+_HELD: Mapping[str, tuple[str, ...]] = {
+    "q_einsum": ("q_proj",),
+    "kv_einsum": ("k_proj", "v_proj"),
+    "qkv_einsum": ("q_proj", "k_proj", "v_proj"),
+    "attn_vec_einsum": ("o_proj",),
+}
+
+
+def projections(module: str) -> tuple[str, ...]:
+    """Return the paths of the projections that a module of Tunix's models holds, mostly the one of its name.
+
+    >>> projections("layers.3.attn.kv_einsum")
+    ('layers.3.attn.k_proj', 'layers.3.attn.v_proj')
+    >>> projections("layers.3.mlp.up_proj")
+    ('layers.3.mlp.up_proj',)
+    """
+    parent, _, name = module.rpartition(".")
+    return tuple(f"{parent}.{projection}" for projection in _HELD.get(name, (name,)))
+
+
+# --- transforms into the sampler's leaves ----------------------------------------------------------------------------
+
+
+def same(leaf: Array, shape: Shape) -> Array:
+    """Return the leaf unchanged."""
+    del shape
+    return leaf
+
+
+def transpose(leaf: Array, shape: Shape) -> Array:
+    """Transpose [D, V] -> [V, D]."""
+    del shape
+    return leaf.T
+
+
+def flatten(leaf: Array, shape: Shape) -> Array:
+    """Merge the axes of heads: [D, N, H] -> [D, N*H], or [N, H, D] -> [N*H, D]."""
+    return leaf.reshape(shape)
+
+
+def flatten_kv(leaf: Array, shape: Shape) -> Array:
+    """Repeat key-value heads and merge their axes: [D, K, H] -> [D, K'*H]."""
+    heads, width = leaf.shape[1:]
+    return leaf.repeat(shape[1] // (heads * width), axis=1).reshape(shape)
+
+
+def repeat_kv(head_dim: int) -> Transform:
+    """Make a transform that repeats the heads of a bias: [K*H] -> [K'*H], with H = ``head_dim``."""
+
+    def transform(leaf: Array, shape: Shape) -> Array:
+        return leaf.reshape(-1, head_dim).repeat(shape[0] // leaf.shape[0], axis=0).reshape(shape)
+
+    return transform
+
+
+@dataclass(frozen=True)
+class InputsFirst:
+    """Moves the inputs in front of the heads: [N, D, H] -> [D, N*H], and part p of [P, K, D, H] -> [D, K'*H]."""
+
+    part: int | None = None
+    """Which of several stacked projections to take; None where the leaf is one."""
+
+    def __call__(self, leaf: Array, shape: Shape) -> Array:
+        """See `Transform`."""
+        heads = leaf if self.part is None else leaf[self.part]
+        return flatten_kv(heads.transpose(1, 0, 2), shape)
+
+    def __str__(self) -> str:
+        """Describe it in a plan."""
+        return "inputs first" if self.part is None else f"inputs first, part {self.part}"
+
+
+# --- layouts of a checkpoint's tensors -------------------------------------------------------------------------------
+
+
+def unchanged(leaf: np.ndarray) -> np.ndarray:
+    """Return the leaf as it is."""
+    return leaf
+
+
+def inputs_first(leaf: np.ndarray) -> np.ndarray:
+    """Publish [D, N, H] as [N*H, D], and [D, F] as [F, D]."""
+    return leaf.reshape(leaf.shape[0], -1).T
+
+
+def outputs_last(leaf: np.ndarray) -> np.ndarray:
+    """Publish [N, H, D] as [D, N*H]."""
+    return leaf.reshape(-1, leaf.shape[-1]).T
+
+
+def heads_first(leaf: np.ndarray) -> np.ndarray:
+    """Publish [N, D, H] as [N*H, D]."""
+    return leaf.transpose(0, 2, 1).reshape(-1, leaf.shape[1])

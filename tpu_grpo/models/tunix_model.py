@@ -1,0 +1,113 @@
+"""Loads a checkpoint as Tunix's model on the trainer's mesh, or builds it without values.
+
+    model = load_model(checkpoint, mesh, dtype=jnp.bfloat16, remat="decoder")
+    model = abstract_model(abstract_checkpoint(Path("configs/models/Qwen3-8B")), mesh, dtype=jnp.bfloat16, remat="none")
+
+Every parameter of an abstract model is a ``jax.ShapeDtypeStruct``, with the shape, dtype and sharding of the model that
+``load_model`` would load. Programs can be compiled from them, also for devices that are not here.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from tpu_grpo.hosts.leaf_numbers import leaf_numbers
+from tpu_grpo.models import tunix_repairs
+from tpu_grpo.models.checkpoint import Checkpoint, check_mesh, listed
+from tpu_grpo.models.families.family import Remat
+from tpu_grpo.records.errors import CheckpointError, ConfigError
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    mesh: Mesh,
+    *,
+    dtype: DTypeLike,
+    remat: Remat,
+    flash_block: int | None = None,
+    param_dtype: DTypeLike | None = None,
+) -> nnx.Module:
+    """Load the parameters with Tunix's loader, sharded over ``mesh`` (axes "fsdp" and "tp").
+
+    ``dtype`` (float32 or bfloat16) is that of the computation, and of the parameters unless ``param_dtype`` is given:
+    they must then be cast to ``dtype`` before the model is called. Logits are float32. ``remat`` says what the backward
+    pass recomputes: nothing, the attention and MLP blocks, or whole decoder layers.
+    ``flash_block`` is the block that `trainer_attention.flash_block` chose; None takes dot attention.
+
+    Raises:
+        ConfigError: for a mesh that does not fit the model, a dtype Tunix's loader cannot cast to, or a version of
+            Tunix that was not reviewed.
+        CheckpointError: when the loader leaves a parameter without a value.
+    """
+    if missing := {"fsdp", "tp"} - set(mesh.axis_names):
+        raise ConfigError(f"the trainer's mesh must have axes fsdp and tp, got {mesh.axis_names}; add {missing}")
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
+        raise ConfigError(f"model.dtype must be float32 or bfloat16, got {jnp.dtype(dtype).name}; use one of them")
+    check_mesh(checkpoint, mesh.shape["fsdp"], mesh.shape["tp"])
+    tunix_repairs.apply()
+    family = checkpoint.family
+    config = tunix_repairs.fitted_config(family.model_config(checkpoint.config, dtype, remat, flash_block), mesh)
+    model = family.load(checkpoint.directory, config, mesh, dtype if param_dtype is None else param_dtype)
+    leaves = jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model)))
+    without = [jax.tree_util.keystr(path) for path, leaf in leaves if not isinstance(leaf, jax.Array)]
+    if without:
+        raise CheckpointError(
+            f"Tunix's loader left {len(without)} parameters of the model in {checkpoint.directory} without a value: "
+            f"{listed(without)}; see that no file of the checkpoint changed meanwhile"
+        )
+    return model
+
+
+def abstract_model(
+    checkpoint: Checkpoint, mesh: Mesh, *, dtype: DTypeLike, remat: Remat, flash_block: int | None = None
+) -> nnx.Module:
+    """Build Tunix's model with the parameters' shapes, dtypes and shardings of ``load_model``, and no values.
+
+    Raises:
+        ConfigError: for a mesh that does not fit the model, or a version of Tunix that was not reviewed.
+    """
+    check_mesh(checkpoint, mesh.shape["fsdp"], mesh.shape["tp"])
+    tunix_repairs.apply()
+    family = checkpoint.family
+    config = tunix_repairs.fitted_config(family.model_config(checkpoint.config, dtype, remat, flash_block), mesh)
+    with jax.set_mesh(mesh):
+        model = nnx.eval_shape(lambda: family.model_class()(config, rngs=nnx.Rngs(params=0)))
+    definition, state = nnx.split(model)
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype)), state)
+    return nnx.merge(definition, with_shardings(state, mesh))
+
+
+def with_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
+    """Add to abstract values the shardings over the mesh that their variables ask for."""
+    shardings = nnx.get_named_sharding(state, mesh)
+    return jax.tree.map(lambda leaf, of: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of), state, shardings)
+
+
+def is_abstract(state: Any) -> bool:
+    """Whether parameters are abstract, that is without values."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state))
+
+
+def check_finite(model: nnx.Module, directory: Path) -> None:
+    """See that every parameter of a model is finite; all hosts of its mesh call this.
+
+    Raises:
+        CheckpointError: naming the parameters that are not, by their paths in the model.
+    """
+    state = nnx.to_flat_state(nnx.state(model, nnx.Param))
+    leaves = {".".join(map(str, path)): leaf.get_raw_value() for path, leaf in state}
+    answers = leaf_numbers(_all_finite, leaves)
+    if wrong := [name for name, finite in answers.items() if not finite]:
+        raise CheckpointError(
+            f"the weights in {directory} must be finite numbers, got NaN or infinity in {len(wrong)} of {len(answers)} "
+            f"parameters: {listed(wrong)}; copy the checkpoint again, or take one that was saved before they came"
+        )
+
+
+def _all_finite(leaf: jax.Array) -> jax.Array:
+    return jnp.isfinite(leaf).all()
