@@ -103,7 +103,7 @@ def test_projections_that_are_one_module_are_named_together(tmp_path: Path) -> N
     ):
         adapted_modules(checkpoint, LoraSection(rank=2, targets="(q|v)_proj"))
     with pytest.raises(
-        ConfigError, match=r"layers.N. and attn.o_proj, mlp.gate_proj, .*attn.q_proj, attn.k_proj, attn.v"
+        ConfigError, match=r"layers.N. and attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, mlp.gate"
     ):
         adapted_modules(checkpoint, LoraSection(rank=2, targets="query"))
 
