@@ -18,8 +18,8 @@ from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
-from tpu_grpo.observe.process_metrics import CompilationCounter
 from tpu_grpo.models.tunix_model import load_model
+from tpu_grpo.observe.process_metrics import CompilationCounter
 from tpu_grpo.records.stages import Completion, Request, SampleKey
 from tpu_grpo.run.engines import SyncedEngines
 from tpu_grpo.weights.plan import named_leaves

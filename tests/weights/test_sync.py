@@ -10,10 +10,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tpu_grpo.engine.engine import engine_mesh
-from tpu_grpo.observe.process_metrics import CompilationCounter
 from tpu_grpo.models.families.family import DecoderConfig
 from tpu_grpo.models.families.leaves import InputsFirst, WeightRule
 from tpu_grpo.models.families.qwen3 import QWEN3
+from tpu_grpo.observe.process_metrics import CompilationCounter
 from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.weights.plan import Spec, plan_sync
 from tpu_grpo.weights.sync import WeightSync

@@ -35,10 +35,10 @@ from transformers import BatchEncoding, PreTrainedTokenizerFast
 from tunix.models.qwen3.model import ModelConfig, Qwen3
 
 from tpu_grpo.hosts.caching import CACHE_VARIABLE, cache_directory, exclusive
-from tpu_grpo.records.errors import CheckpointError, ConfigError, NonFiniteError
 from tpu_grpo.models.checkpoint import CONFIG_FILE, abstract_checkpoint
 from tpu_grpo.models.hf_directory import write_tensors
 from tpu_grpo.models.tokenizers import ASSISTANT, END, builtin_tokenizer
+from tpu_grpo.records.errors import CheckpointError, ConfigError, NonFiniteError
 from tpu_grpo.tasks import TASKS
 from tpu_grpo.tasks.lessons import Lesson, Task
 

@@ -26,12 +26,12 @@ from transformers import PreTrainedTokenizerFast
 from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner import parameters, whole
-from tpu_grpo.observe.model_card import ModelFacts, write_model_card
-from tpu_grpo.observe.run_files import EXPORTED_CONFIG_FILE, EXPORTS_DIR
-from tpu_grpo.observe.summary import versions
 from tpu_grpo.models.checkpoint import Checkpoint, read_checkpoint
 from tpu_grpo.models.hf_directory import Read, copy_tokenizer, new_directory, write_settings, write_tensors
 from tpu_grpo.models.lora import write_adapter_files
+from tpu_grpo.observe.model_card import ModelFacts, write_model_card
+from tpu_grpo.observe.run_files import EXPORTED_CONFIG_FILE, EXPORTS_DIR
+from tpu_grpo.observe.summary import versions
 from tpu_grpo.run.environments import stop_ids
 from tpu_grpo.run.parts import Parts, open_model
 from tpu_grpo.run.sharing import first_does

@@ -17,8 +17,8 @@ from typing import Any
 from tpu_grpo.config import BUILTIN, GYM, HUB, RunConfig
 from tpu_grpo.config.plugins import source_file
 from tpu_grpo.data.locations import is_address
-from tpu_grpo.observe.summary import versions
 from tpu_grpo.models.lora import SETTINGS_FILE, TENSORS_FILE
+from tpu_grpo.observe.summary import versions
 
 OWN_SETTINGS = {"hosts.index", "run.dir", "run.compilation_cache"}
 """Settings that may differ: which host this is, and where it keeps its files."""

@@ -14,6 +14,7 @@ from tpu_grpo.algorithms import notices
 from tpu_grpo.config import HUB, RunConfig
 from tpu_grpo.data.drawing import PromptDraw
 from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch, announce, here
+from tpu_grpo.models.lora import write_adapters
 from tpu_grpo.observe.evaluation import EvaluationLog, describe, write_samples
 from tpu_grpo.observe.json_lines import read_records
 from tpu_grpo.observe.live_report import LiveReport
@@ -22,7 +23,6 @@ from tpu_grpo.observe.run_files import ADAPTERS_DIR, CHANGES_FILE, METRICS_FILE,
 from tpu_grpo.observe.run_log import RunLog, open_run_log
 from tpu_grpo.observe.step_metrics import rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.observe.summary import build_summary, versions, write_summary
-from tpu_grpo.models.lora import write_adapters
 from tpu_grpo.records.errors import Interrupted
 from tpu_grpo.records.stages import PromptBatch, ScoredRollout, UpdateResult
 from tpu_grpo.run.data import OpenData

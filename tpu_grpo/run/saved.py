@@ -10,9 +10,9 @@ from jax.sharding import Mesh
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner import cast_to_compute, freeze_untrained, read_policy
-from tpu_grpo.observe.run_files import BEST_FILE, CHECKPOINTS_DIR, saved_steps
 from tpu_grpo.models.checkpoint import Checkpoint
 from tpu_grpo.models.tunix_model import abstract_model, load_model
+from tpu_grpo.observe.run_files import BEST_FILE, CHECKPOINTS_DIR, saved_steps
 from tpu_grpo.records.errors import CheckpointError, ConfigError
 from tpu_grpo.run.parts import with_adapters
 
