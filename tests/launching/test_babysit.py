@@ -17,10 +17,9 @@ from tpu_grpo.launching import babysit
 from tpu_grpo.launching.babysit import Babysitter, decide, pause
 from tpu_grpo.launching.gcloud import GcloudError
 from tpu_grpo.launching.jobs import Job
+from tpu_grpo.launching.launch_options import RetryPolicy
 from tpu_grpo.launching.launcher import Launcher
-from tpu_grpo.launching.options import RetryPolicy
-from tpu_grpo.launching.tpu_slice import Condition, SliceState
-from tpu_grpo.launching.workers import WorkerStatus
+from tpu_grpo.launching.tpu_slice import Condition, SliceState, WorkerStatus
 from tpu_grpo.records.errors import Interrupted, LaunchError, LockstepError
 
 KEY = "abcd1234"

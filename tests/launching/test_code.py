@@ -7,7 +7,7 @@ import pytest
 from tests.launching.conftest import git
 from tests.launching.driving import SMALL, launch
 from tests.launching.stand_in import StandIn
-from tpu_grpo.launching.code import revision
+from tpu_grpo.launching.launcher import revision
 
 
 def test_setup_brings_the_work_tree_as_it_is_and_keeps_what_runs_left(

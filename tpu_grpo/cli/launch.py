@@ -16,8 +16,8 @@ from tpu_grpo.launching.jobs import (
     secrets_here,
     variables_from,
 )
+from tpu_grpo.launching.launch_options import Options, RetryPolicy, parse
 from tpu_grpo.launching.launcher import Launcher, status_lines
-from tpu_grpo.launching.options import Options, RetryPolicy, parse
 from tpu_grpo.launching.tpu_slice import SliceState
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError
 

@@ -20,10 +20,9 @@ from typing import Literal
 
 from tpu_grpo.launching.gcloud import GcloudError
 from tpu_grpo.launching.jobs import Job
+from tpu_grpo.launching.launch_options import RetryPolicy
 from tpu_grpo.launching.launcher import Launcher
-from tpu_grpo.launching.options import RetryPolicy
-from tpu_grpo.launching.tpu_slice import Condition, SliceState
-from tpu_grpo.launching.workers import WorkerStatus
+from tpu_grpo.launching.tpu_slice import Condition, SliceState, WorkerStatus
 from tpu_grpo.records.errors import Interrupted, LaunchError, LockstepError
 
 type Action = Literal["create", "recreate", "wait", "start", "restart", "done", "fail"]

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -83,10 +82,6 @@ class Job:
         variables = {**chip_environment(target, self.cache, self.libtpu_args), **self.environment}
         config = f"../jobs/{job_id}/config.yaml"
         return ["env", *(f"{k}={v}" for k, v in variables.items()), PYTHON, self.script, config, *self.words]
-
-    def secrets_file(self) -> str:
-        """Return lines of shell that set the secrets."""
-        return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in self.secrets.items())
 
 
 def chip_environment(target: Slice | None, cache: str, libtpu_args: str | None) -> dict[str, str]:

@@ -1,18 +1,20 @@
-"""Sets up, starts, shows and stops runs on a slice."""
+"""Sets up, starts, shows and stops runs on a slice; the code that workers run is packed here."""
 
 import os
+import shlex
+import subprocess
+import tarfile
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tpu_grpo.launching.code import ARCHIVE, FILE_LIST, pack
 from tpu_grpo.launching.gcloud import Gcloud
 from tpu_grpo.launching.jobs import Job
-from tpu_grpo.launching.options import Options
-from tpu_grpo.launching.tpu_slice import SliceState, TpuSlice
+from tpu_grpo.launching.launch_options import Options
+from tpu_grpo.launching.tpu_slice import SliceState, TpuSlice, Workers, WorkerStatus, answers, merged, remote_line
 from tpu_grpo.launching.tpus import Slice, parse_slice
-from tpu_grpo.launching.workers import Workers, WorkerStatus, answers, merged, remote_line
 from tpu_grpo.records.errors import ConfigError, LaunchError
 
+ARCHIVE, FILE_LIST = "code.tar.gz", "files.new"
 LARGE_BYTES = 100 * 2**20
 LOCAL_FILESYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "tmpfs", "zfs")
 
@@ -79,7 +81,7 @@ class Launcher:
         self.gcloud.say(f"passing on {', '.join(job.secrets)}, by a file")
         try:
             with open(os.open(secrets, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
-                file.write(job.secrets_file())
+                file.write("".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.secrets.items()))
             self.workers.copy([config, secrets])
         finally:
             secrets.unlink(missing_ok=True)
@@ -130,3 +132,41 @@ def status_lines(state: SliceState, workers: dict[int, WorkerStatus]) -> list[st
         lines.append(f"[{worker}] {status.job or 'no run yet'}: {', '.join(facts)}  {code}")
         lines += [f"    {status.last_line}"] if status.last_line else []
     return lines
+
+
+# --- the code ---------------------------------------------------------------------------------------------------------
+
+
+def pack(checkout: Path, into: Path) -> str:
+    """Write this checkout as it is, without what git ignores, into an archive with a list of its files.
+
+    Returns the ``revision``.
+
+    Raises:
+        ConfigError: the directory is no git work tree.
+    """
+    names = _git(checkout, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    present = sorted({name for name in names if name and (checkout / name).is_file()})
+    with tarfile.open(into / ARCHIVE, "w:gz") as archive:
+        for name in present:
+            archive.add(checkout / name, name, recursive=False)
+    with open(into / FILE_LIST, "w", encoding="utf-8") as listing:
+        listing.write("".join(f"{name}\0" for name in present))
+    return revision(checkout)
+
+
+def revision(checkout: Path) -> str:
+    """Name the commit, and how many files differ from it: ``6af09c4 and 2 changed files``."""
+    commit = _git(checkout, "rev-parse", "--short", "HEAD").strip()
+    changed = len(_git(checkout, "status", "--porcelain", "--untracked-files=all").splitlines())
+    return commit + (f" and {changed} changed file{'s' if changed > 1 else ''}" if changed else "")
+
+
+def _git(checkout: Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", str(checkout), *words], capture_output=True, text=True, encoding="utf-8")
+    if done.returncode:
+        raise ConfigError(
+            f"--code must be a git work tree with a commit, got {checkout} ({done.stderr.strip()}); "
+            "clone the repository"
+        )
+    return done.stdout
