@@ -21,12 +21,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from tpu_grpo.engine.replicas import Replicas
+    from tpu_grpo.hosts import Hosts
 
 DEVICES = 4
 PROCESSES = (1, 2, 4)
@@ -42,6 +47,23 @@ def work(arguments: list[str]) -> None:
     from tpu_grpo.hosts import start
 
     hosts = start(own["hosts.coordinator"], int(own["hosts.count"]), int(own["hosts.index"]))
+    contenders = build_contenders(Path(own["model"]), hosts)
+    figures: Figures = {name: [] for name in contenders}
+    for number in range(int(own["rounds"]) + 1):
+        for name, replicas in contenders.items():
+            speed = rollout(replicas, number)
+            if number:  # the first round is not counted
+                figures[name].append(speed)
+    table = np.zeros((PROMPTS * GROUP // hosts.count, 3 + 2 * NEW_TOKENS), np.int32)
+    figures["agree"] = milliseconds(lambda: hosts.agree("a digest", "0" * 64), times=100)
+    figures["gather"] = milliseconds(lambda: hosts.gather_array("completions", table), times=30)
+    hosts.barrier("the end")
+    if hosts.is_first:
+        print(json.dumps(figures), flush=True)
+
+
+def build_contenders(directory: Path, hosts: "Hosts") -> "dict[str, Replicas]":
+    """Replicas of each size with the model's weights, and checked ones of the sizes that span hosts, all compiled."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -52,13 +74,11 @@ def work(arguments: list[str]) -> None:
     from tpu_grpo.hosts import by_host
     from tpu_grpo.models.checkpoint import read_checkpoint
     from tpu_grpo.models.tunix_model import load_model
-    from tpu_grpo.records.stages import Request, SampleKey, SamplingParams
     from tpu_grpo.weights.plan import named_leaves
     from tpu_grpo.weights.sync import WeightSync
 
-    directory, devices = Path(own["model"]), by_host(jax.devices())
+    devices, checkpoint = by_host(jax.devices()), read_checkpoint(directory)
     mesh = Mesh(np.asarray(devices).reshape(DEVICES, 1), ("fsdp", "tp"))
-    checkpoint = read_checkpoint(directory)
     leaves = named_leaves(nnx.state(load_model(checkpoint, mesh, dtype=jnp.float32, remat="none"), nnx.Param))
 
     def build(tensor: int, *, checked: bool = False) -> Replicas:
@@ -74,37 +94,29 @@ def work(arguments: list[str]) -> None:
         replicas.compile_all()
         return replicas
 
-    def rollout(replicas: Replicas, number: int) -> float:
-        for engine in replicas.engines.values():
-            engine.forget_prefixes()
-        requests = [
-            Request(
-                tuple(range(10 + prompt, 10 + prompt + PROMPT_TOKENS)),
-                SamplingParams(NEW_TOKENS, ignore_stop=True),
-                SampleKey(0, number, prompt, sample),
-            )
-            for prompt in range(PROMPTS)
-            for sample in range(GROUP)
-        ]
-        began = time.perf_counter()
-        tokens = sum(len(completion.token_ids) for completion in replicas.generate(requests))
-        return tokens / (time.perf_counter() - began)
-
-    contenders = {f"tensor {tensor}": build(tensor) for tensor in TENSORS}
     spanning = [tensor for tensor in TENSORS if tensor > DEVICES // hosts.count]
-    contenders |= {f"tensor {tensor} checked": build(tensor, checked=True) for tensor in spanning}
-    figures: Figures = {name: [] for name in contenders}
-    for number in range(int(own["rounds"]) + 1):
-        for name, replicas in contenders.items():
-            speed = rollout(replicas, number)
-            if number:
-                figures[name].append(speed)
-    table = np.zeros((PROMPTS * GROUP // hosts.count, 3 + 2 * NEW_TOKENS), np.int32)
-    figures["agree"] = milliseconds(lambda: hosts.agree("a digest", "0" * 64), times=100)
-    figures["gather"] = milliseconds(lambda: hosts.gather_array("completions", table), times=30)
-    hosts.barrier("the end")
-    if hosts.is_first:
-        print(json.dumps(figures), flush=True)
+    plain = {f"tensor {tensor}": build(tensor) for tensor in TENSORS}
+    return plain | {f"tensor {tensor} checked": build(tensor, checked=True) for tensor in spanning}
+
+
+def rollout(replicas: "Replicas", number: int) -> float:
+    """Sample the workload of a round, without the prefixes of the one before; returns tokens per second."""
+    from tpu_grpo.records.completion import Request, SampleKey, SamplingParams
+
+    for engine in replicas.engines.values():
+        engine.forget_prefixes()
+    requests = [
+        Request(
+            tuple(range(10 + prompt, 10 + prompt + PROMPT_TOKENS)),
+            SamplingParams(NEW_TOKENS, ignore_stop=True),
+            SampleKey(0, number, prompt, sample),
+        )
+        for prompt in range(PROMPTS)
+        for sample in range(GROUP)
+    ]
+    began = time.perf_counter()
+    tokens = sum(len(completion.token_ids) for completion in replicas.generate(requests))
+    return tokens / (time.perf_counter() - began)
 
 
 def milliseconds(call: Callable[[], object], times: int) -> list[float]:
