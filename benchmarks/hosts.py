@@ -103,8 +103,7 @@ def rollout(replicas: "Replicas", number: int) -> float:
     """Sample the workload of a round, without the prefixes of the one before; returns tokens per second."""
     from tpu_grpo.records.completion import Request, SampleKey, SamplingParams
 
-    for engine in replicas.engines.values():
-        engine.forget_prefixes()
+    replicas.forget_prefixes()
     requests = [
         Request(
             tuple(range(10 + prompt, 10 + prompt + PROMPT_TOKENS)),

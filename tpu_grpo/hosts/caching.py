@@ -30,7 +30,7 @@ from typing import Any
 
 import platformdirs
 
-from tpu_grpo.hosts.agreement import Hosts
+from tpu_grpo.hosts.host_agreement import Hosts
 from tpu_grpo.hosts.host_log import logger
 from tpu_grpo.hosts.joining import cpu_devices
 

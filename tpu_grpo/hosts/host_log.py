@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tpu_grpo.hosts.agreement import Hosts
 from tpu_grpo.hosts.ending import here
+from tpu_grpo.hosts.host_agreement import Hosts
 
 logger = logging.getLogger("tpu_grpo.host")
 """Stages and errors of this host are logged here."""

@@ -22,9 +22,9 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.hosts.agreement import Hosts
 from tpu_grpo.hosts.coordination_service import connect, serve_alone
 from tpu_grpo.hosts.ending import here
+from tpu_grpo.hosts.host_agreement import Hosts
 from tpu_grpo.records.errors import ConfigError
 
 DEVICE_COUNT_FLAG = "--xla_force_host_platform_device_count"

@@ -15,8 +15,8 @@ from itertools import islice
 from types import TracebackType
 from typing import Self
 
-from tpu_grpo.hosts.agreement import Hosts
 from tpu_grpo.hosts.ending import alone, end_after, end_process, exit_code, here, host_names, leave_when_done
+from tpu_grpo.hosts.host_agreement import Hosts
 from tpu_grpo.hosts.host_log import logger
 from tpu_grpo.records.errors import Interrupted
 
