@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.several.runs import settings, write_files
-from tpu_grpo.cli.checkpoint_evaluation import evaluate_checkpoint
 from tpu_grpo.cli.dry_run import check
+from tpu_grpo.cli.evaluate import evaluate_checkpoint
 from tpu_grpo.config import EvaluationSection, RunConfig, parse_config
 from tpu_grpo.hosts import Hosts, Watch
 from tpu_grpo.observe.evaluation import record_of

@@ -5,33 +5,31 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tpu_grpo.cli.answers import Cancelled, write_answers, write_scores
-from tpu_grpo.cli.chat import chat, typed_lines
+from tpu_grpo.cli.chat import Voice, chat, noticing_ctrl_c, typed_lines, write_answers, write_scores
 from tpu_grpo.records.errors import RequestError
-from tpu_grpo.records.stages import Completion, Scores
+from tpu_grpo.records.stages import Completion, FinishReason, Scores
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-class Echo:
+class Echo(Voice):
     """Remembers what it heard, and has room for two turns."""
 
     def __init__(self, name: str, write: list[str]) -> None:
-        self.name, self._write, self.heard = name, write, list[str]()
+        self.name, self.written, self.heard = name, write, list[str]()
 
     def hear(self, text: str, turn: int) -> None:
         if len(self.heard) == 2:
             raise RequestError("no room; /reset")
         self.heard.append(text)
-        self._write.append(f"{turn}:{'+'.join(self.heard)}\n")
+        self.written.append(f"{turn}:{'+'.join(self.heard)}\n")
 
     def reset(self) -> None:
         self.heard = []
@@ -127,7 +125,7 @@ def until_closed(terminal: int) -> str:
 
 def test_the_first_ctrl_c_ends_an_answer_and_the_second_the_program() -> None:
     before = signal.getsignal(signal.SIGINT)
-    with Cancelled() as cancelled:
+    with noticing_ctrl_c() as cancelled:
         assert not cancelled()
         os.kill(os.getpid(), signal.SIGINT)
         assert cancelled()
@@ -139,52 +137,38 @@ def test_the_first_ctrl_c_ends_an_answer_and_the_second_the_program() -> None:
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Told:
-    token_ids: Sequence[int]
-    completion: Completion | None = None
+Told = tuple[str, Completion | None]
 
 
-class Letters:
-    """Token 0 is a, token 1 is b, and so on."""
-
-    def __init__(self) -> None:
-        self._told = 0
-
-    def more(self, token_ids: Sequence[int], *, ended: bool) -> str:
-        new, self._told = token_ids[self._told :], len(token_ids)
-        return "".join("abcdefgh"[token] for token in new)
-
-
-def ended(tokens: Sequence[int], reason: str = "stop") -> Told:
-    ids, logprobs = np.asarray(tokens, np.int32), np.zeros(len(tokens), np.float32)
-    return Told(tokens, Completion(ids, logprobs, reason, 0))  # pyright: ignore[reportArgumentType]
+def ended(text: str, reason: FinishReason = "stop") -> Told:
+    ids = np.arange(len(text), dtype=np.int32)
+    return text, Completion(ids, np.zeros(len(text), np.float32), reason, 0)
 
 
 def test_answers_come_one_after_another_as_soon_as_it_is_their_turn() -> None:
     written: list[str] = []
 
     def progress() -> Iterator[list[Told]]:
-        yield [Told([0]), ended([2, 3])]
+        yield [("a", None), ended("cde")]
         assert "".join(written) == "[1] a"  # the second waits, though it has ended
-        yield [ended([0, 1]), ended([2, 3])]
+        yield [ended("ab"), ended("cde")]
 
-    completions, texts = write_answers(progress(), [Letters(), Letters()], lambda: False, written.append)
-    assert "".join(written) == "[1] ab\n[2] cd\n"
-    assert [list(c.token_ids) for c in completions] == [[0, 1], [2, 3]]
-    assert texts == ["ab", "cd"]
+    completions, texts = write_answers(progress(), 2, lambda: False, written.append)
+    assert "".join(written) == "[1] ab\n[2] cde\n"
+    assert [len(c.token_ids) for c in completions] == [2, 3]
+    assert texts == ["ab", "cde"]
 
 
 def test_an_answer_that_was_cut_says_so() -> None:
     written: list[str] = []
-    write_answers(iter([[ended([0, 1], "length")]]), [Letters()], lambda: False, written.append)
+    write_answers(iter([[ended("ab", "length")]]), 1, lambda: False, written.append)
     assert "".join(written) == "ab [cut after 2 tokens]\n"
 
 
 def test_an_answer_that_the_reader_cut_off_is_kept_and_not_scored() -> None:
     written: list[str] = []
-    progress = iter([[Told([0]), Told([])], [ended([0, 1], "length"), Told([])]])
-    completions, texts = write_answers(progress, [Letters(), Letters()], lambda: True, written.append)
+    progress = iter([[("a", None), ("", None)], [ended("ab", "length"), ("", None)]])
+    completions, texts = write_answers(progress, 2, lambda: True, written.append)
     assert "".join(written) == "[1] ab [interrupted]\n[2]  [interrupted]\n"
     assert (completions, texts) == ([], ["ab", ""])
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.several.runs import settings, write_files
-from tpu_grpo.cli.checkpoint_evaluation import evaluate_checkpoint
-from tpu_grpo.cli.checkpoint_export import export_checkpoint
+from tpu_grpo.cli.evaluate import evaluate_checkpoint
+from tpu_grpo.cli.export import export_checkpoint
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.hosts import Hosts, Watch
 from tpu_grpo.observe.evaluation import Estimate, Evaluation

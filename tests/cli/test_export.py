@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tpu_grpo.cli.export import main
+from tpu_grpo.cli.export import export_checkpoint, main
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -52,7 +52,6 @@ def test_a_run_without_a_checkpoint_is_refused_where_its_directory_lies_now(run_
 
 def test_the_best_step_of_a_run_that_never_got_better_is_no_checkpoint(run_dir: Path) -> None:
     (run_dir / "best.json").write_text(json.dumps({"step": 0}))
-    from tpu_grpo.cli.checkpoint_export import export_checkpoint
     from tpu_grpo.cli.starting import run_config
     from tpu_grpo.records.errors import CheckpointError
 

@@ -1,46 +1,72 @@
-"""A conversation at the terminal, or through a pipe, with one model or with several that hear the same.
+"""What ``scripts/sample.py`` writes: answers as they come, their rewards, and a conversation with models.
 
-Nothing here imports jax: what answers is a `Voice`.
+The conversation is held at the terminal or through a pipe; all models hear the same. Nothing here imports jax: what
+answers is a `Speaker` (run/answering.py).
 """
 
+import math
+import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from tpu_grpo.cli.answers import Write
 from tpu_grpo.records.errors import RequestError
 
+if TYPE_CHECKING:
+    from tpu_grpo.records.stages import Completion, Prompt, Scores
+    from tpu_grpo.run.answering import Speaker
+
+Write = Callable[[str], object]
+"""Writes a text, without a new line, so that it is seen at once."""
 HELP = """/reset   begin a new conversation
 /exit    end, as /quit and Ctrl-D do; Ctrl-C ends an answer"""
 PROMPT = "> "
+_CUT_OFF = " [interrupted]"
 
 
-class Voice(Protocol):
-    """One model in a conversation; it remembers what was said."""
+class Voice:
+    """One model in a conversation: what was said so far, and how it goes on."""
 
-    @property
-    def name(self) -> str:
-        """The name of the model."""
-        ...
+    def __init__(self, name: str, speaker: "Speaker", columns: Mapping[str, Any], write: Write, *, rewards: bool):
+        self.name = name
+        self._speaker, self._columns, self._write, self._rewards = speaker, columns, write, rewards
+        self._said: list[dict[str, Any]] = []
 
     def hear(self, text: str, turn: int) -> None:
-        """Answer, and write the answer.
+        """Answer a person, and write the answer.
 
         Raises:
             RequestError: there is no room for it; nothing is remembered.
         """
-        ...
+        prompt = self._speaker.prompt(self._speaker.record(text, self._columns), self._said)
+        answer = self.answer(prompt, turn)
+        self._said = [*map(dict, prompt.conversation), {"role": "assistant", "content": answer}]
+
+    def answer(self, prompt: "Prompt", turn: int) -> str:
+        """Write the answers to a prompt, and their rewards if asked for; returns the first answer."""
+        speaker = self._speaker
+        with noticing_ctrl_c() as cancelled:
+            progress = speaker.answer(prompt, turn, cancelled)
+            completions, texts = write_answers(progress, speaker.samples, cancelled, self._write)
+        if self._rewards and completions:
+            write_scores(speaker.score(prompt, completions), self._write)
+        return texts[0]
 
     def reset(self) -> None:
         """Forget what was said."""
-        ...
+        self._said = []
+
+
+# --- a conversation --------------------------------------------------------------------------------------------------
 
 
 def chat(voices: Sequence[Voice], lines: Iterator[str], write: Write) -> None:
     """Answer every line until there is none, or until /exit or /quit.
 
-    The turns are counted on through /reset, so that the same words may get another answer.
+    Every model answers, one after another, under its name if there are several. The turns are counted on through
+    /reset, so that the same words may get another answer.
     """
     turn = 0
     for line in lines:
@@ -58,19 +84,20 @@ def chat(voices: Sequence[Voice], lines: Iterator[str], write: Write) -> None:
             case text if text.startswith("/") and " " not in text:
                 write(f"{text} is no command; these are:\n{HELP}\n")
             case text:
-                answer_all(voices, text, turn, write)
+                for voice in named_in_turn(voices, write):
+                    try:
+                        voice.hear(text, turn)
+                    except RequestError as error:
+                        write(f"({error})\n")
                 turn += 1
 
 
-def answer_all(voices: Sequence[Voice], text: str, turn: int, write: Write) -> None:
-    """Let every model answer, one after another, under its name if there are several."""
+def named_in_turn(voices: Sequence[Voice], write: Write) -> Iterator[Voice]:
+    """Yield the models one after another, after writing its name if there are several."""
     for voice in voices:
         if len(voices) > 1:
             write(f"--- {voice.name}\n")
-        try:
-            voice.hear(text, turn)
-        except RequestError as error:
-            write(f"({error})\n")
+        yield voice
 
 
 def ask(prompt: str) -> str:
@@ -91,3 +118,77 @@ def typed_lines(read: Callable[[str], str] = ask) -> Iterator[str]:
             return
         except KeyboardInterrupt:
             print("\n(/exit or Ctrl-D ends the chat)", file=sys.stderr)
+
+
+@contextmanager
+def noticing_ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Give what says whether Ctrl-C was pressed in the block; a second one ends the program as it does elsewhere."""
+    pressed: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+
+
+def write_answers(
+    progress: "Iterable[Sequence[tuple[str, Completion | None]]]",
+    count: int,
+    cancelled: Callable[[], bool],
+    write: Write,
+) -> tuple[list["Completion"], list[str]]:
+    """Write answers as they come, the second once the first has ended, and so on.
+
+    Args:
+        progress: gives the text of every answer so far, and its completion once it has ended, again and again.
+        count: the number of answers.
+        cancelled: whether answers were cut off by the reader.
+        write: writes a text.
+
+    Returns:
+        The completions, none if the reader cut answers off, and what was written of each answer.
+    """
+
+    def head(number: int) -> None:
+        if count > 1 and number < count:
+            write(f"[{number + 1}] ")
+
+    written, now, latest = [""] * count, 0, None
+    for answers in progress:
+        if latest is None:
+            head(now)
+        latest = answers
+        while now < count:
+            text, completion = latest[now]
+            if new := text[len(written[now]) :]:
+                written[now] = text
+                write(new)
+            if completion is None:
+                break
+            cut = _CUT_OFF if cancelled() else f" [cut after {len(completion.token_ids)} tokens]"
+            write(f"{'' if completion.finish_reason == 'stop' else cut}\n")
+            now += 1
+            head(now)
+    if now < count:  # cut off before it began
+        write(f"{_CUT_OFF}\n")
+    done = [] if cancelled() else [completion for _, completion in latest or () if completion is not None]
+    return done, written
+
+
+def write_scores(scores: "Scores", write: Write) -> None:
+    """Write the rewards of each answer by name, a line per answer; "-" stands for one that does not apply."""
+    rows = len(scores.total)
+    for row in range(rows):
+        values = {name: float(values[row]) for name, values in scores.by_name.items()}
+        shown = [f"{name} {'-' if math.isnan(value) else f'{value:g}'}" for name, value in values.items()]
+        total = f"{float(scores.total[row]):g}" if scores.scored[row] else "-"
+        number = f"[{row + 1}] " if rows > 1 else ""
+        write(f"{number}rewards: {', '.join(shown)}; total {total}\n")

@@ -1,4 +1,4 @@
-"""This is the command line of ``scripts/data.py``: it parses, calls, prints and returns an exit code.
+"""The command line of ``scripts/data.py``: shows the first prompts of a config.
 
 Nothing that imports jax is imported before ``prepare`` has chosen jax's platform.
 """
@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tpu_grpo.cli.starting import config_from_words, exit_code_of, prepare
+from tpu_grpo.cli.starting import command_parser, config_from_words, exit_code_of, prepare
 from tpu_grpo.config import RunConfig
 
 if TYPE_CHECKING:
@@ -26,19 +26,12 @@ USAGE = "python scripts/data.py [CONFIG.yaml] [--preview 5] [--step 1] [--evalua
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
-    options = _parser().parse_intermixed_args(arguments)
-    return exit_code_of(lambda: show(config_from_words(options.words), Console(highlight=False), options))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        usage=USAGE, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("words", nargs="*", metavar="CONFIG.yaml section.key=value", help="the config, and settings")
+    parser = command_parser(USAGE, ABOUT, words="the config, and settings")
     parser.add_argument("--preview", type=int, default=5, metavar="N", help="prompts to show (default: 5)")
     parser.add_argument("--step", type=int, default=1, help="the step whose prompts come first (default: 1)")
     parser.add_argument("--evaluation", action="store_true", help="show the held-out prompts instead")
-    return parser
+    options = parser.parse_intermixed_args(arguments)
+    return exit_code_of(lambda: show(config_from_words(options.words), Console(highlight=False), options))
 
 
 def show(config: RunConfig, console: Console, options: argparse.Namespace) -> None:
@@ -59,7 +52,10 @@ def show(config: RunConfig, console: Console, options: argparse.Namespace) -> No
     for number, prompt in enumerate(list(chosen)[: options.preview], start=1):
         console.rule(f"prompt {number}: {len(prompt.token_ids)} tokens")
         console.print(Text(prompt.text))
-        console.print(_tokens(preview.tokens(prompt)))
+        tokens = Text()  # each token's text in quotes after its id: 151644'<|im_start|>' 872'user' 198'\\n'
+        for token, text in preview.tokens(prompt):
+            tokens.append(str(token), style="dim").append(f"{text!r} ")
+        console.print(tokens)
         console.print(Text("\n".join(f"{name}: {shown_value(value)}" for name, value in prompt.columns.items())))
 
 
@@ -77,11 +73,3 @@ def _sources(preview: "Preview") -> Table:
         if lengths.measured < len(prompts):
             table.caption = f"lengths of {lengths.measured} prompts, spread evenly"
     return table
-
-
-def _tokens(tokens: Sequence[tuple[int, str]]) -> Text:
-    """Show each token's text in quotes after its id, dimmed: 151644'<|im_start|>' 872'user' 198'\\n'."""
-    shown = Text()
-    for token, text in tokens:
-        shown.append(str(token), style="dim").append(f"{text!r} ")
-    return shown

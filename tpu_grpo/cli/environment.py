@@ -1,4 +1,4 @@
-"""This is the command line of ``scripts/environment.py``: it parses, calls, prints and returns an exit code.
+"""The command line of ``scripts/environment.py``: plays an environment, and shows tokens, masks and rewards.
 
 Nothing that imports jax is imported before ``prepare`` has chosen jax's platform.
 """
@@ -15,11 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from tpu_grpo.cli.naming import NamedModel, named_models
-from tpu_grpo.cli.starting import config_from_words, exit_code_of, prepare
+from tpu_grpo.cli.starting import command_parser, config_from_words, exit_code_of, prepare
 from tpu_grpo.records.errors import ConfigError, without_controls
 
 if TYPE_CHECKING:
-    from tpu_grpo.cli.playing import Game, Model, Policy, Stretch
+    from tpu_grpo.cli.playing import Game, Model
     from tpu_grpo.data import PromptStream
     from tpu_grpo.records.stages import Completion, Prompt
 
@@ -42,25 +42,14 @@ SAMPLED, OBSERVED = "bold green", "dim"
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
-    options = _parser().parse_intermixed_args(arguments)
-    try:
-        return exit_code_of(lambda: _play(_named(options.words), Console(highlight=False), options))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 1
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        usage=USAGE, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("words", nargs="*", metavar="CONFIG.yaml section.key=value", help="config or run, and settings")
+    parser = command_parser(USAGE, ABOUT, words="config or run, and settings")
     parser.add_argument("--record", type=int, default=0, metavar="N", help=RECORD_HELP)
     parser.add_argument("--turns", type=Path, metavar="FILE", help="take the turns from a file")
     parser.add_argument("--policy", metavar="path.py:function", help="take the turns from a function")
     parser.add_argument("--model", action="store_true", help="let the model play, sampling as in the run")
     parser.add_argument("--tokens", action="store_true", help="show every token with its id and whether it is trained")
-    return parser
+    options = parser.parse_intermixed_args(arguments)
+    return exit_code_of(lambda: _play(_named(options.words), Console(highlight=False), options))
 
 
 def _named(words: Sequence[str]) -> NamedModel:
@@ -87,7 +76,7 @@ def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> N
         both = " and ".join(name for name, is_given in given.items() if is_given)
         raise ConfigError(f"turns come from a file, from a function or from the model, got {both}; drop one")
     prepare(config)
-    from tpu_grpo.cli.playing import Game
+    from tpu_grpo.cli.playing import Game, policy_of_file, policy_of_function
     from tpu_grpo.hosts import Hosts
     from tpu_grpo.run.model import open_tokenizer
     from tpu_grpo.run.task import open_task
@@ -97,7 +86,19 @@ def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> N
         assert task.environments is not None
         prompt = _recorded(task.prompts, options.record)
         with closing(Game(config, prompt, task.environments, tokenizer, options.record)) as game:
-            model = _model(named) if options.model else game.writing(_policy(options, console))
+            if options.model:
+                from tpu_grpo.run.answering import Speaker
+
+                speaker = Speaker(config, named.which, context=config.context_tokens)  # as in the run
+                print(f"loading {named.name}", file=sys.stderr)
+                speaker.start()
+                model = speaker.complete
+            elif options.turns is not None:
+                model = game.writing(policy_of_file(options.turns))
+            elif options.policy is not None:
+                model = game.writing(policy_of_function(options.policy))
+            else:
+                model = game.writing(lambda messages: typed(console))
             show(game, model, console, tokens=options.tokens)
             console.print(outcome(game, task.rewards, prompt, tokenizer))
 
@@ -113,28 +114,6 @@ def _recorded(prompts: "PromptStream", record: int) -> "Prompt":
         begin = end
     sources = f" ({', '.join(ranges)})" if len(ranges) > 1 else ""
     raise ConfigError(f"--record must be one of 0 to {prompts.size - 1}{sources}, got {record}; name one of these")
-
-
-def _model(named: NamedModel) -> "Model":
-    """Load the model, and build an engine for conversations as long as those of the run."""
-    from tpu_grpo.run.answering import Asked, Speaker
-    from tpu_grpo.run.saved import choose
-
-    asked = Asked(context=named.config.context_tokens)
-    speaker = Speaker.open(named.config, choose(named.config, named.which), asked)
-    print(f"loading {named.name}", file=sys.stderr)
-    speaker.start()
-    return speaker.complete
-
-
-def _policy(options: argparse.Namespace, console: Console) -> "Policy":
-    from tpu_grpo.cli.playing import policy_of_file, policy_of_function
-
-    if options.turns is not None:
-        return policy_of_file(options.turns)
-    if options.policy is not None:
-        return policy_of_function(options.policy)
-    return lambda messages: typed(console)
 
 
 def typed(console: Console) -> str | None:
@@ -159,13 +138,8 @@ def show(game: "Game", model: "Model", console: Console, *, tokens: bool) -> Non
         for stretch in stretches:
             console.print(Text(without_controls(stretch.text), style=SAMPLED if stretch.sampled else OBSERVED))
             if tokens:
-                console.print(_tokens(stretch))
-
-
-def _tokens(stretch: "Stretch") -> Text:
-    """Show the ids of tokens, and whether they are trained on: 1 or 0."""
-    mark = "1" if stretch.sampled else "0"
-    return Text(" ".join(f"{token}/{mark}" for token in stretch.token_ids), style="dim")
+                mark = "1" if stretch.sampled else "0"  # whether they are trained on
+                console.print(Text(" ".join(f"{token}/{mark}" for token in stretch.token_ids), style="dim"))
 
 
 def outcome(game: "Game", rewards: Any, prompt: Any, tokenizer: Any) -> Table:

@@ -1,21 +1,28 @@
-"""This is the command line of ``scripts/eval.py``: it parses, calls, prints and returns an exit code.
+"""The command line of ``scripts/eval.py``: evaluates one checkpoint of a run, without training.
 
-Nothing that imports jax is imported before ``prepare`` has chosen jax's platform.
+    name, step = "best", 40            ->  <run.dir>/checkpoints/40
+    answers, rewards, estimates        ->  <run.dir>/evaluations/checkpoint_40.jsonl and .json
+
+With the config of the run, the numbers are those that the run found after that step. Nothing that imports jax is
+imported before ``prepare`` has chosen jax's platform.
 """
 
-import argparse
 from collections.abc import Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from tpu_grpo.cli.starting import config_from_words, exit_code_of, joined_hosts, prepare
+from tpu_grpo.cli.starting import command_parser, config_from_words, exit_code_of, joined_hosts, prepare
 from tpu_grpo.config import RunConfig
+from tpu_grpo.hosts import Hosts, Watch, keep_programs
 from tpu_grpo.observe.run_files import EVALUATIONS_DIR
+from tpu_grpo.records.errors import ConfigError
 
 if TYPE_CHECKING:
     from tpu_grpo.observe.evaluation import Evaluation
+    from tpu_grpo.run.saved import Chosen
 
 ABOUT = """Evaluates a checkpoint of a run on held-out prompts, without training.
 
@@ -27,28 +34,57 @@ USAGE = "python scripts/eval.py [CONFIG.yaml] --checkpoint best [section.key=val
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
-    options = _parser().parse_intermixed_args(arguments)
-    return exit_code_of(lambda: _evaluate(config_from_words(options.words), options.checkpoint))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        usage=USAGE, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("words", nargs="*", metavar="CONFIG.yaml section.key=value", help="the config, and settings")
+    parser = command_parser(USAGE, ABOUT, words="the config, and settings")
     parser.add_argument("--checkpoint", required=True, help="a step, latest, best, initial, or a directory")
-    return parser
+    options = parser.parse_intermixed_args(arguments)
+    return exit_code_of(lambda: _evaluate(config_from_words(options.words), options.checkpoint))
 
 
 def _evaluate(config: RunConfig, which: str) -> None:
     prepare(config)
     with joined_hosts(config) as (hosts, watch):
-        from tpu_grpo.cli.checkpoint_evaluation import evaluate_checkpoint
-
         chosen, evaluation = evaluate_checkpoint(config, which, hosts, watch)
         if hosts.is_first:
             show(evaluation, f"{config.run.name}, {chosen.name}", Console(highlight=False))
             print(f"samples: {config.run_dir}/{EVALUATIONS_DIR}/{chosen.name}.jsonl")
+
+
+def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watch) -> "tuple[Chosen, Evaluation]":
+    """Evaluate a checkpoint, and keep samples and numbers in the run's directory; every host calls it, host 0 writes.
+
+    Raises:
+        TpuGrpoError: for anything wrong with the config, the checkpoint, the data or a reward.
+    """
+    from tpu_grpo.engine.sampler import Sampler
+    from tpu_grpo.learner import parameters
+    from tpu_grpo.observe.evaluation import record_of, write_samples
+    from tpu_grpo.observe.json_lines import write_json
+    from tpu_grpo.run.meshes import build_meshes
+    from tpu_grpo.run.parts import open_engines, open_model
+    from tpu_grpo.run.saved import choose, load_policy
+    from tpu_grpo.run.task import evaluate_policy, open_held_out
+
+    keep_programs(config.run.compilation_cache, hosts)
+    chosen = choose(config, which)
+    hosts.agree("the checkpoint that is evaluated", chosen.name)
+    checkpoint, tokenizer = open_model(config, hosts)
+    held_out = open_held_out(config, tokenizer, hosts)
+    if held_out is None:
+        raise ConfigError("an evaluation needs held-out data, got none; set evaluation.path")
+    with closing(held_out):
+        meshes = build_meshes(config, checkpoint)
+        with watch.stage(f"loading {chosen.name}"):
+            engines = open_engines(config, hosts, checkpoint, tokenizer, meshes, held_out.environments)
+            engines.install(parameters(load_policy(config, checkpoint, meshes.trainer, chosen, hosts.index)))
+            engines.replicas.compile_all()
+        sampler = Sampler(engines.replicas, tokenizer, config, held_out.environments)
+        with watch.stage(f"evaluation of {chosen.name}"):
+            evaluation, samples = evaluate_policy(sampler, held_out, chosen.step or 0)
+            hosts.agree(f"tokens of the evaluation of {chosen.name}", evaluation.digest)
+    if hosts.is_first:
+        write_samples(config.run_dir, chosen.name, samples)
+        write_json(config.run_dir / EVALUATIONS_DIR / f"{chosen.name}.json", record_of(evaluation))
+    return chosen, evaluation
 
 
 def show(evaluation: "Evaluation", title: str, console: Console) -> None:

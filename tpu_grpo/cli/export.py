@@ -1,4 +1,4 @@
-"""This is the command line of ``scripts/export.py``: it parses, calls, prints and returns an exit code.
+"""The command line of ``scripts/export.py``: exports one checkpoint of a run, in one process on a CPU.
 
 Nothing that imports jax is imported before ``prepare`` has chosen jax's platform, which is the CPU here.
 """
@@ -8,9 +8,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpu_grpo.cli.starting import exit_code_of, prepare, run_config
+from tpu_grpo.cli.starting import command_parser, exit_code_of, prepare, run_config
 from tpu_grpo.config import RunConfig
+from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.hf_directory import check_free
+from tpu_grpo.records.errors import CheckpointError
 
 ABOUT = """Writes the model of a checkpoint as a Hugging Face directory, which transformers and this package load.
 
@@ -19,18 +21,12 @@ RUN is the directory of a run, which may still be going. Of a run with adapters 
 model, and needs the memory that the model takes once. Settings are those of the run; the section `export` says more."""
 USAGE = """python scripts/export.py RUN [--step N | --best | --last] --out DIR
                                 [--adapter] [--dtype float32|bfloat16] [section.key=value ...]"""
+MIB = 2**20
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
-    options = _parser().parse_intermixed_args(arguments)
-    return exit_code_of(lambda: _export(_config(options), options))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        usage=USAGE, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(USAGE, ABOUT)
     parser.add_argument("run", metavar="RUN", type=Path, help="the directory of a run")
     parser.add_argument("words", nargs="*", metavar="section.key=value", help="settings that are not the run's")
     which = parser.add_mutually_exclusive_group()
@@ -40,21 +36,51 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="the directory to write, which must not be there")
     parser.add_argument("--adapter", action="store_true", help="write the adapters alone: export.kind=adapter")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="the type of the tensors: export.dtype")
-    return parser
+    options = parser.parse_intermixed_args(arguments)
+    return exit_code_of(lambda: _export(options))
 
 
-def _config(options: argparse.Namespace) -> RunConfig:
+def _export(options: argparse.Namespace) -> None:
     words = [*options.words]
     words += ["export.kind=adapter"] if options.adapter else []
     words += [f"export.dtype={options.dtype}"] if options.dtype else []
-    return run_config(options.run, words)
-
-
-def _export(config: RunConfig, options: argparse.Namespace) -> None:
+    config = run_config(options.run, words)
     check_free(options.out)
     os.environ["JAX_PLATFORMS"] = "cpu"  # a TPU belongs to the run
     prepare(config)
-    from tpu_grpo.cli.checkpoint_export import export_checkpoint
-
     which = "best" if options.best else "latest" if options.step is None else str(options.step)
     print(export_checkpoint(config, which, options.out))
+
+
+def export_checkpoint(config: RunConfig, which: str, directory: Path) -> str:
+    """Export a checkpoint (latest, best, or a step) into a new directory, and say what was written.
+
+    Raises:
+        ConfigError: something of the directory's name is there.
+        CheckpointError: the run has no such checkpoint, or it is damaged.
+        OSError: the disk does not take it.
+    """
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    from tpu_grpo.run.exporting import Policy, export_policy
+    from tpu_grpo.run.parts import open_model
+    from tpu_grpo.run.saved import choose, load_policy
+
+    directory = directory.expanduser().absolute()
+    chosen = choose(config, which)
+    if chosen.step is None:
+        raise CheckpointError(
+            "the best step of this run must be a checkpoint, and is 0: no evaluation was better than that before the "
+            f"first step; use {config.model.path}, the model that the run started from, or name --step or --last"
+        )
+    checkpoint, tokenizer = open_model(config, Hosts())
+    one_device = Mesh(np.array(jax.devices("cpu")[:1]).reshape(1, 1), ("fsdp", "tp"))
+    model = load_policy(config, checkpoint, one_device, chosen)
+    export_policy(config, Policy(model, chosen.step, checkpoint, tokenizer), directory)
+    files = [file.stat().st_size for file in directory.glob("*.safetensors")]
+    return (
+        f"the {config.export.kind} of step {chosen.step} is in {directory}: {sum(files) / MIB:,.1f} MiB in "
+        f"{len(files)} {'file' if len(files) == 1 else 'files'} of {config.export.dtype or config.model.dtype}"
+    )

@@ -1,4 +1,4 @@
-"""Runs the command line of ``scripts/launch.py``: parse, call, print, exit."""
+"""The command line of ``scripts/launch.py``: what each verb does on a TPU slice."""
 
 import sys
 import tempfile
@@ -25,9 +25,7 @@ from tpu_grpo.records.errors import ConfigError, TpuGrpoError
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns the exit code: 0, 2 for bad input, 1 else, and for babysit that of the run."""
     try:
-        options = parse(arguments)
-        with tempfile.TemporaryDirectory(prefix="tpu_grpo_launch_") as scratch:
-            return VERBS[options.verb](Launcher(options, Path(scratch)), options)
+        return _launch(parse(arguments)) or 0
     except KeyboardInterrupt:
         print("interrupted; what runs on the workers goes on, `status` shows it", file=sys.stderr)
         return 1
@@ -36,20 +34,39 @@ def main(arguments: Sequence[str]) -> int:
         return error.exit_code
 
 
-def _create(launcher: Launcher, options: Options) -> int:
-    launcher.tpu.create()
-    if not options.no_wait:
-        launcher.tpu.wait()
-    return 0
+def _launch(options: Options) -> int | None:
+    with tempfile.TemporaryDirectory(prefix="tpu_grpo_launch_") as scratch:
+        launcher = Launcher(options, Path(scratch))
+        tpu, workers = launcher.tpu, launcher.workers
+        match options.verb:
+            case "create":
+                tpu.create()
+                if not options.no_wait:
+                    tpu.wait()
+            case "setup":
+                tpu.require_ready()
+                launcher.setup()
+            case "run":
+                _run(launcher, options)
+            case "status":
+                state = tpu.look()
+                print("\n".join(status_lines(state, workers.status() if state.condition == "ready" else {})))
+            case "logs" if options.follow:
+                workers.follow(options.lines, tpu.require_ready().workers)
+            case "logs":
+                if text := launcher.logs(options.lines):
+                    print(text)
+            case "stop":
+                after = launcher.stop(options.grace)
+                print("\n".join(status_lines(SliceState("ready", "stopped"), after)))
+            case "delete":
+                tpu.delete()
+            case "babysit":
+                return _babysit(launcher, options)
+    return None
 
 
-def _setup(launcher: Launcher, options: Options) -> int:
-    launcher.tpu.require_ready()
-    launcher.setup()
-    return 0
-
-
-def _run(launcher: Launcher, options: Options) -> int:
+def _run(launcher: Launcher, options: Options) -> None:
     job = _job(options)
     config = checked_config(job)
     state = launcher.tpu.require_ready()
@@ -60,33 +77,6 @@ def _run(launcher: Launcher, options: Options) -> int:
         )
     job_id = launcher.start(job, state)
     launcher.gcloud.say(f"started {job_id}; `logs --follow` shows it, `status` says how it stands")
-    return 0
-
-
-def _status(launcher: Launcher, options: Options) -> int:
-    state = launcher.tpu.look()
-    workers = launcher.workers.status() if state.condition == "ready" else {}
-    print("\n".join(status_lines(state, workers)))
-    return 0
-
-
-def _logs(launcher: Launcher, options: Options) -> int:
-    if options.follow:
-        launcher.workers.follow(options.lines, launcher.tpu.require_ready().workers)
-    elif text := launcher.logs(options.lines):
-        print(text)
-    return 0
-
-
-def _stop(launcher: Launcher, options: Options) -> int:
-    after = launcher.stop(options.grace)
-    print("\n".join(status_lines(SliceState("ready", "stopped"), after)))
-    return 0
-
-
-def _delete(launcher: Launcher, options: Options) -> int:
-    launcher.tpu.delete()
-    return 0
 
 
 def _babysit(launcher: Launcher, options: Options) -> int:
@@ -116,15 +106,3 @@ def _job(options: Options, *more: str) -> Job:
         options.compilation_cache,
         options.libtpu_args,
     )
-
-
-VERBS = {
-    "create": _create,
-    "setup": _setup,
-    "run": _run,
-    "status": _status,
-    "logs": _logs,
-    "stop": _stop,
-    "delete": _delete,
-    "babysit": _babysit,
-}

@@ -11,9 +11,8 @@ A run and an export bring their config; another model takes that of the first on
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from tpu_grpo.config import (
     BUILTIN,
@@ -31,9 +30,8 @@ from tpu_grpo.records.errors import ConfigError
 MODEL_FILE, ADAPTER_FILE = "config.json", "adapter_config.json"
 
 
-@dataclass(frozen=True)
-class NamedModel:
-    """Holds a model that was named, and its config on this machine."""
+class NamedModel(NamedTuple):
+    """A model that was named, and its config on this machine."""
 
     name: str
     config: RunConfig
@@ -49,10 +47,18 @@ def named_models(names: Sequence[str], words: Sequence[str]) -> list[NamedModel]
     """
     known = [_own_config(name) for name in names]
     first = next((config for config, _ in known if config is not None), RunConfig())
-    return [
-        NamedModel(name, _here(config or _of_model(first, name), words), which)
-        for name, (config, which) in zip(names, known, strict=True)
-    ]
+    models = []
+    for name, (config, which) in zip(names, known, strict=True):
+        config = config or _of_model(first, name)
+        here = {  # without what the slice of the run decided
+            "meshes": MeshesSection(),
+            "hosts": HostsSection(),
+            "rollout": config.rollout.model_copy(update={"attention": "auto", "experts": "ragged", "kv_dtype": "auto"}),
+            "algorithm": config.algorithm.model_copy(update={"routing_replay": False}),
+        }
+        settings = config.model_copy(update=here).model_dump(mode="json")
+        models.append(NamedModel(name, changed_config(settings, words), which))
+    return models
 
 
 def _own_config(name: str) -> tuple[RunConfig | None, str]:
@@ -66,7 +72,13 @@ def _own_config(name: str) -> tuple[RunConfig | None, str]:
     if (directory / CONFIG_FILE).is_file():
         return load_config(directory / CONFIG_FILE, [f"run.dir={json.dumps(str(directory))}"]), which
     if text == name and (directory / EXPORTED_CONFIG_FILE).is_file():
-        return _of_export(directory), "initial"
+        config, adapters = load_config(directory / EXPORTED_CONFIG_FILE), directory / ADAPTER_FILE
+        if not adapters.is_file():
+            return _of_model(config, str(directory)), "initial"
+        base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        lora = config.model.lora.model_copy(update={"path": directory})
+        model = config.model.model_copy(update={"path": base, "lora": lora})
+        return config.model_copy(update={"model": model}), "initial"
     if text == name and (directory / MODEL_FILE).is_file():
         return None, "initial"
     raise ConfigError(
@@ -75,29 +87,7 @@ def _own_config(name: str) -> tuple[RunConfig | None, str]:
     )
 
 
-def _of_export(directory: Path) -> RunConfig:
-    config, adapters = load_config(directory / EXPORTED_CONFIG_FILE), directory / ADAPTER_FILE
-    if not adapters.is_file():
-        return _of_model(config, str(directory))
-    base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    lora = config.model.lora.model_copy(update={"path": directory})
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": base, "lora": lora})})
-
-
 def _of_model(config: RunConfig, path: str) -> RunConfig:
     """Put a whole model in the place of a run's."""
-    changes: dict[str, Any] = {"path": path, "lora": LoraSection(), "train_layers": None}
-    model = config.model.model_copy(update=changes)
+    model = config.model.model_copy(update={"path": path, "lora": LoraSection(), "train_layers": None})
     return config.model_copy(update={"model": model, "export": ExportSection()})
-
-
-def _here(config: RunConfig, words: Sequence[str]) -> RunConfig:
-    """Leave out what the slice of the run decided, and apply the changes."""
-    changes = {
-        "meshes": MeshesSection(),
-        "hosts": HostsSection(),
-        "rollout": config.rollout.model_copy(update={"attention": "auto", "experts": "ragged", "kv_dtype": "auto"}),
-        "algorithm": config.algorithm.model_copy(update={"routing_replay": False}),
-    }
-    on_this_machine = config.model_copy(update=changes)
-    return changed_config(on_this_machine.model_dump(mode="json"), words)

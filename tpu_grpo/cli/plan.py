@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpu_grpo.cli.starting import prepare
+from tpu_grpo.cli.starting import command_parser, exit_code_of, prepare
 from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.planning.child_process import run_in_child
 from tpu_grpo.planning.slices import open_slice
 from tpu_grpo.planning.slices import prepare as prepare_slice
-from tpu_grpo.records.errors import ConfigError, TpuGrpoError, say
+from tpu_grpo.records.errors import ConfigError
 
 ABOUT = """Says whether a run fits a TPU slice, by compiling the run's own programs for it; no TPU is needed.
 
@@ -25,34 +25,7 @@ USAGE = (
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command and return its exit code."""
-    options = _parser().parse_intermixed_args(arguments)
-    try:
-        config = load_config(Path(options.config), options.overrides)
-        mean, longest = options.mean_new_tokens, config.rollout.max_new_tokens
-        if mean is not None and not 1 <= mean <= longest:
-            raise ConfigError(
-                f"--mean-new-tokens must be between 1 and rollout.max_new_tokens={longest}, got {mean:g}; take the "
-                "mean length of the completions that you expect, completions/mean_tokens of a run"
-            )
-        if (code := run_in_child()) is not None:
-            return code
-        return plan_and_print(
-            config,
-            options.slice,
-            fast=options.fast,
-            as_json=options.json,
-            suggesting=not options.no_suggestion,
-            mean_new_tokens=mean,
-        )
-    except TpuGrpoError as error:
-        say(error)
-        return error.exit_code
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        usage=USAGE, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = command_parser(USAGE, ABOUT)
     parser.add_argument("config", help="a run's config")
     parser.add_argument("overrides", nargs="*", help="settings, as scripts/run.py takes them")
     parser.add_argument("--slice", required=True, help="such as v5e-16, v5p-8, v6e-8")
@@ -62,7 +35,28 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--fast", action="store_true", help="compile models of 2 and 4 layers and extrapolate")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--no-suggestion", action="store_true", help="do not look for what would fit")
-    return parser
+    options = parser.parse_intermixed_args(arguments)
+    return exit_code_of(lambda: _plan(options))
+
+
+def _plan(options: argparse.Namespace) -> int:
+    config = load_config(Path(options.config), options.overrides)
+    mean, longest = options.mean_new_tokens, config.rollout.max_new_tokens
+    if mean is not None and not 1 <= mean <= longest:
+        raise ConfigError(
+            f"--mean-new-tokens must be between 1 and rollout.max_new_tokens={longest}, got {mean:g}; take the mean "
+            "length of the completions that you expect, completions/mean_tokens of a run"
+        )
+    if (code := run_in_child()) is not None:
+        return code
+    return plan_and_print(
+        config,
+        options.slice,
+        fast=options.fast,
+        as_json=options.json,
+        suggesting=not options.no_suggestion,
+        mean_new_tokens=mean,
+    )
 
 
 def plan_and_print(

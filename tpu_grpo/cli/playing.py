@@ -10,9 +10,8 @@ What is shown is what a run would make of it: the same prompt, the same tokens a
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -36,8 +35,7 @@ class Stopped(Exception):
     """Whoever plays ends the conversation before its next turn."""
 
 
-@dataclass(frozen=True)
-class Stretch:
+class Stretch(NamedTuple):
     """Tokens that were sampled, or that were not, after each other."""
 
     token_ids: tuple[int, ...]
@@ -83,7 +81,7 @@ def policy_of_function(name: str) -> Policy:
         EpisodeError: for one that is not there, or takes something else.
     """
     found: Any = find_function(name, "policy", EpisodeError)
-    if not _takes_one(found):
+    if not callable(found) or len(inspect.signature(found).parameters) != 1:
         raise EpisodeError(
             f"a policy must be a function of the messages so far that returns the next turn, got {name}; write def "
             "policy(messages): ..."
@@ -98,10 +96,6 @@ def policy_of_function(name: str) -> Policy:
         return text
 
     return policy
-
-
-def _takes_one(found: Any) -> bool:
-    return callable(found) and len(inspect.signature(found).parameters) == 1
 
 
 class Game:
@@ -124,7 +118,6 @@ class Game:
         number: int,
     ):
         self._tokenizer = tokenizer
-        self._prompt = prompt
         request = Request(prompt.token_ids, sampling_params(config), SampleKey(config.run.seed, 1, number, 0))
         self._episodes: Episodes = environments([prompt], [request])
         self._seen: tuple[int, ...] = ()
@@ -136,7 +129,9 @@ class Game:
         episodes = self._episodes
         episodes.begin(0)
         while (request := episodes.next(0)) is not None:
-            yield self._new(request)
+            ids, seen = request.token_ids, self._seen
+            start = len(seen) if ids[: len(seen)] == seen else 0  # all of a request whose past is another one
+            yield [self._stretch(ids[start:], sampled=False)]
             try:
                 completion = model(request)
             except Stopped:
@@ -157,28 +152,17 @@ class Game:
         self._episodes.close()
 
     def writing(self, policy: Policy) -> Model:
-        """Make a model of a policy that writes texts."""
+        """Make a model of a policy that writes texts; its turns are cut where a run would cut them."""
 
         def model(request: Request) -> Completion:
             if (text := policy(self._episodes.messages(0))) is None:
                 raise Stopped
-            return self._written(text, request)
+            ids = [*self._tokenizer.encode(text, add_special_tokens=False), self._episodes.end_id(0)]
+            most = request.sampling.max_new_tokens
+            logprobs, reason = np.zeros(min(len(ids), most), np.float32), "length" if len(ids) > most else "stop"
+            return Completion(np.asarray(ids[:most], np.int32), logprobs, reason, cached_tokens=0)
 
         return model
-
-    def _written(self, text: str, request: Request) -> Completion:
-        """Make the tokens of a turn, as if the policy had sampled them, cut where it would be cut."""
-        ids = [*self._tokenizer.encode(text, add_special_tokens=False), self._episodes.end_id(0)]
-        most = request.sampling.max_new_tokens
-        cut = len(ids) > most
-        logprobs = np.zeros(min(len(ids), most), np.float32)
-        return Completion(np.asarray(ids[:most], np.int32), logprobs, "length" if cut else "stop", cached_tokens=0)
-
-    def _new(self, request: Request) -> list[Stretch]:
-        """Return what a request adds to what was seen; all of it, if its past is another one."""
-        ids, seen = request.token_ids, self._seen
-        start = len(seen) if ids[: len(seen)] == seen else 0
-        return [self._stretch(ids[start:], sampled=False)]
 
     def _stretch(self, ids: Sequence[int], *, sampled: bool) -> Stretch:
         return Stretch(tuple(ids), self._tokenizer.decode(ids), sampled)

@@ -1,13 +1,12 @@
-"""This is the command line of ``scripts/report.py``: it parses, calls, prints and returns an exit code.
+"""The command line of ``scripts/report.py``: writes the page of a run, or one that compares several.
 
 It imports no jax, and only reads the directories of runs, so that it can be called beside runs that go on.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from tpu_grpo.cli.starting import exit_code_of
+from tpu_grpo.cli.starting import command_parser, exit_code_of
 from tpu_grpo.observe.comparison_page import write_comparison
 from tpu_grpo.observe.run_files import COMPARISON_FILE
 from tpu_grpo.observe.run_page import write_report
@@ -23,29 +22,20 @@ USAGE = "python scripts/report.py RUN [RUN ...] [--output FILE.html]"
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
-    options = _parser().parse_args(arguments)
-    return exit_code_of(lambda: _write(options.runs, options.output))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        usage=USAGE, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser(USAGE, ABOUT)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the directory of a run (run.dir)")
     parser.add_argument("--output", type=Path, metavar="FILE.html", help="write the page here")
-    return parser
+    options = parser.parse_args(arguments)
+    return exit_code_of(lambda: _write(options.runs, options.output))
 
 
 def _write(directories: Sequence[Path], output: Path | None) -> None:
     if output is not None and not output.parent.is_dir():
         raise ConfigError(f"--output must lie in a directory that is there, got {output}; make {output.parent} first")
+    # whether a process has the directory, on this machine or on another one
+    going = [path.is_dir() and holder(path, guess=True) is not None for path in directories]
     if len(directories) == 1:
-        print(write_report(directories[0], goes_on=_goes_on(directories[0]), path=output))
+        print(write_report(directories[0], goes_on=going[0], path=output))
         return
-    runs = [read_run(directory, goes_on=_goes_on(directory)) for directory in directories]
+    runs = [read_run(path, goes_on=goes_on) for path, goes_on in zip(directories, going, strict=True)]
     print(write_comparison(runs, output or Path(COMPARISON_FILE)))
-
-
-def _goes_on(directory: Path) -> bool:
-    """Say whether a process has the directory, on this machine or on another one."""
-    return directory.is_dir() and holder(directory, guess=True) is not None

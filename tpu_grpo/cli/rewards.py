@@ -1,10 +1,9 @@
-"""This is the command line of ``scripts/rewards.py``: it parses, calls, prints and returns an exit code."""
+"""The command line of ``scripts/rewards.py``: tries the rewards of a config on completions of a file."""
 
 import argparse
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tpu_grpo.cli.starting import exit_code_of
+from tpu_grpo.cli.starting import command_parser, exit_code_of
 from tpu_grpo.config import load_config
 from tpu_grpo.hosts import choose_platform
 from tpu_grpo.rewards.workbench import Trial, try_rewards
@@ -31,33 +30,32 @@ USAGE = "python scripts/rewards.py CONFIG.yaml --completions file.jsonl [section
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code: 0, 1 if a reward failed on a row, 2 for what cannot be tried."""
-    options = _parser().parse_intermixed_args(arguments)
+    parser = command_parser(USAGE, ABOUT)
+    parser.add_argument("config", help="the config whose rewards are tried")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change")
+    parser.add_argument("--completions", type=Path, required=True, help="a .jsonl file")
+    parser.add_argument("--step", type=int, default=0, help="the step to score for (default: 0)")
+    parser.add_argument("--show", type=int, default=5, help="rows per table (default: 5)")
+    options = parser.parse_intermixed_args(arguments)
     choose_platform()  # a reward of the user's own may import jax
     return exit_code_of(lambda: _try_and_show(options))
 
 
 def _try_and_show(options: argparse.Namespace) -> int:
     config = load_config(options.config, options.overrides)
-    with _no_warnings():
+    logger = logging.getLogger("tpu_grpo.rewards")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # no warning of a step's first problem: all problems are shown at the end
+    try:
         trial = try_rewards(
             config.rewards, options.completions, step=options.step, max_steps=config.run.max_steps, slowest=options.show
         )
+    finally:
+        logger.setLevel(level)
     show(trial, Console(), options.show)
     for line in failure_lines(trial):
         print(line, file=sys.stderr)
     return 1 if trial.failures else 0
-
-
-@contextmanager
-def _no_warnings() -> Iterator[None]:
-    """Keep rewards from warning of a step's first problem: all problems are shown at the end."""
-    logger = logging.getLogger("tpu_grpo.rewards")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
 
 
 def failure_lines(trial: Trial) -> list[str]:
@@ -73,18 +71,6 @@ def failure_lines(trial: Trial) -> list[str]:
     texts = [f"  {text}" for _, text in by_text]
     more = [f"  and {len(texts) - _FAILURES} more"] if len(texts) > _FAILURES else []
     return [*counts, *texts[:_FAILURES], *more]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        usage=USAGE, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("config", help="the config whose rewards are tried")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings to change")
-    parser.add_argument("--completions", type=Path, required=True, help="a .jsonl file")
-    parser.add_argument("--step", type=int, default=0, help="the step to score for (default: 0)")
-    parser.add_argument("--show", type=int, default=5, help="rows per table (default: 5)")
-    return parser
 
 
 def show(trial: Trial, console: Console, most: int) -> None:
@@ -108,16 +94,20 @@ def show(trial: Trial, console: Console, most: int) -> None:
 
 
 def _by_reward(trial: Trial) -> Table:
-    table = Table("reward", "mean", "std", "rows", "errors", "timeouts", "seconds", title="Rewards")
-    for name, values in trial.scores.by_name.items():
+    def spread(values: np.ndarray) -> list[str]:
+        return [f"{values.mean():.3f}", f"{values.std():.3f}"] if len(values) else ["-", "-"]
+
+    table, scores = (
+        Table("reward", "mean", "std", "rows", "errors", "timeouts", "seconds", title="Rewards"),
+        trial.scores,
+    )
+    for name, values in scores.by_name.items():
         known = values[~np.isnan(values)]
-        spread = [f"{known.mean():.3f}", f"{known.std():.3f}"] if len(known) else ["-", "-"]
-        counts = [f"{trial.scores.figures[f'rewards/{name}/{n}'].value:g}" for n in ("errors", "timeouts")]
-        seconds = f"{trial.scores.figures[f'rewards/{name}/seconds'].value:.3f}"
-        table.add_row(name, *spread, str(len(known)), *counts, seconds)
-    total = trial.scores.total[trial.scores.scored]
-    spread = [f"{total.mean():.3f}", f"{total.std():.3f}"] if len(total) else ["-", "-"]
-    table.add_row("total", *spread, str(len(total)), "", "", "")
+        counts = [f"{scores.figures[f'rewards/{name}/{n}'].value:g}" for n in ("errors", "timeouts")]
+        seconds = f"{scores.figures[f'rewards/{name}/seconds'].value:.3f}"
+        table.add_row(name, *spread(known), str(len(known)), *counts, seconds)
+    total = scores.total[scores.scored]
+    table.add_row("total", *spread(total), str(len(total)), "", "", "")
     return table
 
 

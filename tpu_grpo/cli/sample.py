@@ -1,4 +1,4 @@
-"""This is the command line of ``scripts/sample.py``: it parses, calls, prints and returns an exit code.
+"""The command line of ``scripts/sample.py``: prompts are answered, or a conversation is held; see chat.py.
 
 Nothing that imports jax is imported before ``prepare`` has chosen jax's platform.
 """
@@ -7,12 +7,14 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
-from tpu_grpo.cli.naming import named_models
-from tpu_grpo.cli.starting import exit_code_of, prepare
+from tpu_grpo.cli.chat import Voice, chat, named_in_turn, typed_lines
+from tpu_grpo.cli.naming import NamedModel, named_models
+from tpu_grpo.cli.starting import command_parser, exit_code_of, prepare
 from tpu_grpo.config import parse_layers
-from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.records.errors import ConfigError, without_controls
 
 ABOUT = """Lets a model answer prompts, or talk: the policy of a run's checkpoint, an export, or any other model.
 
@@ -22,54 +24,42 @@ run's template and answered with its sampling settings. A model without a run ta
 some. Without a prompt it is a chat; where nobody types, every line of stdin is a turn."""
 USAGE = """python scripts/sample.py MODEL ["prompt" ...] [--with MODEL ...] [--n 4] [--rewards] [section.key=value ...]
        python scripts/sample.py RUN --data [FILE] --rows 0,2-4 [--rewards]"""
-FROM_THE_RUN = "the run's"
-
-
-def _range(kind: Callable[[str], float], low: float, high: float | None = None) -> Callable[[str], float]:
-    """Make what reads a number of an option, and refuses one that is out of range."""
-
-    def number(text: str) -> float:
-        value = kind(text)
-        if value < low or (high is not None and value > high):
-            limit = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise argparse.ArgumentTypeError(f"must be {limit}, got {text}")
-        return value
-
-    return number
-
-
-_COUNT = _range(int, 1)
-_SAMPLING = {
-    "temperature": _range(float, 0, 100),
-    "top-p": _range(float, 1e-6, 1),
-    "top-k": _range(int, 0),
-    "min-p": _range(float, 0, 1),
-}
+AS_IN_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "max_new_tokens", "seed")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the command; returns its exit code."""
     options = _parser().parse_intermixed_args(arguments)
-    try:
-        return exit_code_of(lambda: _sample(options))
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 1
+    return exit_code_of(lambda: _sample(options))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        usage=USAGE, description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    def number(kind: Callable[[str], float], low: float, high: float | None = None) -> Callable[[str], float]:
+        """Make what reads a number of an option, and refuses one that is out of range."""
+
+        def read(text: str) -> float:
+            value = kind(text)
+            if value < low or (high is not None and value > high):
+                limit = f"at least {low}" if high is None else f"from {low} to {high}"
+                raise argparse.ArgumentTypeError(f"must be {limit}, got {text}")
+            return value
+
+        read.__name__ = "number"  # argparse names it where the text is no number at all
+        return read
+
+    unless = "the run's unless it is given"
+    parser = command_parser(USAGE, ABOUT)
     parser.add_argument("model", metavar="MODEL", help="the model that answers")
     parser.add_argument("words", nargs="*", metavar="prompt", help="prompts; section.key=value changes a setting")
     parser.add_argument("--with", dest="others", action="append", default=[], metavar="MODEL", help="another model")
-    parser.add_argument("--n", type=_COUNT, default=1, help="answers to each prompt")
-    for name, kind in _SAMPLING.items():
-        parser.add_argument(f"--{name}", type=kind, help=f"{FROM_THE_RUN} unless it is given")
-    parser.add_argument("--max-new-tokens", type=_COUNT, help=f"the longest answer; {FROM_THE_RUN} unless it is given")
-    parser.add_argument("--seed", type=_range(int, 0, 2**32 - 1), help=f"{FROM_THE_RUN} unless it is given")
-    parser.add_argument("--context", type=_COUNT, help="the most tokens of a conversation and its answer")
+    parser.add_argument("--n", type=number(int, 1), default=1, help="answers to each prompt")
+    parser.add_argument("--temperature", type=number(float, 0, 100), help=unless)
+    parser.add_argument("--top-p", type=number(float, 1e-6, 1), help=unless)
+    parser.add_argument("--top-k", type=number(int, 0), help=unless)
+    parser.add_argument("--min-p", type=number(float, 0, 1), help=unless)
+    parser.add_argument("--max-new-tokens", type=number(int, 1), help=f"the longest answer; {unless}")
+    parser.add_argument("--seed", type=number(int, 0, 2**32 - 1), help=unless)
+    parser.add_argument("--context", type=number(int, 1), help="the most tokens of a conversation and its answer")
     parser.add_argument("--rewards", action="store_true", help="score answers by the run's rewards")
     parser.add_argument("--column", action="append", default=[], metavar="NAME=VALUE", help="a column of the prompts")
     parser.add_argument("--data", nargs="?", const="", metavar="FILE", help="take prompts from the run's data, or FILE")
@@ -78,11 +68,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _sample(options: argparse.Namespace) -> None:
-    prompts, settings = _divided(options.words)
+    settings = [word for word in options.words if _is_setting(word)]
+    texts = [word for word in options.words if word not in settings]
     models = named_models([options.model, *options.others], settings)
-    columns, rows = _columns(options.column), _rows(options.rows)
-    if options.data is not None and prompts:
-        raise ConfigError(f"prompts come from --data or from the command line, got --data and {prompts[0]!r}; drop one")
+    columns = dict(map(_column, options.column))
+    try:
+        rows = parse_layers(options.rows)
+    except ValueError:
+        raise ConfigError(
+            f"--rows must name records like 0,2-4, got {options.rows!r}; they are counted from 0"
+        ) from None
+    if options.data is not None and texts:
+        raise ConfigError(f"prompts come from --data or from the command line, got --data and {texts[0]!r}; drop one")
     for model in models:
         if model.config.environment.is_on:
             print(
@@ -91,54 +88,67 @@ def _sample(options: argparse.Namespace) -> None:
                 file=sys.stderr,
             )
     prepare(models[0].config)
-    from tpu_grpo.cli.talking import answer_prompts, answer_records, talk
-    from tpu_grpo.run.answering import Asked
+    from tpu_grpo.run.answering import Speaker
 
-    names = ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed", "context")
-    asked = Asked(samples=options.n, **{name: getattr(options, name) for name in names})
-    if options.data is not None:
-        answer_records(models, asked, options.data, rows, rewards=options.rewards)
-    elif prompts:
-        answer_prompts(models, asked, prompts, columns, rewards=options.rewards)
-    else:
-        talk(models, asked, columns, rewards=options.rewards)
+    records = None if options.data is None else _records(models[0], options.data, rows)
+    given = {name: getattr(options, name) for name in AS_IN_THE_RUN if getattr(options, name) is not None}
+    with ExitStack() as stack:
+        speakers = [Speaker(m.config, m.which, samples=options.n, context=options.context, **given) for m in models]
+        prompts = [[s.prompt(r) for r in records or [s.record(text, columns) for text in texts]] for s in speakers]
+        for model, speaker, of_model in zip(models, speakers, prompts, strict=True):
+            stack.callback(speaker.close)
+            print(f"loading {model.name}", file=sys.stderr)
+            speaker.start(of_model)
+        both = zip(models, speakers, strict=True)
+        voices = [Voice(m.name, s, columns, _write, rewards=options.rewards) for m, s in both]
+        if not prompts[0]:
+            if typed := sys.stdin.isatty():
+                print("/reset begins a new conversation, /exit ends it", file=sys.stderr)
+            chat(voices, typed_lines() if typed else iter(sys.stdin), _write)
+        for turn, heading in enumerate(prompts[0]):
+            if len(prompts[0]) > 1:
+                _write(f"=== {' '.join(heading.asked.split())}\n")
+            of_models = iter(prompts)
+            for voice in named_in_turn(voices, _write):
+                voice.answer(next(of_models)[turn], turn)
 
 
-def _divided(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Tell prompts from settings: a setting has no blank before its equals sign, and a dot."""
-    settings = [word for word in words if _is_setting(word)]
-    return [word for word in words if word not in settings], settings
+def _records(model: NamedModel, file: str, rows: Sequence[int]) -> list[Any]:
+    """Read records of a model's data, or of another file that is read as it."""
+    from tpu_grpo.data import Source, read_records
+
+    data = model.config.data
+    if not file and data.sources:
+        raise ConfigError("--data must name a file, because the run's data is a mixture of several; name one of them")
+    found = read_records(Source(file or data.path, data))
+    if rows[-1] >= len(found):
+        raise ConfigError(f"--rows must name records of {file or data.path}, which has {len(found)}, got {rows[-1]}")
+    return [found[row] for row in rows]
 
 
 def _is_setting(word: str) -> bool:
+    """Tell settings from prompts: a setting has a dot, and no blank before its equals sign."""
     name, equals, _ = word.partition("=")
     return bool(equals) and "." in name and name.replace(".", "").replace("_", "").isalnum() and name[0].isalpha()
 
 
-def _columns(words: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals or not name:
-            raise ConfigError(f"--column must read name=value, got {word!r}; example: --column answer=85")
-        found[name] = _value(value)
-    return found
-
-
-def _value(text: str) -> Any:
-    """Read a list or an object as JSON, and anything else as text."""
-    if not text.startswith(("[", "{")):
-        return text
+def _column(word: str) -> tuple[str, Any]:
+    """Read NAME=VALUE: a list or an object as JSON, anything else as text."""
+    name, equals, value = word.partition("=")
+    if not equals or not name:
+        raise ConfigError(f"--column must read name=value, got {word!r}; example: --column answer=85")
+    if not value.startswith(("[", "{")):
+        return name, value
     try:
-        return json.loads(text)
+        return name, json.loads(value)
     except ValueError as error:
         raise ConfigError(
-            f"--column must give a text, or JSON after [ or {{, got {text!r} ({error}); mend it"
+            f"--column must give a text, or JSON after [ or {{, got {value!r} ({error}); mend it"
         ) from None
 
 
-def _rows(text: str) -> tuple[int, ...]:
-    try:
-        return parse_layers(text)
-    except ValueError:
-        raise ConfigError(f"--rows must name records like 0,2-4, got {text!r}; they are counted from 0") from None
+def _write(text: str) -> None:
+    """Write a text at once; on a terminal characters that would control it are shown as escapes."""
+    if sys.stdout.isatty():
+        text = without_controls(text)
+    print(text, end="", flush=True)

@@ -4,6 +4,7 @@ Nothing heavy is imported here: jax reads its platform from the environment when
 have chosen it by then.
 """
 
+import argparse
 import json
 import logging
 import os
@@ -28,6 +29,16 @@ DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu.yam
 """The config of a command that names none."""
 DEMO_NEEDS = ("model.path", "data.path", "data.sources")
 """A command without a config is the demo as long as these are built in."""
+
+
+def command_parser(usage: str, about: str, words: str | None = None) -> argparse.ArgumentParser:
+    """Make the parser of a command; with ``words``, their help, it takes a config and settings wherever they stand."""
+    parser = argparse.ArgumentParser(
+        usage=usage, description=about, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    if words is not None:
+        parser.add_argument("words", nargs="*", metavar="CONFIG.yaml section.key=value", help=words)
+    return parser
 
 
 def config_from_words(words: Sequence[str]) -> RunConfig:
@@ -64,7 +75,7 @@ def run_config(directory: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def exit_code_of(command: Callable[[], int | None]) -> int:
-    """Run a command: its exit code, or that of its error, which the user is told in a line."""
+    """Run a command: its exit code, or that of its error, which the user is told in a line; 1 after Ctrl-C."""
     with lasting_output():
         try:
             with disk_errors_explained():
@@ -72,6 +83,9 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
         except TpuGrpoError as error:
             say(error)
             return error.exit_code
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 1
 
 
 def prepare(config: RunConfig) -> None:
