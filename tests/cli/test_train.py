@@ -1,6 +1,5 @@
 """The command line: what it says, what it returns, and what it does not import to say it."""
 
-import importlib.util
 import logging
 import os
 import re
@@ -397,15 +396,6 @@ def test_a_dry_run_names_the_setting_the_value_and_the_remedy(
     assert [part for part in parts if part not in err] == []
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_script_only_calls_main() -> None:
-    spec = importlib.util.spec_from_file_location("run_script", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)  # does nothing until it is the main module
-    assert module.main is main
 
 
 # --- what lies in run.dir --------------------------------------------------------------------------------------------
