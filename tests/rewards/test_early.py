@@ -13,7 +13,6 @@ from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Figure, Rollout
 from tpu_grpo.rewards import open_rewards
-from tpu_grpo.rewards.early import early_rewards
 from tpu_grpo.rewards.scoring import Scoring
 from tpu_grpo.rewards.shipped import SHIPPED
 
@@ -90,7 +89,7 @@ def wait_until(true: Callable[[], bool]) -> None:
 
 def scored(scoring: Scoring, name: str) -> dict[Any, Any]:
     """What a reward gave so far, by group."""
-    return scoring._early._asked[name].results
+    return scoring.early[name].results
 
 
 @pytest.fixture(autouse=True)
@@ -212,8 +211,8 @@ COSINE = RewardSpec(name="cosine_length", options={"max_tokens": 9})
     ],
 )
 def test_rewards_start_early_where_no_value_can_depend_on_it(specs: list[RewardSpec], expected: set[str]) -> None:
-    with open_rewards(specs, ["answer"]) as rewards:
-        assert {reward.spec.shown for reward in early_rewards(rewards.rewards)} == expected
+    with open_rewards(specs, ["answer"]) as rewards, rewards.begin(ROLLOUT.batch) as scoring:
+        assert set(scoring.early) == expected
 
 
 def test_a_group_is_scored_before_the_rollout_is_there() -> None:

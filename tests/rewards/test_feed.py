@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tpu_grpo.rewards.batches import Answer, Problem, RewardBatch
+from tpu_grpo.rewards.calling import Answer, Problem, RewardBatch
 from tpu_grpo.rewards.feed import Feed, Task
 
 

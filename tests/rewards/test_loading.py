@@ -11,23 +11,22 @@ import pytest
 from tests.rewards.conftest import MakeFile
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
-from tpu_grpo.rewards import SHIPPED, LoadedReward, load_reward, loading, open_rewards, repeats_itself
-from tpu_grpo.rewards.batches import RewardBatch
-from tpu_grpo.rewards.calling import Caller
+from tpu_grpo.rewards import SHIPPED, load_reward, loading, open_rewards, repeats_itself
+from tpu_grpo.rewards.calling import Call, Caller, RewardBatch
 
 COLUMNS = ("question", "answer")
 TABLE = {"prompts": ["p"], "completions": ["c"], "question": ["q"], "answer": ["a"]}
 RETURNS_ITS_ARGUMENTS = "def f({}):\n    return sorted(locals().items())\n"
 
 
-def load(name: str, columns: tuple[str, ...] = COLUMNS, **options: Any) -> LoadedReward:
+def load(name: str, columns: tuple[str, ...] = COLUMNS, **options: Any) -> Call:
     return load_reward(RewardSpec(name=name, options=options), columns)
 
 
-def call(loaded: LoadedReward) -> Any:
+def call(loaded: Call) -> Any:
     """What the function returns for TABLE."""
     columns = {name: TABLE[name] for name in loaded.arguments}
-    return Caller(loaded.call, loaded.target).raw_outputs(RewardBatch(columns, step=7, size=1))
+    return Caller(loaded, loading.find_reward(loaded.source)).raw_outputs(RewardBatch(columns, step=7, size=1))
 
 
 # --- what a function is called with ----------------------------------------------------------------------------------
@@ -100,7 +99,7 @@ NEEDS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 def test_shipped_rewards_load_on_what_they_need(name: str):
     columns, options = NEEDS.get(name, (("answer",), {}))
     loaded = load(name, columns, **options)
-    assert loaded.call.name == name
+    assert loaded.name == name
     assert set(columns) <= set(loaded.arguments)
     if columns:
         with pytest.raises(RewardError, match=f"requires the parameter '{columns[0]}'"):
@@ -118,7 +117,7 @@ def test_an_entry_point_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch):
         EntryPoint("gone", "nowhere:f", "x"),
     ]
     monkeypatch.setattr(loading, "entry_points", lambda group: points if group == "tpu_grpo.rewards" else [])
-    assert load("brief", ()).call.name == "brief"
+    assert load("brief", ()).name == "brief"
     with pytest.raises(RewardError, match="reward gone, an entry point at nowhere:f, failed to load: ModuleNotFound"):
         load("gone", ())
     with pytest.raises(RewardError, match=r"did you mean brief\? \(shipped: .*; installed: brief, gone; your own:"):
@@ -160,7 +159,7 @@ def test_files_may_hold_dataclasses(reward_file: MakeFile):
 def test_a_module_is_found_by_its_dotted_name(reward_file: MakeFile):
     reward_file("def f(completions):\n    return [0.5]\n", "rewards_module_for_test.py")
     loaded = load("rewards_module_for_test:f")
-    assert (loaded.call.name, call(loaded)) == ("f", [0.5])
+    assert (loaded.name, call(loaded)) == ("f", [0.5])
     sys.modules.pop("rewards_module_for_test")
 
 

@@ -15,8 +15,8 @@ from tests.rewards.conftest import MakeFile, make_rollout
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Figure
-from tpu_grpo.rewards import LoadedReward, OpenReward, RewardSet, open_rewards
-from tpu_grpo.rewards.batches import Call
+from tpu_grpo.rewards import OpenReward, RewardSet, open_rewards
+from tpu_grpo.rewards.calling import Call
 from tpu_grpo.rewards.executors import ThreadExecutor
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "b", "c", "d"], [{"answer": "a"}, {"answer": "d"}])
@@ -30,9 +30,9 @@ def reward_set(*functions: Callable[..., Any], weights: Sequence[float] | None =
 
 def open_function(function: Callable[..., Any], arguments: Sequence[str] = ("completions",), **spec: Any) -> OpenReward:
     """A function on a thread."""
-    call = Call(function.__name__, function.__name__, spec.get("options", {}))
+    call = Call(function.__name__, function.__name__, tuple(arguments), spec.get("options", {}))
     settings = RewardSpec(name=function.__name__, workers=0, **spec)
-    return OpenReward(settings, LoadedReward(function, call, tuple(arguments)), ThreadExecutor(call, function))
+    return OpenReward(settings, call, ThreadExecutor(call, function))
 
 
 def constant(values: Any, name: str = "r") -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Completion, Rollout, Scores
 from tpu_grpo.rewards import open_rewards
-from tpu_grpo.rewards.tokens import packed, unpacked
+from tpu_grpo.rewards.distributed import packed, unpacked
 
 REWARDS = """
 import numpy as np
@@ -61,7 +61,7 @@ def spec(path: str, name: str, **settings: Any) -> RewardSpec:
 
 
 def check(scores: Scores) -> None:
-    """The example at the top of tokens.py, with a reward of completions beside it."""
+    """The example at the top of scoring.py, with a reward of completions beside it."""
     assert [values.tolist() for values in scores.per_token] == [[1, 1, -2], [0, 0.2]]
     np.testing.assert_array_equal(scores.by_name["a"], [-0.5, np.nan])
     np.testing.assert_array_equal(scores.by_name["another"], [1.0, 0.2])

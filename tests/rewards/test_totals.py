@@ -17,8 +17,8 @@ from tpu_grpo.observe.sample_rows import sample_fields, sample_rows
 from tpu_grpo.observe.step_metrics import rollout_metrics
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import ScoredRollout
-from tpu_grpo.rewards import DistributedRewards, LoadedReward, OpenReward, RewardSet
-from tpu_grpo.rewards.batches import Call
+from tpu_grpo.rewards import DistributedRewards, OpenReward, RewardSet
+from tpu_grpo.rewards.calling import Call
 from tpu_grpo.rewards.executors import ThreadExecutor
 
 ROLLOUT = make_rollout(["p0", "p1"], list("abcdef"), step=3)
@@ -103,7 +103,7 @@ def open_tokens(values: list[Any], weight: float) -> OpenReward:
 
     call = Call("tokens", "tokens", extras=("completion_ids",), per_token=True)
     spec = RewardSpec(name="tokens", workers=0, weight=weight)
-    return OpenReward(spec, LoadedReward(tokens, call, ("completions",)), ThreadExecutor(call, tokens))
+    return OpenReward(spec, call, ThreadExecutor(call, tokens))
 
 
 def test_no_reward_for_any_row_is_an_error():

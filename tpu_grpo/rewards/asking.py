@@ -1,28 +1,45 @@
-"""One reward is asked about rows: its batches go to its executor, and ``on_error`` decides about problems.
+"""One reward is asked about rows: in batches that go to where it runs, and ``on_error`` decides about problems.
 
-    result = ask_reward(reward, table, gate_B)    # about all rows of a table at once
+    table = build_table(rollout, rewards)                   # the columns that the rewards need, each [B]
+    result = ask_reward(reward, table, gate_B)              # about all rows of a rollout at once
 
-A reward of which only some rows are known yet, those of a group, is asked in the same three parts by early.py.
+    groups = Groups(reward, expected=32, rollouts=1)        # or a group at a time, while others are sampled
+    groups.start(threads)                                   # a thread and a feed of their own
+    groups.ask((0, 3), table_of_prompt_3)                   # its rows go to the reward's workers at once
+    groups.end()                                            # that were all
+    result = groups.result(0, prompts=range(32))            # waits for what is left
+
+A gate's value of a group is awaited on the gate's thread, which then hands the group to the rewards behind it.
 """
 
+import hashlib
 import logging
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from tpu_grpo.config import RewardSpec
+from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import RewardError
-from tpu_grpo.records.stages import Figure
-from tpu_grpo.rewards.batches import Answer, Call, Problem, Table, describe_row, split_rows
+from tpu_grpo.records.stages import Conversation, Figure, Rollout
+from tpu_grpo.rewards.calling import NO_VALUES, SHORT_REPR, Answer, Call, Problem, RewardBatch, TokenValues
 from tpu_grpo.rewards.executors import Executor, run
-from tpu_grpo.rewards.loading import LoadedReward, workers_of
-from tpu_grpo.rewards.tokens import NO_VALUES, TokenValues, comparable
+from tpu_grpo.rewards.feed import Feed
+from tpu_grpo.rewards.loading import workers_of
+from tpu_grpo.rewards.protocol import OF_ROWS, TEXT_ARGUMENTS
+from tpu_grpo.rewards.shipped import SHIPPED
 
 LOG = logging.getLogger("tpu_grpo.rewards")
+_BATCHES_PER_WORKER = 4
+"""A worker gets several batches, so that one slow batch does not keep it busy while the others are done."""
+Group = tuple[int, int]
+"""The number of a rollout, and that of a prompt in it."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +47,145 @@ class OpenReward:
     """An OpenReward joins what the config says of a reward, how it is called, and where it runs."""
 
     spec: RewardSpec
-    loaded: LoadedReward
+    call: Call
     executor: Executor
+
+    @property
+    def may_start_early(self) -> bool:
+        """Follow the config, or else let functions of one row start early where they keep nobody from sampling.
+
+        What a function of one row gives cannot depend on the other rows of a call. Shipped rewards are such functions,
+        also those that take a batch. A reward that computes in the main process would keep the engine waiting for the
+        interpreter, so of these only shipped ones start early that are known to be quick.
+        """
+        if self.spec.early is not None:
+            return self.spec.early
+        if self.spec.name in SHIPPED:
+            return workers_of(self.spec) > 0 or SHIPPED[self.spec.name].workers == 0
+        return workers_of(self.spec) > 0 and self.call.concurrency is not None
+
+
+# --- what a reward is asked about ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    """A Table holds a rollout's rows as columns: the texts, their token ids, and what rewards need of the data."""
+
+    columns: dict[str, Sequence[Any]]
+    """Each column, by its name, has one value per row: [B]."""
+    messages: dict[str, Sequence[Conversation | str]]
+    """Prompts and completions as messages, which a reward may ask for in place of the texts; a completion that is a
+    single message is a text."""
+    step: int
+    group_size: int
+    numbers: Sequence[int]
+    """Each row's number in the whole rollout, for error messages."""
+    failures: Mapping[int, Failure] = field(default_factory=dict)
+    """The rows whose environment failed; no reward is asked about them."""
+
+    @property
+    def size(self) -> int:
+        """Return the number of rows, B."""
+        return len(self.columns["completions"])
+
+    def batch(self, call: Call, rows: Sequence[int]) -> RewardBatch:
+        """Make a batch of some rows for a reward."""
+        columns = self.columns | self.messages if call.messages else self.columns
+        return RewardBatch({n: [columns[n][row] for row in rows] for n in call.batch_columns}, self.step, len(rows))
+
+    def shown(self, row: int) -> str:
+        """Name a row in an error message by its number and the beginnings and ends of its texts."""
+        prompt, completion = (SHORT_REPR.repr(self.columns[name][row]) for name in TEXT_ARGUMENTS)
+        return f"row {self.numbers[row]} (prompt {prompt}, completion {completion})"
+
+
+def build_table(rollout: Rollout, rewards: Iterable[OpenReward], *, numbers: Sequence[int] | None = None) -> Table:
+    """Collect the texts and the columns, of the data or of OF_ROWS, that the rewards are called with.
+
+    Of a conversation rewards judge the policy's last turn, or all messages after the prompt; of any other completion
+    the whole text. ``numbers`` are those that messages give the rows, where the rollout is part of a larger one.
+
+    Raises:
+        RewardError: for a row that lacks one of the columns, or is no conversation where a reward asks for what its
+            environment gave.
+    """
+    rows, episodes = rollout.row_prompts, [completion.episode for completion in rollout.completions]
+    said = list(zip(episodes, rollout.texts, strict=True))
+    columns: dict[str, Sequence[Any]] = {
+        "prompts": [p.asked for p in rows],
+        "completions": [text if episode is None else episode.last_words for episode, text in said],
+    }
+    messages: dict[str, Sequence[Any]] = {
+        "prompts": [p.conversation for p in rows],
+        "completions": [text if e is None else [dict(message) for message in e.messages] for e, text in said],
+    }
+    failures = {row: e.failure for row, e in enumerate(episodes) if e is not None and e.failure is not None}
+    numbers = range(len(rows)) if numbers is None else numbers
+    table = Table(columns, messages, rollout.batch.step, rollout.group_size, numbers, failures)
+    for name in sorted({name for reward in rewards for name in reward.call.batch_columns} - {*TEXT_ARGUMENTS}):
+        if name in OF_ROWS and not (rows and name in rows[0].columns):
+            columns[name] = _extra_column(name, rollout)
+            continue
+        lacking = next((i for i, p in enumerate(rows) if name not in p.columns), None)
+        if lacking is not None:
+            raise RewardError(
+                f"rewards were opened for data with the column {name!r}, which {table.shown(lacking)} lacks; "
+                f"it has {sorted(rows[lacking].columns)}. Add the column to the data"
+            )
+        columns[name] = [p.columns[name] for p in rows]
+    return table
+
+
+def _extra_column(name: str, rollout: Rollout) -> list[Any]:
+    """Return the column of all rows that is called so in OF_ROWS."""
+    if name == "completion_ids":
+        return [completion.token_ids.tolist() for completion in rollout.completions]
+    if name == "rendered_prompts":
+        return [prompt.text for prompt in rollout.row_prompts]
+    episodes = [completion.episode for completion in rollout.completions if completion.episode is not None]
+    if len(episodes) < len(rollout.completions):
+        raise RewardError(
+            f"a reward that takes {name} needs conversations with environments, got plain completions; set "
+            "environment.name, or take another reward"
+        )
+    return [episode.kept if name == "environments" else episode.reward for episode in episodes]
+
+
+def split_rows(rows: Sequence[int], group_size: int, workers: int, call: Call) -> list[list[int]]:
+    """Split rows into batches: one batch for one worker, otherwise a few batches per worker.
+
+    A batch is made of whole groups, unless the reward is a function of one row. With two workers and groups of 2, rows
+    0 to 7 become ``[[0, 1], [2, 3], [4, 5], [6, 7]]``. Async functions of one row get one batch per worker, since a
+    worker awaits all rows of a batch together.
+    """
+    keys = [row // group_size for row in rows] if call.concurrency is None else list(range(len(rows)))
+    distinct = list(dict.fromkeys(keys))
+    each = max(1, math.ceil(len(distinct) / most_batches(workers, call)))
+    batch_of = {key: i // each for i, key in enumerate(distinct)}
+    batches: list[list[int]] = [[] for _ in range(math.ceil(len(distinct) / each))]
+    for row, key in zip(rows, keys, strict=True):
+        batches[batch_of[key]].append(row)
+    return batches
+
+
+def most_batches(workers: int, call: Call) -> int:
+    """Return how many batches the rows of a step are split into at most."""
+    if workers <= 1 and call.concurrency is None:
+        return 1
+    return max(1, workers) * (1 if call.is_async else _BATCHES_PER_WORKER)
+
+
+# --- what it gives ---------------------------------------------------------------------------------------------------
+
+
+class RemoteError(Exception):
+    """A RemoteError holds what a reward raised, as the text of its traceback."""
 
 
 @dataclass
 class RewardResult:
-    """A RewardResult holds what one reward gave for the B rows of a step."""
+    """A RewardResult holds what one reward gave for the B rows of a table."""
 
     values: Float[np.ndarray, " B"]
     """Values are float64, and NaN where the reward does not apply."""
@@ -53,31 +202,15 @@ class RewardResult:
     failures: list[tuple[tuple[int, ...], str]] = field(default_factory=list)
     """The problems: rows by their numbers, and what is said of them."""
 
-    @classmethod
-    def joined(cls, parts: Sequence[Self], seconds: float) -> Self:
-        """Put together what a reward gave for some rows after the other, in ``seconds`` for all of them."""
-        found = cls(
-            np.concatenate([part.values for part in parts]),
-            np.concatenate([part.skipped for part in parts]),
-            seconds,
-            sum(part.timeouts for part in parts),
-            sum(part.errors for part in parts),
-            of_tokens=[values for part in parts for values in part.of_tokens],
-            failures=[failure for part in parts for failure in part.failures],
-        )
-        for part in parts:
-            found.log(part.logged)
-        return found
-
-    def log(self, logged: Mapping[str, Sequence[float]]) -> None:
-        """Add values that the reward logged."""
-        for name, values in logged.items():
-            self.logged.setdefault(name, []).extend(values)
-
+    @property
     def comparable(self) -> list[Any]:
-        """Return for every row what other hosts must have, too."""
-        values = self.values.tolist()
-        return comparable(values, self.of_tokens) if self.of_tokens else values
+        """Return for every row what other hosts must have, too: its value, with a digest of its tokens' numbers."""
+        if not self.of_tokens:
+            return self.values.tolist()
+        return [
+            f"{value!r} in all, digest of the tokens' {hashlib.sha256(values_T.tobytes()).hexdigest()[:12]}"
+            for value, values_T in zip(self.values.tolist(), self.of_tokens, strict=True)
+        ]
 
     def figures(self, name: str) -> dict[str, Figure]:
         """Return the values for the metrics, by full name."""
@@ -89,10 +222,6 @@ class RewardResult:
         }
 
 
-class RemoteError(Exception):
-    """A RemoteError holds what a reward raised, as the text of its traceback."""
-
-
 def ask_reward(reward: OpenReward, table: Table, gate_B: Float[np.ndarray, " B"] | None) -> RewardResult:
     """Return one reward's values for all rows.
 
@@ -102,19 +231,16 @@ def ask_reward(reward: OpenReward, table: Table, gate_B: Float[np.ndarray, " B"]
         RewardError: for a problem, if ``on_error`` is stop.
     """
     started = time.perf_counter()
-    spec, loaded = reward.spec, reward.loaded
-    rows, result = rows_to_ask(table, gate_B, loaded.call)
-    row_lists = split_rows(rows, table.group_size, workers_of(spec), loaded.call)
-    batches = [table.batch(loaded.batch_columns, batch, messages=loaded.call.messages) for batch in row_lists]
-    answers = run(reward.executor, batches, spec.timeout)
-    for batch, answer in zip(row_lists, answers, strict=True):
-        first = result.timeouts + result.errors == 0
-        take_in(answer, batch, spec, table, result, warn=first)
+    rows, result = _rows_to_ask(table, gate_B, reward.call)
+    batches = split_rows(rows, table.group_size, workers_of(reward.spec), reward.call)
+    answers = run(reward.executor, [table.batch(reward.call, batch) for batch in batches], reward.spec.timeout)
+    for batch, answer in zip(batches, answers, strict=True):
+        _take_in(answer, batch, reward.spec, table, result, warn=not result.failures)
     result.seconds = time.perf_counter() - started
     return result
 
 
-def rows_to_ask(table: Table, gate_B: Float[np.ndarray, " B"] | None, call: Call) -> tuple[list[int], RewardResult]:
+def _rows_to_ask(table: Table, gate_B: Float[np.ndarray, " B"] | None, call: Call) -> tuple[list[int], RewardResult]:
     """Return the rows that a reward is asked about, and its result as far as the gate decides it.
 
     It is asked about none whose environment failed.
@@ -122,18 +248,19 @@ def rows_to_ask(table: Table, gate_B: Float[np.ndarray, " B"] | None, call: Call
     of_tokens = [NO_VALUES] * table.size if call.per_token else []
     result = RewardResult(np.full(table.size, np.nan), np.zeros(table.size, dtype=bool), of_tokens=of_tokens)
     result.skipped[list(table.failures)] = True
-    if gate_B is None:
-        return [row for row in range(table.size) if row not in table.failures], result
-    result.values[gate_B <= 0] = 0.0
-    return [int(row) for row in np.flatnonzero(gate_B > 0) if row not in table.failures], result
+    rows: Sequence[int] = range(table.size)
+    if gate_B is not None:
+        result.values[gate_B <= 0] = 0.0
+        rows = np.flatnonzero(gate_B > 0).tolist()
+    return [row for row in rows if row not in table.failures], result
 
 
-def take_in(
+def _take_in(
     answer: Answer, batch: Sequence[int], spec: RewardSpec, table: Table, result: RewardResult, *, warn: bool
 ) -> None:
     """Take the answer about a batch, which are rows of the table, into the result.
 
-    ``warn`` says whether its first problem is written to the log.
+    ``warn`` says whether its first problem is written to the log; the metrics count the rest.
 
     Raises:
         RewardError: for a problem, if ``on_error`` is stop.
@@ -141,40 +268,37 @@ def take_in(
     result.values[list(batch)] = answer.values
     for row, values in zip(batch, answer.of_tokens, strict=False):  # there are none in an answer that is all problems
         result.of_tokens[row] = values
-    result.log(answer.logged)
-    for number, problem in enumerate(answer.problems):
-        _apply_on_error(spec, problem, batch, table, result, warn=warn and not number)
-
-
-def _apply_on_error(
-    spec: RewardSpec, problem: Problem, batch: Sequence[int], table: Table, result: RewardResult, *, warn: bool
-) -> None:
-    rows = list(batch) if problem.row is None else [batch[problem.row]]
-    message = _describe(spec, problem, batch, rows, table)
-    if spec.on_error == "stop":
-        raise RewardError(message) from (RemoteError(problem.trace) if problem.trace else None)
-    if warn:  # the metrics count the rest
-        LOG.warning("step %d: %s", table.step, message)
-    result.failures.append((tuple(table.numbers[row] for row in rows), message))
-    if problem.kind == "late":
-        result.timeouts += len(rows)
-    else:
-        result.errors += len(rows)
-    result.values[rows] = np.nan if spec.on_error == "skip" else spec.error_value
-    result.skipped[rows] = spec.on_error == "skip"
+    for name, logged in answer.logged.items():
+        result.logged.setdefault(name, []).extend(logged)
+    for problem in answer.problems:
+        rows = list(batch) if problem.row is None else [batch[problem.row]]
+        message = _describe(spec, problem, batch, rows, table)
+        if spec.on_error == "stop":
+            raise RewardError(message) from (RemoteError(problem.trace) if problem.trace else None)
+        if warn:
+            LOG.warning("step %d: %s", table.step, message)
+            warn = False
+        result.failures.append((tuple(table.numbers[row] for row in rows), message))
+        if problem.kind == "late":
+            result.timeouts += len(rows)
+        else:
+            result.errors += len(rows)
+        result.values[rows] = np.nan if spec.on_error == "skip" else spec.error_value
+        result.skipped[rows] = spec.on_error == "skip"
 
 
 def _describe(spec: RewardSpec, problem: Problem, batch: Sequence[int], rows: Sequence[int], table: Table) -> str:
     """Say what happened where, and what to do about it."""
     what = f"reward {spec.shown} {problem.text}"
-    where = describe_row(rows[0], table) if len(rows) == 1 else _describe_rows(rows, table)
+    several = f"{len(rows)} rows from {table.numbers[rows[0]]} to {table.numbers[rows[-1]]}"
+    where = table.shown(rows[0]) if len(rows) == 1 else several
     match problem.kind:
         case "late":
             return f"{what} within its timeout of {spec.timeout:g} s, for {where}; make it faster, or raise timeout"
         case "died":
             return f"{what}, for {where}; a reward must not end its process, nor want more memory than there is"
         case "raised" if problem.failing_row is not None:
-            failing = describe_row(batch[problem.failing_row], table)
+            failing = table.shown(batch[problem.failing_row])
             return f"{what}; {failing} raises on its own. Return None for rows the reward does not apply to"
         case "raised" if problem.row is None and spec.on_error == "stop":  # it was looked for
             return f"{what}; no row raises on its own, so it takes several together"
@@ -183,5 +307,107 @@ def _describe(spec: RewardSpec, problem: Problem, batch: Sequence[int], rows: Se
     return what if problem.row is None else f"{what} for {where}"
 
 
-def _describe_rows(rows: Sequence[int], table: Table) -> str:
-    return f"{len(rows)} rows from {table.numbers[rows[0]]} to {table.numbers[rows[-1]]}"
+# --- a group at a time, while others are sampled ---------------------------------------------------------------------
+
+
+@dataclass
+class _OpenGroup:
+    """A group of which some batches are not answered yet."""
+
+    table: Table
+    result: RewardResult
+    batches: list[list[int]]
+    answers: dict[int, Answer] = field(default_factory=dict)
+    """The answers by the number of their batch."""
+
+
+class Groups:
+    """The groups of rows that one reward is asked about one after the other, and what it gave for them.
+
+    Args:
+        reward: the reward.
+        expected: about how many groups will come.
+        rollouts: how many rollouts they are of; the time for what is left at the end is that of so many.
+    """
+
+    def __init__(self, reward: OpenReward, expected: int, rollouts: int):
+        call, workers = reward.call, workers_of(reward.spec)
+        self._batches_per_group = max(1, workers) if call.concurrency is not None and not call.is_async else 1
+        batches = expected * self._batches_per_group
+        weight = min(1.0, most_batches(workers, call) / max(1, batches))
+        joins = call.is_async and call.concurrency is not None
+        self.reward = reward
+        self.feed = Feed(reward.spec.timeout, batches, self._take, joins=joins, weight=weight)
+        self.followers: list[Groups] = []
+        """This reward is their gate."""
+        self.served: Future[None] = Future()
+        self.results: dict[Group, RewardResult] = {}
+        self._rollouts = rollouts
+        self._open: dict[Group, _OpenGroup] = {}
+        self._warned = False
+
+    def start(self, threads: ThreadPoolExecutor) -> None:
+        """Serve the feed on a thread. Those that wait for this reward's values get no more when it ends."""
+        self.served = threads.submit(self.reward.executor.serve, self.feed)
+        self.served.add_done_callback(lambda _: [follower.end() for follower in self.followers])
+
+    def ask(self, group: Group, table: Table, gate: RewardResult | None = None) -> None:
+        """Hand out the rows of a group, or those that the gate lets pass.
+
+        A synchronous function of one row gets a batch per worker, any other a single one. With two workers, rows 0 to 4
+        become ``[[0, 1, 2], [3, 4]]``.
+        """
+        rows, result = _rows_to_ask(table, None if gate is None else gate.values, self.reward.call)
+        each = max(1, math.ceil(len(rows) / min(self._batches_per_group, max(1, len(rows)))))
+        batches = [rows[start : start + each] for start in range(0, len(rows), each)]
+        self._open[group] = _OpenGroup(table, result, batches)
+        for number, batch in enumerate(batches):
+            self.feed.add((group, number), table.batch(self.reward.call, batch))
+        if not batches:
+            self._complete(group)
+
+    def end(self) -> None:
+        """Say that all groups were handed out."""
+        self.feed.end(self._rollouts)
+
+    def result(self, rollout: int, prompts: Sequence[int]) -> RewardResult:
+        """Wait for the values of some prompts of a rollout; the reward's gate must have ended well.
+
+        Raises:
+            RewardError: for a problem, if ``on_error`` is stop.
+        """
+        self.served.result()
+        parts = [self.results[rollout, prompt] for prompt in prompts]
+        logged: dict[str, list[float]] = {}
+        for part in parts:
+            for name, values in part.logged.items():
+                logged.setdefault(name, []).extend(values)
+        return RewardResult(
+            np.concatenate([part.values for part in parts]),
+            np.concatenate([part.skipped for part in parts]),
+            self.feed.seconds,
+            sum(part.timeouts for part in parts),
+            sum(part.errors for part in parts),
+            logged,
+            [values for part in parts for values in part.of_tokens],
+            [failure for part in parts for failure in part.failures],
+        )
+
+    def _take(self, key: tuple[Group, int], answer: Answer) -> None:
+        """Take an answer; a problem that ends the run does so at once, also if other batches are not answered yet."""
+        group, number = key
+        asked, spec = self._open[group], self.reward.spec
+        asked.answers[number] = answer
+        if len(asked.answers) < len(asked.batches) and not (answer.problems and spec.on_error == "stop"):
+            return
+        for number, answer in sorted(asked.answers.items()):
+            _take_in(answer, asked.batches[number], spec, asked.table, asked.result, warn=not self._warned)
+            self._warned |= bool(answer.problems)
+        self._complete(group)
+
+    def _complete(self, group: Group) -> None:
+        """Keep a group's result, and pass the group on to those whose gate this is."""
+        done = self._open.pop(group)
+        self.results[group] = done.result
+        for follower in self.followers:
+            follower.ask(group, done.table, done.result)

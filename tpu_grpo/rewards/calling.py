@@ -1,31 +1,139 @@
 """A reward is called here, in whatever process: a batch goes in, numbers and problems come out.
 
+    batch = RewardBatch({"completions": ["5", "6"], "answer": ["5", "7"]}, step=3, size=2)
+    answer = Caller(call, function).answer(batch, seconds)    # Answer([1.0, nan], [Problem("raised", "...", row=1)])
+
 Nothing a reward does to itself is an exception here: what it raises and what it returns in place of numbers become
 Problems, which pass between processes and which ``on_error`` of the config decides about.
 """
 
 import asyncio
 import inspect
+import math
+import re
+import reprlib
 import time
 import traceback
-from collections.abc import Awaitable, Collection, Coroutine, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from numbers import Real
+from typing import Any, Literal, cast
+
+import numpy as np
+from jaxtyping import Float
 
 from tpu_grpo.records.episode import KeptEnvironment
-from tpu_grpo.rewards.batches import Answer, Call, Problem, RewardBatch, check_values, failed_answer
 from tpu_grpo.rewards.conversations import rebuilt
-from tpu_grpo.rewards.hints import hint
-from tpu_grpo.rewards.logged import logger, score_of
-from tpu_grpo.rewards.protocol import SAMPLE_ARGUMENTS, TEXT_ARGUMENTS, TrainerState
-from tpu_grpo.rewards.signatures import VERL_INFO, verl_arguments
-from tpu_grpo.rewards.tokens import check_token_values
+from tpu_grpo.rewards.protocol import (
+    EXTRAS,
+    OF_ROWS,
+    RESERVED_METRICS,
+    SAMPLE_ARGUMENTS,
+    TEXT_ARGUMENTS,
+    TrainerState,
+)
 
+TokenValues = Float[np.ndarray, "_"]
+"""float64, a number per token; of length 0 for a completion that the reward says nothing of."""
+NO_VALUES: TokenValues = np.zeros(0)
+SHORT_REPR = reprlib.Repr(maxstring=120, maxother=120)
+"""It shortens the texts and values that error messages show."""
+SEARCH_SECONDS = 2.0
+"""The search for the row that makes a reward of a batch raise ends after this time."""
 _LATE = object()
 _LONGEST_MESSAGE = 500
 _ROW_ARGUMENTS = {batch: row for row, batch in SAMPLE_ARGUMENTS.items()}
-SEARCH_SECONDS = 2.0
-"""The search for the row that makes a reward of a batch raise ends after this time."""
+VERL_COMPLETION = "solution_str"
+VERL_INFO = "extra_info"
+"""verl passes an empty one where the data has no such column."""
+VERL_TRUTH, VERL_TRUTH_COLUMN = "ground_truth", "reward_model"
+"""verl's data has the ground truth within another column."""
+_WANTED_MESSAGES = re.compile(
+    r"string indices must be integers|string index out of range|'str' object has no attribute '(get|items|keys|values)'"
+)
+"""Code for lists of messages, such as completion[0]["content"], raises so when it gets a text."""
+_WANTED_TEXTS = re.compile(r"'?\blist\b'?")
+"""Code for texts, such as completion.strip() or re.search(pattern, completion), names the list that it got."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A Call says how a reward is found and called; worker processes are sent theirs."""
+
+    name: str
+    """The metrics show this name."""
+    source: str
+    """The config gives this name, by which the reward is found."""
+    arguments: tuple[str, ...] = ("completions",)
+    """These of prompts, completions and the data columns are passed."""
+    passed_options: Mapping[str, Any] = field(default_factory=dict)
+    """These options are passed by name, to the function or to a class's constructor."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """A function that declares ``options`` gets all of them."""
+    extras: tuple[str, ...] = ()
+    """The function declares these of protocol.EXTRAS."""
+    concurrency: int | None = None
+    """An async function of one row runs for this many rows at a time; it is None for a function of a batch."""
+    is_async: bool = False
+    messages: bool = False
+    """If set, prompts and completions are passed as lists of messages."""
+    per_token: bool = False
+    """If set, the function gives a number per token, see `per_token`."""
+    verl: bool = False
+    """If set, a row's arguments have verl's names, see `verl_arguments`."""
+    max_steps: int = 0
+    """The steps of the run, for ``trainer_state``."""
+    find_failing_row: bool = True
+    """If set, the row that makes a reward of a batch raise is looked for."""
+
+    @property
+    def batch_columns(self) -> list[str]:
+        """Name the columns of a batch for this reward: its arguments, and those of OF_ROWS that it declares."""
+        return [*self.arguments, *(name for name in OF_ROWS if name in self.extras)]
+
+
+@dataclass(frozen=True)
+class RewardBatch:
+    """A RewardBatch holds the rows that a reward is asked about at once."""
+
+    columns: Mapping[str, Sequence[Any]]
+    """It holds the reward's arguments by name, each [size], and those of protocol.OF_ROWS that it declares."""
+    step: int
+    size: int
+    """It counts the rows."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A Problem is what a reward did instead of giving a number."""
+
+    kind: Literal["raised", "late", "died", "wrong"]
+    text: str
+    """It says what happened, in words that follow the reward's name."""
+    row: int | None = None
+    """It concerns this row of the batch, from 0, or the whole batch when None."""
+    failing_row: int | None = None
+    """This row was found to raise on its own, where the whole batch is concerned."""
+    trace: str = ""
+    """It holds the text of the traceback, where there is one."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An Answer is what a reward says about a batch."""
+
+    values: list[float]
+    """It has one value per row, which is NaN where the reward does not apply or had a problem."""
+    problems: list[Problem] = field(default_factory=list)
+    logged: dict[str, list[float]] = field(default_factory=dict)
+    """The reward passed these values to log_metric, by name."""
+    of_tokens: list[TokenValues] = field(default_factory=list)
+    """A reward of single tokens gave these per row, see `check_token_values`; it is empty of any other."""
+
+
+def failed_answer(size: int, problem: Problem) -> Answer:
+    """Make the answer to a batch of which no row has a value."""
+    return Answer([math.nan] * size, [problem])
 
 
 class Caller:
@@ -40,12 +148,16 @@ class Caller:
         self._passed_options = {} if is_class else dict(call.passed_options)
         function = target if inspect.isfunction(target) else type(self._reward).__call__
         self._code = getattr(inspect.unwrap(function), "__code__", None)
-        self._resolve(_call_if_defined(self._reward, "setup"))
+        self._call_if_defined("setup")
 
     def close(self) -> None:
         """Call the reward's ``close``. Raises what that raises."""
-        self._resolve(_call_if_defined(self._reward, "close"))
+        self._call_if_defined("close")
         self._loop.close()
+
+    def _call_if_defined(self, method: str) -> None:
+        if callable(function := getattr(self._reward, method, None)):
+            self._resolve(function())
 
     def answer(self, batch: RewardBatch, deadline: float) -> Answer:
         """Ask about a batch that is given up on after ``deadline`` seconds; the answer comes a little earlier.
@@ -54,10 +166,9 @@ class Caller:
         batch runs on.
         """
         seconds = max(0.0, deadline - min(0.5, 0.1 * deadline))
-        logged: dict[str, list[float]] = {}
         if self._call.concurrency is None:
-            return self._answer_batch(batch, seconds, logged)
-        return self._answer_rows(batch, seconds, self._call.concurrency, logged)
+            return self._answer_batch(batch, seconds)
+        return self._answer_rows(batch, seconds, self._call.concurrency)
 
     def raw_outputs(self, batch: RewardBatch) -> Any:
         """Return what the function returns for a batch, or a list of its results by row; raises what it raises."""
@@ -65,7 +176,8 @@ class Caller:
             return self._resolve(self._reward(**self._arguments(batch, {})))
         return [self._resolve(self._reward(**self._arguments(batch, {}, row))) for row in range(batch.size)]
 
-    def _answer_batch(self, batch: RewardBatch, seconds: float, logged: dict[str, list[float]]) -> Answer:
+    def _answer_batch(self, batch: RewardBatch, seconds: float) -> Answer:
+        logged: dict[str, list[float]] = {}
         lengths = self._lengths(batch)  # before the reward can change them
         try:
             values = self._resolve(self._reward(**self._arguments(batch, logged)), seconds)
@@ -77,9 +189,8 @@ class Caller:
         numbers, of_tokens, problems = self._checked(values, lengths)
         return Answer(numbers, problems, logged, of_tokens)
 
-    def _answer_rows(
-        self, batch: RewardBatch, seconds: float, concurrency: int, logged: dict[str, list[float]]
-    ) -> Answer:
+    def _answer_rows(self, batch: RewardBatch, seconds: float, concurrency: int) -> Answer:
+        logged: dict[str, list[float]] = {}
         end, lengths = time.monotonic() + seconds, self._lengths(batch)
         results = [self._call_for_row(batch, logged, row, end) for row in range(batch.size)]
         if any(inspect.isawaitable(r) for r in results):
@@ -87,12 +198,11 @@ class Caller:
         numbers, of_tokens, problems = [], [], []
         for row, result in enumerate(results):
             result = result if isinstance(result, Problem) else score_of(result, logged)
-            value, given, found = self._checked(
-                [None if isinstance(result, Problem) else result], lengths[row : row + 1]
-            )
+            failed = [result] if isinstance(result, Problem) else []
+            value, given, found = self._checked([None if failed else result], lengths[row : row + 1])
             numbers += value
             of_tokens += given
-            problems += [replace(p, row=row) for p in ([result] if isinstance(result, Problem) else found)]
+            problems += [replace(problem, row=row) for problem in failed or found]
         return Answer(numbers, problems, logged, of_tokens)
 
     def _lengths(self, batch: RewardBatch) -> list[int]:
@@ -202,22 +312,14 @@ class Caller:
         return None
 
 
-def _call_if_defined(reward: Any, method: str) -> Any:
-    return getattr(reward, method)() if callable(getattr(reward, method, None)) else None
-
-
 async def _await_within(value: Awaitable[Any], seconds: float | None) -> Any:
-    task = asyncio.ensure_future(_coroutine(value))
+    async def wait_for() -> Any:  # any awaitable becomes a coroutine
+        return await value
+
+    task = asyncio.ensure_future(wait_for())
     _, late = await asyncio.wait([task], timeout=seconds)
     await _cancel(late)
     return _LATE if late else task.result()
-
-
-def _coroutine(value: Awaitable[Any]) -> Coroutine[Any, Any, Any]:
-    async def wait_for() -> Any:
-        return await value
-
-    return wait_for()
 
 
 async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
@@ -226,3 +328,163 @@ async def _cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
         task.cancel()
     if tasks:
         await asyncio.wait(tasks, timeout=0.2)
+
+
+# --- what a reward returned ------------------------------------------------------------------------------------------
+
+
+def check_values(values: Any, expected: int) -> tuple[list[float], list[Problem]]:
+    """Turn what a reward returned into ``expected`` numbers, NaN for None, and the problems that were found."""
+    found = length_of(values)
+    if found != expected:
+        got = f"a {type(values).__name__}" if found is None else f"{found} values"
+        text = f"must return a list of one number (or None) per completion, {expected} here, got {got}"
+        return [math.nan] * expected, [Problem("wrong", text)]
+    numbers, problems = [], []
+    for row, value in enumerate(values):
+        number = number_or_none(value)
+        if number is None:
+            marked = "" if length_of(value) is None else "; marked with @per_token, a number per token"
+            wanted = f"must return finite numbers (or None where it does not apply{marked})"
+            text = f"{wanted}, got {SHORT_REPR.repr(value)}"
+            problems.append(Problem("wrong", text, row))
+        numbers.append(math.nan if number is None else number)
+    return numbers, problems
+
+
+def length_of(values: Any) -> int | None:
+    """Return the length of a list, tuple or array, None for anything else: generators, texts, sets, mappings."""
+    if isinstance(values, str | bytes | set | frozenset | Mapping) or not hasattr(values, "__len__"):
+        return None
+    if getattr(values, "shape", (0,)) == ():
+        return None
+    return len(values)
+
+
+def number_or_none(value: Any) -> float | None:
+    """Return a finite number as a float, NaN for None, and None for anything else."""
+    if value is None:
+        return math.nan
+    if getattr(value, "shape", None) == ():
+        value = value.item()  # a scalar of numpy or jax
+    try:
+        number = float(value) if isinstance(value, Real) else math.inf
+    except OverflowError:
+        number = math.inf
+    return number if math.isfinite(number) else None
+
+
+def check_token_values(values: Any, lengths: Sequence[int]) -> tuple[list[float], list[TokenValues], list[Problem]]:
+    """Turn what a reward of single tokens returned for completions of these ``lengths`` into numbers.
+
+    Returns:
+        Of each completion the sum over its tokens, NaN for None; the numbers of its tokens; the problems found.
+    """
+    nothing = [math.nan] * len(lengths), [NO_VALUES] * len(lengths)
+    if (found := length_of(values)) != len(lengths):
+        got = f"a {type(values).__name__}" if found is None else f"{found} values"
+        text = f"must return a list with one list of numbers (or None) per completion, {len(lengths)} here, got {got}"
+        return *nothing, [Problem("wrong", text)]
+    sums, of_tokens, problems = *nothing, []
+    for row, (value, count) in enumerate(zip(values, lengths, strict=True)):
+        if value is None:
+            continue
+        found = _numbers(value, count)
+        if isinstance(found, str):
+            problems.append(Problem("wrong", found, row))
+        else:
+            sums[row], of_tokens[row] = math.fsum(found), found
+    return sums, of_tokens, problems
+
+
+def _numbers(value: Any, count: int) -> TokenValues | str:
+    """Return the numbers of a completion's tokens, or what is wrong with them."""
+    if (found := length_of(value)) != count:
+        got = SHORT_REPR.repr(value) if found is None else f"{found} values"
+        return f"must return one number per token, {count} for this completion (the stop token counts, too), got {got}"
+    if hasattr(value, "dtype"):
+        array_T = np.asarray(value)
+    else:
+        numbers = [number_or_none(each) for each in value]
+        array_T = np.array([math.nan if number is None else number for number in numbers])
+    if array_T.ndim != 1 or array_T.dtype.kind not in "biuf" or not np.isfinite(array_T).all():
+        return f"must return finite numbers per token, got {SHORT_REPR.repr(value)}"
+    return array_T.astype(np.float64)
+
+
+# --- what a reward logs beside its value: through log_metric, or in what it returns of a row -------------------------
+
+
+def logger(logged: dict[str, list[float]]) -> Callable[[str, float], None]:
+    """Make the ``log_metric`` of a call, which adds to what was logged."""
+
+    def log_metric(name: str, value: float) -> None:
+        number = number_or_none(value)
+        if name in RESERVED_METRICS or number is None or math.isnan(number):
+            raise ValueError(
+                f"log_metric takes a name other than {', '.join(RESERVED_METRICS)} and a finite number, got "
+                f"{name!r}, {value!r}"
+            )
+        logged.setdefault(name, []).append(number)
+
+    return log_metric
+
+
+def score_of(result: Any, logged: dict[str, list[float]]) -> Any:
+    """Return what a row is worth, and log what else is a number in a result with a score, or return the problem.
+
+    verl's rewards return such results: {"score": 1.0, "acc": True, "pred": "72"} is worth 1.0 and logs acc.
+    """
+    if not isinstance(result, Mapping) or "score" not in result:
+        return result
+    log_metric = logger(logged)
+    for name, value in result.items():
+        if name == "score" or not (isinstance(value, Real) or getattr(value, "shape", None) == ()):
+            continue
+        try:
+            log_metric(str(name), cast(float, value))
+        except ValueError as error:
+            return Problem("wrong", f"returned a score with a metric that cannot be logged: {error}")
+    return result["score"]
+
+
+# --- rewards that were written for another trainer -------------------------------------------------------------------
+
+
+def verl_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a row as verl passes them: the ground truth by itself, and no null ``extra_info``.
+
+    Raises:
+        ValueError: for a column ``reward_model`` without a ground truth.
+    """
+    found = dict(arguments)
+    if VERL_INFO in found and found[VERL_INFO] is None:
+        found[VERL_INFO] = {}
+    if "completion" in found:
+        found[VERL_COMPLETION] = found.pop("completion")
+    if VERL_TRUTH_COLUMN in found:
+        column = found.pop(VERL_TRUTH_COLUMN)
+        if not isinstance(column, Mapping) or VERL_TRUTH not in column:
+            raise ValueError(f"the column reward_model must hold a ground_truth, as verl's data does, got {column!r}")
+        found[VERL_TRUTH] = column[VERL_TRUTH]
+    return found
+
+
+def hint(call: Call, error: BaseException) -> str:
+    """Return what to try, as the end of a message about the error; nothing if nothing comes to mind."""
+    text = str(error)
+    if isinstance(error, KeyError) and error.args and error.args[0] in EXTRAS:
+        return f"; it comes to a function that declares it: add {error.args[0]} to its parameters"
+    if not isinstance(error, TypeError | AttributeError | IndexError):
+        return ""
+    if not call.messages and _WANTED_MESSAGES.search(text):
+        return (
+            "; prompts and completions are texts here: if it expects lists of messages, as in TRL's conversational "
+            "form, set messages: true for this reward"
+        )
+    if call.messages and _WANTED_TEXTS.search(text):
+        return (
+            "; with messages: true prompts and completions are lists of messages: if it expects texts, leave messages "
+            "out for this reward"
+        )
+    return ""

@@ -1,4 +1,4 @@
-"""What rewards get of conversations with environments: messages, what environments gave, and the environments.
+"""The environments of conversations, which rewards may read.
 
 An environment is played in a process of its own, which is over when a reward is asked. Its attributes were kept, and
 the reward's process makes an object of its class from them, so that rewards read ``environment.counter`` and call its
@@ -7,43 +7,11 @@ has ``__getattr__`` answers itself.
 """
 
 import pickle
-from collections.abc import Sequence
 from typing import Any
 
 from tpu_grpo.config.plugins import find_function
-from tpu_grpo.records.episode import Failure, KeptEnvironment
+from tpu_grpo.records.episode import KeptEnvironment
 from tpu_grpo.records.errors import RewardError
-from tpu_grpo.records.stages import Completion
-
-
-def spoken(completion: Completion, text: str) -> Any:
-    """Return what a reward gets that asks for messages: those after the prompt, or the text where there is only one."""
-    return text if completion.episode is None else [dict(message) for message in completion.episode.messages]
-
-
-def last_words(completion: Completion, text: str) -> str:
-    """Return what rewards judge as a text: of a conversation the policy's last turn, else the whole completion."""
-    return text if completion.episode is None else completion.episode.last_words
-
-
-def failure_of(completion: Completion) -> Failure | None:
-    """Return how the environment of a completion failed, if it did."""
-    return None if completion.episode is None else completion.episode.failure
-
-
-def of_environments(name: str, completions: Sequence[Completion]) -> list[Any]:
-    """Return ``environments`` or ``environment_rewards`` of all rows.
-
-    Raises:
-        RewardError: for completions that are no conversations.
-    """
-    episodes = [completion.episode for completion in completions if completion.episode is not None]
-    if len(episodes) < len(completions):
-        raise RewardError(
-            f"a reward that takes {name} needs conversations with environments, got plain completions; set "
-            "environment.name, or take another reward"
-        )
-    return [episode.kept if name == "environments" else episode.reward for episode in episodes]
 
 
 def rebuilt(kept: KeptEnvironment) -> Any:

@@ -4,8 +4,10 @@ A reward that computes something else on one host would go unnoticed, since nobo
 one group of every step, the witness, is scored by all hosts, and their values are compared.
 """
 
+import base64
 import json
 import time
+import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -14,9 +16,8 @@ import numpy as np
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import LockstepError
 from tpu_grpo.records.stages import Completion, Figure, PromptBatch, Rollout, Scores
-from tpu_grpo.rewards.scoring import RewardSet, Scoring
-from tpu_grpo.rewards.tokens import TokenValues, packed, unpacked
-from tpu_grpo.rewards.totals import check_some_scored
+from tpu_grpo.rewards.calling import NO_VALUES, TokenValues
+from tpu_grpo.rewards.scoring import RewardSet, check_some_scored
 
 
 class DistributedRewards:
@@ -26,32 +27,27 @@ class DistributedRewards:
     """
 
     def __init__(self, rewards: RewardSet, hosts: Hosts, compared: Collection[str] = ()):
-        self.rewards = self._rewards = rewards
+        self.rewards = rewards
         self._hosts = hosts
         self._compared = tuple(name for name in rewards.names if name in compared)
         """These rewards give the same value for the same text, wherever they are computed."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the rewards, as configured."""
-        return self._rewards.names
 
     def score(self, rollout: Rollout) -> Scores:
         """Return the rewards of all B rows of a rollout that is there; see ``DistributedScoring.finish``."""
         if self._hosts.count > 1:
             with self.begin(rollout.batch) as scoring:
                 return scoring.finish([rollout])[0]
-        scores = self._rewards.score(rollout)
+        scores = self.rewards.score(rollout)
         check_some_scored(rollout, scores)
         return scores
 
     def begin(self, batch: PromptBatch, rollouts: int = 1) -> "DistributedScoring":
         """Begin to score rollouts of a batch's prompts, before they are sampled; use it in a ``with`` block."""
-        return DistributedScoring(self._rewards, self._hosts, self._compared, batch, rollouts)
+        return DistributedScoring(self.rewards, self._hosts, self._compared, batch, rollouts)
 
     def close(self) -> None:
         """Let the rewards close and end their processes."""
-        self._rewards.close()
+        self.rewards.close()
 
 
 class DistributedScoring:
@@ -63,7 +59,7 @@ class DistributedScoring:
         self._rewards = rewards
         self._hosts = hosts
         self._compared = compared
-        self._scoring: Scoring = rewards.begin(batch, rollouts)
+        self._scoring = rewards.begin(batch, rollouts)
         self._own: Sequence[Scores | None] | None = None
 
     def add(self, prompt: int, completions: Sequence[Completion], texts: Sequence[str], rollout: int = 0) -> None:
@@ -110,19 +106,24 @@ class DistributedScoring:
         names = self._rewards.names
         figures = {} if own is None else encode_figures(own.figures)
         of_tokens = packed(() if own is None else own.per_token)
-        message = json.dumps([_columns(own, names), witness_values, figures, of_tokens]).encode()
+        columns: list[list[Any]] = [[] for _ in range(2 + len(names))]  # as JSON, floats survive exactly, NaN included
+        if own is not None:
+            values = [own.by_name[name].tolist() for name in names]
+            columns = [own.total.tolist(), (~own.scored).tolist(), *values]
+        message = json.dumps([columns, witness_values, figures, of_tokens]).encode()
         answers = map(json.loads, self._hosts.gather("rewards", message))
-        columns, witnesses, host_figures, texts = zip(*answers, strict=True)
+        by_host, witnesses, host_figures, texts = zip(*answers, strict=True)
         _compare_witness(witness, witnesses)
-        total, unscored, *by_name = _interleave(columns, rollout, scorers)
-        seconds = time.perf_counter() - start
+        total, unscored, *by_name = _interleave(by_host, rollout, scorers)
+        token_rewards, lengths = self._rewards.token_rewards, [len(c.token_ids) for c in rollout.completions]
+        hosts = np.repeat(scorers, rollout.group_size).tolist()
         return Scores(
             total,
             dict(zip(names, by_name, strict=True)),
-            seconds,
+            time.perf_counter() - start,
             merge_figures(host_figures),
-            _of_tokens(texts, rollout, scorers) if self._rewards.token_rewards else (),
-            self._rewards.token_rewards,
+            unpacked(dict(enumerate(texts)), lengths, hosts) if token_rewards else (),
+            token_rewards,
             unscored.astype(bool),
         )
 
@@ -157,16 +158,6 @@ def _compare_witness(witness: Rollout, by_host: Sequence[Mapping[str, Sequence[A
                 )
 
 
-def _columns(scores: Scores | None, names: Sequence[str]) -> list[list[Any]]:
-    """List the total, whether it is not the row's own, then each reward.
-
-    As JSON, floats survive exactly, NaN (not applicable) included.
-    """
-    if scores is None:
-        return [[] for _ in range(2 + len(names))]
-    return [scores.total.tolist(), (~scores.scored).tolist(), *(scores.by_name[name].tolist() for name in names)]
-
-
 def _interleave(
     columns_by_host: Sequence[Sequence[Sequence[float]]], rollout: Rollout, scorers: Sequence[int]
 ) -> list[np.ndarray]:
@@ -180,13 +171,21 @@ def _interleave(
     return merged
 
 
-def _of_tokens(texts: Sequence[str], rollout: Rollout, scorers: Sequence[int]) -> tuple[TokenValues, ...]:
-    """Put what the hosts' rewards of single tokens gave into the order of the rollout."""
-    lengths = [len(completion.token_ids) for completion in rollout.completions]
-    return unpacked(dict(enumerate(texts)), lengths, np.repeat(scorers, rollout.group_size).tolist())
+def packed(per_token: Sequence[TokenValues]) -> str:
+    """Pack the numbers of all tokens, exactly, as a short text: most are often 0."""
+    joined = np.concatenate([*per_token, NO_VALUES]).astype("<f8")
+    return base64.b64encode(zlib.compress(joined.tobytes(), level=1)).decode()
 
 
-# --- figures ---------------------------------------------------------------------------------------------------------
+def unpacked(texts: Mapping[int, str], lengths: Sequence[int], hosts: Sequence[int]) -> tuple[TokenValues, ...]:
+    """Put together what each host packed; completions have these ``lengths``, and these ``hosts`` scored them."""
+    numbers = {host: np.frombuffer(zlib.decompress(base64.b64decode(text)), "<f8") for host, text in texts.items()}
+    taken, found = dict.fromkeys(numbers, 0), []
+    for length, host in zip(lengths, hosts, strict=True):
+        start = taken[host]
+        taken[host] += length
+        found.append(numbers[host][start : start + length].astype(np.float64))
+    return tuple(found)
 
 
 def encode_figures(figures: Mapping[str, Figure]) -> dict[str, list[Any]]:

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tpu_grpo.records.errors import RewardError
-from tpu_grpo.rewards.batches import Answer, Call, Problem, RewardBatch, failed_answer
-from tpu_grpo.rewards.calling import Caller
+from tpu_grpo.rewards.calling import Answer, Call, Caller, Problem, RewardBatch, failed_answer
 from tpu_grpo.rewards.feed import Feed, Served, Task
 from tpu_grpo.rewards.worker import Ready, RewardWorker, SetupFailed, WorkerJob
 

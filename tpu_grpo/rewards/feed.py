@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
-from tpu_grpo.rewards.batches import Answer, Problem, RewardBatch, failed_answer
+from tpu_grpo.rewards.calling import Answer, Problem, RewardBatch, failed_answer
 
 GIVING_UP_SECONDS = 5.0
 """A thread that serves a feed has this time to notice that the feed was cancelled, and to end busy workers."""

@@ -1,55 +1,59 @@
 """An entry of ``rewards`` in the config is loaded: its name leads to a function or class that is known to fit the data.
 
-    loaded = load_reward(RewardSpec(name="my_rewards.py:short", options={"limit": 40}), columns={"question", "answer"})
+    call = load_reward(RewardSpec(name="my_rewards.py:short", options={"limit": 40}), columns={"question", "answer"})
 
     find_reward("gsm8k")                       # a shipped reward
     find_reward("my_package_reward")           # an entry point of the group tpu_grpo.rewards of an installed package
     find_reward("my_rewards.py:short")         # a file, relative to the working directory
     find_reward("my_package.rewards:short")    # a module
 
+    with_rewards(config, [*config.rewards, function])    # functions that are passed to train become entries
+
 Everything that can be known without a completion is checked here: the name, the file, the function, its signature
 against the columns of the data and the options, and for shipped rewards the options' values.
 """
 
 import difflib
+import functools
 import importlib
 import inspect
-from collections.abc import Collection
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from typing import Any
 
-from tpu_grpo.config import GIVEN, RewardSpec
+from tpu_grpo.config import GIVEN, RewardSpec, RunConfig, parse_config
 from tpu_grpo.config.plugins import find_function
-from tpu_grpo.records.errors import RewardError
-from tpu_grpo.rewards.batches import Call, RewardBatch
-from tpu_grpo.rewards.calling import Caller
-from tpu_grpo.rewards.protocol import OF_ROWS, SAMPLE_ARGUMENTS, TEXT_ARGUMENTS, gives_tokens
+from tpu_grpo.records.errors import ConfigError, RewardError
+from tpu_grpo.rewards.calling import (
+    VERL_COMPLETION,
+    VERL_INFO,
+    VERL_TRUTH,
+    VERL_TRUTH_COLUMN,
+    Call,
+    Caller,
+    RewardBatch,
+)
+from tpu_grpo.rewards.protocol import (
+    BY_KWARGS,
+    EXTRAS,
+    ROWS_AT_A_TIME,
+    SAMPLE_ARGUMENTS,
+    TEXT_ARGUMENTS,
+    gives_tokens,
+    rows_at_a_time,
+)
 from tpu_grpo.rewards.shipped import SHIPPED
-from tpu_grpo.rewards.signatures import Signature, form_of, signature_of
 
 ENTRY_POINTS = "tpu_grpo.rewards"
 """An installed package offers rewards as entry points of this group."""
+GivenReward = Callable[..., Any] | RewardSpec | Mapping[str, Any] | str
+"""A function, class or callable object; or an entry of the config, whose name may be one; or a name."""
 
 
-@dataclass(frozen=True)
-class LoadedReward:
-    """A LoadedReward holds a reward that was found, and the columns that it is called with."""
-
-    target: Any
-    """This is the function, class or callable object."""
-    call: Call
-    arguments: tuple[str, ...]
-    """These of prompts, completions and the data columns are passed."""
-
-    @property
-    def batch_columns(self) -> list[str]:
-        """Name the columns of a batch for this reward: its arguments, and those of OF_ROWS that it declares."""
-        return [*self.arguments, *(name for name in OF_ROWS if name in self.call.extras)]
-
-
-def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) -> LoadedReward:
-    """Find the reward that ``spec`` names and check that it can be called on data with these ``columns``.
+def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) -> Call:
+    """Find the reward that ``spec`` names and say how it is called on data with these ``columns``.
 
     ``max_steps`` are those of the run, which a reward may ask for.
 
@@ -57,44 +61,48 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
         RewardError: for a name that leads nowhere (see ``find_reward``), a parameter that nothing fills, or an option
             it does not take.
     """
-    target = find_reward(spec.name) if spec.function is None else spec.function
-    function, signature, constructor = _taken_apart(spec, target)
+    target = target_of(spec)
+    function, constructor = target, None
+    if inspect.isclass(target):
+        if "__call__" not in dir(target):
+            raise RewardError(
+                f"reward {spec.name} must have a method __call__ that scores, got a class without; add one"
+            )
+        function, constructor = target.__call__, signature_of(spec.name, target)
+    signature = signature_of(spec.name, function, skip_self=constructor is not None)
     form, call_options = form_of(function, signature), {} if constructor else spec.options
     extras = form.extras((*columns, *call_options))
     _check_options(spec, constructor or signature, takes_all="options" in extras)
-    _check_per_token(spec, function, extras)
+    per_token = gives_tokens(function)
+    if per_token:
+        _check_per_token(spec, extras)
     offered = form.offered(columns)
     _check_filled(spec, signature, [*offered.values(), *call_options], [form.shown(name) for name in extras])
     if constructor:
         _check_filled(spec, constructor, list(spec.options), ())
-    arguments = [n for n, shown in offered.items() if shown not in call_options and form.takes(shown)]
     call = Call(
         name=spec.shown,
         source=spec.name,
+        arguments=tuple(n for n, shown in offered.items() if shown not in call_options and form.takes(shown)),
         passed_options={n: v for n, v in spec.options.items() if (constructor or signature).takes(n)},
         options=spec.options,
         extras=extras,
         concurrency=form.concurrency,
         is_async=inspect.iscoroutinefunction(function),
         messages=spec.messages or (spec.name in SHIPPED and SHIPPED[spec.name].messages),
-        per_token=gives_tokens(function),
+        per_token=per_token,
         verl=form.verl,
         max_steps=max_steps,
         find_failing_row=spec.on_error == "stop",
     )
-    loaded = LoadedReward(target, call, tuple(arguments))
     if spec.name in SHIPPED:
-        _try_options(spec, loaded)
-    return loaded
+        _try_options(spec, call, target)
+    return call
 
 
-def _taken_apart(spec: RewardSpec, target: Any) -> tuple[Any, Signature, Signature | None]:
-    """Return the function that scores, its signature, and that of the constructor if the target is a class."""
-    if not inspect.isclass(target):
-        return target, signature_of(spec.name, target), None
-    if "__call__" not in dir(target):
-        raise RewardError(f"reward {spec.name} must have a method __call__ that scores, got a class without; add one")
-    return target.__call__, signature_of(spec.name, target.__call__, skip_self=True), signature_of(spec.name, target)
+def target_of(spec: RewardSpec) -> Any:
+    """Return the function, class or callable object of an entry. Raises RewardError, see ``find_reward``."""
+    return find_reward(spec.name) if spec.function is None else spec.function
 
 
 def workers_of(spec: RewardSpec) -> int:
@@ -138,7 +146,13 @@ def _find_named(name: str) -> Any:
         return getattr(importlib.import_module(f"tpu_grpo.rewards.shipped.{module}"), attribute)
     installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if name in installed:
-        return _load_entry_point(installed[name])
+        try:
+            return installed[name].load()
+        except (Exception, SystemExit) as error:  # user code: anything can come
+            raise RewardError(
+                f"reward {name}, an entry point at {installed[name].value}, failed to load: {type(error).__name__}: "
+                f"{error}; repair or remove the package that brings it"
+            ) from error
     known = [*SHIPPED, *installed]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
@@ -149,20 +163,10 @@ def _find_named(name: str) -> Any:
     )
 
 
-def _load_entry_point(point: EntryPoint) -> Any:
-    try:
-        return point.load()
-    except (Exception, SystemExit) as error:  # user code: anything can come
-        raise RewardError(
-            f"reward {point.name}, an entry point at {point.value}, failed to load: {type(error).__name__}: {error}; "
-            "repair or remove the package that brings it"
-        ) from error
-
-
 # --- does it fit the data and the options? ---------------------------------------------------------------------------
 
 
-def _check_filled(spec: RewardSpec, signature: Signature, offered: list[str], extras: Collection[str]) -> None:
+def _check_filled(spec: RewardSpec, signature: "Signature", offered: list[str], extras: Collection[str]) -> None:
     for parameter in signature.named.values():
         if parameter.default is parameter.empty and parameter.name not in (*offered, *extras):
             raise RewardError(
@@ -172,7 +176,7 @@ def _check_filled(spec: RewardSpec, signature: Signature, offered: list[str], ex
             )
 
 
-def _check_options(spec: RewardSpec, signature: Signature, *, takes_all: bool) -> None:
+def _check_options(spec: RewardSpec, signature: "Signature", *, takes_all: bool) -> None:
     if texts := sorted(set(spec.options) & {*TEXT_ARGUMENTS, *SAMPLE_ARGUMENTS}):
         raise RewardError(f"reward {spec.name}: options must not be called {texts}; these are the texts of the rollout")
     unknown = [name for name in spec.options if not signature.takes(name)]
@@ -181,9 +185,7 @@ def _check_options(spec: RewardSpec, signature: Signature, *, takes_all: bool) -
         raise RewardError(f"reward {spec.name} does not take the options {unknown}; it takes: {known}")
 
 
-def _check_per_token(spec: RewardSpec, function: Any, extras: Collection[str]) -> None:
-    if not gives_tokens(function):
-        return
+def _check_per_token(spec: RewardSpec, extras: Collection[str]) -> None:
     if "completion_ids" not in extras:
         raise RewardError(
             f"reward {spec.name} gives a number per token (@per_token), so it must take completion_ids, which say how "
@@ -196,21 +198,175 @@ def _check_per_token(spec: RewardSpec, function: Any, extras: Collection[str]) -
         )
 
 
-def _try_options(spec: RewardSpec, loaded: LoadedReward) -> None:
+def _try_options(spec: RewardSpec, call: Call, target: Any) -> None:
     """Let a shipped reward check its options: they do so when they are built, on zero rows, or on an empty row."""
     try:
-        if inspect.isclass(loaded.target):
-            loaded.target(**spec.options)
+        if inspect.isclass(target):
+            target(**spec.options)
+        elif call.concurrency is None:
+            Caller(call, target).raw_outputs(RewardBatch(dict.fromkeys(call.batch_columns, ()), 0, 0))
         else:
-            Caller(loaded.call, loaded.target).raw_outputs(_empty_batch(loaded))
+            texts = (*TEXT_ARGUMENTS, "rendered_prompts")
+            row = {name: [""] if name in texts else [None] for name in call.batch_columns}
+            Caller(call, target).raw_outputs(RewardBatch(row, 0, 1))
     except (TypeError, ValueError) as error:
         raise RewardError(f"reward {spec.name}, options {spec.options}: {error}") from error
 
 
-def _empty_batch(loaded: LoadedReward) -> RewardBatch:
-    """Make a batch of zero rows, or of one row without anything for a function of one row."""
-    names = loaded.batch_columns
-    if loaded.call.concurrency is None:
-        return RewardBatch(dict.fromkeys(names, ()), 0, 0)
-    texts = (*TEXT_ARGUMENTS, "rendered_prompts")
-    return RewardBatch({name: [""] if name in texts else [None] for name in names}, 0, 1)
+# --- how a function wants to be called: with a batch of rows or with one ---------------------------------------------
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A Signature says what a function takes by name."""
+
+    named: Mapping[str, inspect.Parameter]
+    has_kwargs: bool
+
+    def takes(self, name: str) -> bool:
+        """Return whether an argument of that name can be passed."""
+        return self.has_kwargs or name in self.named
+
+
+def signature_of(name: str, function: Any, *, skip_self: bool = False) -> Signature:
+    """Read the signature of a function of the reward ``name``.
+
+    Raises:
+        RewardError: for one that cannot be read, or that has parameters without a name for callers.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())[1 if skip_self else 0 :]
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"reward {name} must have a signature to check; wrap it in a Python function") from error
+    if by_position := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
+        raise RewardError(f"reward {name} must take its arguments by name, got positional-only {by_position}; drop '/'")
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    return Signature(named, any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+
+@dataclass(frozen=True)
+class Form:
+    """A Form says how a function is called."""
+
+    signature: Signature
+    concurrency: int | None
+    """An async function of one row runs for this many rows at a time; it is None for a function of a batch."""
+    verl: bool
+    """Its parameters are those of verl's rewards."""
+
+    def shown(self, name: str) -> str:
+        """Return the parameter that gets a column of a batch: ``completion`` gets completions in one of one row."""
+        if self.verl and name == "completions":
+            return VERL_COMPLETION
+        row_arguments = {batch: row for row, batch in SAMPLE_ARGUMENTS.items()}
+        return row_arguments.get(name, name) if self.concurrency is not None else name
+
+    def offered(self, columns: Collection[str]) -> dict[str, str]:
+        """Map each column of a batch to the parameter that gets it; a text goes before a column of the same name."""
+        offered = {name: self.shown(name) for name in TEXT_ARGUMENTS}
+        offered |= {name: name for name in columns if name not in TEXT_ARGUMENTS and name not in offered.values()}
+        if self.verl and VERL_TRUTH not in columns and VERL_TRUTH_COLUMN in columns:
+            offered[VERL_TRUTH_COLUMN] = VERL_TRUTH
+        return offered
+
+    def takes(self, name: str) -> bool:
+        """Return whether an argument is passed: verl passes those that a function names, and nothing else."""
+        return name in self.signature.named if self.verl else self.signature.takes(name)
+
+    def extras(self, taken: Collection[str]) -> tuple[str, ...]:
+        """Name those of EXTRAS that the function gets, unless a column or an option has ``taken`` the name."""
+        named = self.signature.named
+        wanted = [name for name in EXTRAS if self.shown(name) in named]
+        if self.verl:
+            wanted += [name for name in (VERL_INFO,) if name in named]
+        elif self.signature.has_kwargs:
+            wanted += [name for name in BY_KWARGS if name not in wanted]
+        return tuple(name for name in wanted if self.shown(name) not in taken)
+
+
+def form_of(function: Any, signature: Signature) -> Form:
+    """Say how a function with this signature is called.
+
+        def f(completions, answer)                                         a batch
+        @per_sample def f(completion, answer)                              one row
+        def f(completion, answer)                                          one row, as verifiers calls rewards
+        def f(data_source, solution_str, ground_truth, extra_info=None)    one row, as verl calls rewards
+
+    A function of one row that is not marked is told by its parameters: ``completion`` or ``solution_str``, and neither
+    ``completions`` nor ``prompts``.
+    """
+    verl = VERL_COMPLETION in signature.named
+    marked = rows_at_a_time(function)
+    of_a_batch = any(name in signature.named for name in TEXT_ARGUMENTS)
+    if marked is None and not of_a_batch and (verl or "completion" in signature.named):
+        marked = ROWS_AT_A_TIME
+    return Form(signature, marked, verl and not of_a_batch)
+
+
+# --- functions that are passed to train become entries of the config -------------------------------------------------
+
+
+def with_rewards(config: RunConfig, rewards: Sequence[GivenReward]) -> RunConfig:
+    """Return the config with these rewards in place of its own.
+
+    A function that a worker process can import, by the name of its module, becomes an entry of the name
+    ``package.module:function``, and runs where such rewards run. Any other (a lambda, a closure, a function of a
+    notebook or of the script itself, an object) exists in this process only, and is called here.
+
+    Raises:
+        ConfigError: for no reward, one of another type, wrong settings, or workers for what they cannot import.
+    """
+    if not isinstance(rewards, Sequence) or isinstance(rewards, str) or not rewards:
+        raise ConfigError(f"rewards must be a list of at least one function, got {rewards!r}; put it in a list")
+    functions: dict[int, Any] = {}
+    entries = [_entry(given, position, functions) for position, given in enumerate(rewards)]
+    found = parse_config({**dict(config), "rewards": entries})
+    specs = [
+        spec.calling(functions[position]) if position in functions else spec
+        for position, spec in enumerate(found.rewards)
+    ]
+    return parse_config({**dict(config), "rewards": specs})
+
+
+def _entry(given: GivenReward, position: int, functions: dict[int, Any]) -> RewardSpec | dict[str, Any]:
+    """Return an entry of the config; a function that only this process has is noted in ``functions``."""
+    if isinstance(given, RewardSpec):
+        return given
+    entry = dict(given) if isinstance(given, Mapping) else {"name": given}
+    if isinstance(name := entry.get("name"), str):
+        return entry
+    if not callable(name):
+        raise ConfigError(
+            f"rewards[{position}] must be a function, a name, or an entry of the config that has one of them as its "
+            f"name, got {given!r}"
+        )
+    if (importable := importable_name(name)) is not None:
+        return {**entry, "name": importable}
+    own = _own_name(name, position)
+    if entry.get("workers"):
+        raise ConfigError(
+            f"rewards[{position}], {own}, cannot run in {entry['workers']} workers: it is no function of a module that "
+            "they can import; move it to a file of its own, or leave workers out"
+        )
+    functions[position] = name
+    return {**entry, "name": f"{GIVEN}{own}", "workers": 0}
+
+
+def importable_name(function: Any) -> str | None:
+    """Return the name by which another process can import a function or class; None if there is none."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
+    if not isinstance(module, str) or module == "__main__" or not name.isidentifier():
+        return None
+    if getattr(sys.modules.get(module), name, None) is not function:
+        return None
+    package = module.partition(".")[0]
+    finders: Sequence[Any] = sys.meta_path  # asked anew: this process may have the module from elsewhere
+    return f"{module}:{name}" if any(finder.find_spec(package, None) is not None for finder in finders) else None
+
+
+def _own_name(function: Any, position: int) -> str:
+    """Return what metrics call it: the function's name, or that of an object's class; ``reward0`` for a lambda."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__)
+    return name if name.isidentifier() else f"reward{position}"

@@ -1,8 +1,20 @@
-"""Scores a rollout: runs all rewards concurrently, validates their answers, and returns the weighted sum.
+"""Scores a rollout: asks all rewards concurrently, and adds up what they give, with their weights.
 
-B rows; row ``p * G + g`` is completion ``g`` of prompt ``p``. With weights 1 and 0.5, a row scored ``(1.0, None)``
-totals 1.0, ``(1.0, 0.4)`` totals 1.2, and ``(None, None)`` takes the mean of its group; see totals.py. Rewards of
-single tokens have no part in the total; see tokens.py.
+B rows; row ``p * G + g`` is completion ``g`` of prompt ``p``.
+
+    weights         1      0.5    0
+    a group of 3    1.0    None   7.0     total 1.0
+                    1.0    4.0    None    total 3.0
+                    None   None   7.0     total 2.0, the mean of the others: it is in `Scores.unscored`
+
+A reward of weight 0 is only watched and scores no row, unless all weights are 0. A group of which no row is scored has
+the totals 0, and teaches nothing. Rewards of single tokens have no part in the total, so that nothing counts twice:
+
+    lengths         [3           2      ]      the tokens of two completions, the stop token included
+    weight 2        [[0 0.5 -1]  None   ]
+    weight 1        [[1 0   0 ]  [0 0.2]]
+    per_token       [[1 1 -2  ]  [0 0.2]]      the weighted sum, 0 where a reward does not apply
+    by_name         -0.5, nan and 1, 0.2       the sum over each completion's tokens, before weighting
 
     scores = rewards.score(rollout)               # a rollout that is there
 
@@ -11,33 +23,35 @@ single tokens have no part in the total; see tokens.py.
         [scores] = scoring.finish([rollout])
 """
 
+import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
+
+import numpy as np
 
 from tpu_grpo.config import RewardSpec, check_rewards
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.records.stages import Completion, Figure, PromptBatch, Rollout, Scores
-from tpu_grpo.rewards.asking import OpenReward, RewardResult, ask_reward
-from tpu_grpo.rewards.batches import Table, build_table
-from tpu_grpo.rewards.early import EarlyGroups
-from tpu_grpo.rewards.executors import Executor, ThreadExecutor, WorkerPool
-from tpu_grpo.rewards.loading import LoadedReward, load_reward, workers_of
-from tpu_grpo.rewards.tokens import TokenValues, weighted_tokens
-from tpu_grpo.rewards.totals import UNSCORED, add_up
+from tpu_grpo.rewards.asking import Groups, OpenReward, RewardResult, Table, ask_reward, build_table
+from tpu_grpo.rewards.calling import TokenValues
+from tpu_grpo.rewards.executors import ThreadExecutor, WorkerPool
+from tpu_grpo.rewards.loading import load_reward, target_of, workers_of
 from tpu_grpo.rewards.worker import WorkerJob
 
-EarlyResults = Mapping[str, Callable[[], RewardResult]]
-"""Waits for the result of a reward that was asked early, by its name."""
+LOG = logging.getLogger("tpu_grpo.rewards")
+UNSCORED = "rewards/unscored"
+"""This metric counts the rows of a step that no reward applies to."""
 
 
 def open_rewards(specs: Sequence[RewardSpec], columns: Collection[str], max_steps: int = 0) -> "RewardSet":
     """Load every reward of the config for data with these columns, and for a run of so many steps.
 
-    Processes start when they are first needed.
+    Processes start when they are first needed, so rewards that were opened to check them can be passed on to the run,
+    which fits them to its data with `RewardSet.for_columns`.
 
     Raises:
         RewardError: for a reward that cannot be loaded, two that have the same name in the metrics, or a gate that is
@@ -47,17 +61,14 @@ def open_rewards(specs: Sequence[RewardSpec], columns: Collection[str], max_step
         check_rewards(specs)
     except ValueError as error:
         raise RewardError(str(error)) from None
-    loaded = [load_reward(spec, columns, max_steps) for spec in specs]
-    return RewardSet(
-        tuple(OpenReward(s, reward, executor_of(s, reward)) for s, reward in zip(specs, loaded, strict=True))
-    )
+    return RewardSet(tuple(_open(spec, columns, max_steps) for spec in specs))
 
 
-def executor_of(spec: RewardSpec, loaded: LoadedReward) -> Executor:
-    """Make the executor that runs a reward where the config says."""
+def _open(spec: RewardSpec, columns: Collection[str], max_steps: int) -> OpenReward:
+    call = load_reward(spec, columns, max_steps)
     if count := workers_of(spec):
-        return WorkerPool(WorkerJob(loaded.call, int(spec.memory_gb * 2**30)), count, spec.recycle)
-    return ThreadExecutor(loaded.call, loaded.target)
+        return OpenReward(spec, call, WorkerPool(WorkerJob(call, int(spec.memory_gb * 2**30)), count, spec.recycle))
+    return OpenReward(spec, call, ThreadExecutor(call, target_of(spec)))
 
 
 @dataclass(frozen=True)
@@ -74,47 +85,40 @@ class RewardSet:
     @property
     def token_rewards(self) -> tuple[str, ...]:
         """Return the names of those that give a number per token."""
-        return tuple(reward.spec.shown for reward in self.rewards if reward.loaded.call.per_token)
+        return tuple(reward.spec.shown for reward in self.rewards if reward.call.per_token)
 
     @property
     def of_environments(self) -> tuple[str, ...]:
         """Return the names of those that ask for environments, or for what these gave."""
         asked = {"environments", "environment_rewards"}
-        return tuple(reward.spec.shown for reward in self.rewards if asked & {*reward.loaded.call.extras})
+        return tuple(reward.spec.shown for reward in self.rewards if asked & {*reward.call.extras})
 
     @property
     def keeps_environments(self) -> bool:
         """Return whether one asks for environments as they were at the end."""
-        return any("environments" in reward.loaded.call.extras for reward in self.rewards)
+        return any("environments" in reward.call.extras for reward in self.rewards)
 
     def for_columns(self, columns: Collection[str]) -> "RewardSet":
         """Fit the same rewards in the same processes to data with other columns; raises like open_rewards."""
-        fitted = [load_reward(r.spec, columns, r.loaded.call.max_steps) for r in self.rewards]
-        return RewardSet(
-            tuple(OpenReward(r.spec, loaded, r.executor) for r, loaded in zip(self.rewards, fitted, strict=True))
-        )
+        return RewardSet(tuple(replace(r, call=load_reward(r.spec, columns, r.call.max_steps)) for r in self.rewards))
 
     def repeatable_values(self, rollout: Rollout, names: Collection[str]) -> dict[str, list[Any] | None]:
-        """Return what some of the rewards give for all rows, NaN where they do not apply; None for one with problems.
+        """Return what some of the rewards give for all rows, NaN where they do not apply.
 
-        Of a reward of single tokens it is a text per row, see ``comparable``. Timeouts and memory errors are not a
-        property of the text, so such a reward gives None. It raises as ``score``.
+        Of a reward of single tokens it is a text per row, see ``RewardResult.comparable``. A reward that failed gives
+        None: timeouts and memory errors are not a property of the text. It raises as ``score``.
         """
         if not names:
             return {}
-        chosen = self._with_gates(names)
-        return {
-            name: None if result.timeouts + result.errors else result.comparable()
-            for name, result in chosen._ask_all(chosen._table(rollout), {}).items()
-            if name in names
-        }
-
-    def _with_gates(self, names: Collection[str]) -> "RewardSet":
-        """Select these rewards, and those that decide which rows they are asked about."""
         gates, wanted = {r.spec.shown: r.spec.only_if for r in self.rewards}, set(names)
         while missing := {gate for name in wanted if (gate := gates[name]) is not None} - wanted:
             wanted |= missing
-        return RewardSet(tuple(reward for reward in self.rewards if reward.spec.shown in wanted))
+        chosen = RewardSet(tuple(reward for reward in self.rewards if reward.spec.shown in wanted))
+        return {
+            name: None if result.timeouts + result.errors else result.comparable
+            for name, result in chosen._ask_all(build_table(rollout, chosen.rewards), {}).items()
+            if name in names
+        }
 
     def score(self, rollout: Rollout) -> Scores:
         """Ask each reward about all B rows; total = sum of weight * value over the rewards that apply.
@@ -132,9 +136,8 @@ class RewardSet:
 
         ``numbers`` are what failures call the rows, where the rollout is a part of another.
         """
-        started, table = time.perf_counter(), self._table(rollout, numbers)
-        results = self._ask_all(table, {})
-        return self._scores(table, results, started), results
+        started = time.perf_counter()
+        return self._score(build_table(rollout, self.rewards, numbers=numbers), {}, started)
 
     def begin(self, batch: PromptBatch, rollouts: int = 1) -> "Scoring":
         """Begin to score rollouts of a batch's prompts, before they are sampled; use it in a ``with`` block."""
@@ -151,41 +154,14 @@ class RewardSet:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _table(self, rollout: Rollout, numbers: Sequence[int] | None = None) -> Table:
-        names = {name for reward in self.rewards for name in reward.loaded.batch_columns}
-        return build_table(rollout, names, numbers=numbers)
+    def _score(
+        self, table: Table, early: Mapping[str, Callable[[], RewardResult]], started: float
+    ) -> tuple[Scores, dict[str, RewardResult]]:
+        results = self._ask_all(table, early)
+        return add_up(self.rewards, results, table, started), results
 
-    def _scores(self, table: Table, results: Mapping[str, RewardResult], started: float) -> Scores:
-        """Put together what the rewards gave."""
-        weights = [reward.spec.weight_at(table.step) for reward in self.rewards]
-        totals = add_up(results, weights, table, self.token_rewards)
-        return Scores(
-            total=totals.total,
-            by_name={name: result.values for name, result in results.items()},
-            seconds=time.perf_counter() - started,
-            figures={k: f for (name, r) in results.items() for k, f in r.figures(name).items()}
-            | self._scheduled_weights(table.step)
-            | {UNSCORED: Figure(int(totals.without.sum()), "sum")},
-            per_token=self._per_token(results, weights, table),
-            token_rewards=self.token_rewards,
-            unscored=totals.unscored,
-        )
-
-    def _per_token(
-        self, results: Mapping[str, RewardResult], weights: Sequence[float], table: Table
-    ) -> tuple[TokenValues, ...]:
-        """Add up the rewards of single tokens; there is nothing if none of the rewards is one."""
-        if not self.token_rewards:
-            return ()
-        given = [
-            (weight, result.of_tokens)
-            for result, weight in zip(results.values(), weights, strict=True)
-            if result.of_tokens
-        ]
-        return weighted_tokens(given, [len(ids) for ids in table.columns["completion_ids"]])
-
-    def _ask_all(self, table: Table, early: EarlyResults) -> dict[str, RewardResult]:
-        """Return the early results, and ask the other rewards, each on a thread of its own.
+    def _ask_all(self, table: Table, early: Mapping[str, Callable[[], RewardResult]]) -> dict[str, RewardResult]:
+        """Wait for the results of rewards that were asked early, and ask the others, each on a thread of its own.
 
         It waits for the reward's gate first; gates cannot form a cycle.
         """
@@ -205,22 +181,34 @@ class RewardSet:
                 threads.submit(ask_one, reward)
         return {name: future.result() for name, future in futures.items()}
 
-    def _scheduled_weights(self, step: int) -> dict[str, Figure]:
-        """Return the weights that follow a schedule, as figures."""
-        scheduled = [r.spec for r in self.rewards if isinstance(r.spec.weight, dict)]
-        return {f"rewards/{s.shown}/weight": Figure(s.weight_at(step), "max") for s in scheduled}
-
 
 class Scoring:
-    """A Scoring scores rollouts whose groups it may be told of before the rollouts are there."""
+    """A Scoring scores rollouts of the same prompts, whose groups it may be told of before the rollouts are there.
+
+    All methods are called on one thread. Of a group that is told of early, those rewards are asked at once that may
+    start early, and whose gate, if they have one, starts early too.
+    """
 
     def __init__(self, rewards: RewardSet, batch: PromptBatch, rollouts: int):
         self._rewards = rewards
-        self._prompts = range(len(batch.prompts))
-        self._early = EarlyGroups(rewards.rewards, batch, rollouts)
+        self._batch = batch
+        chosen = {reward.spec.shown: reward for reward in rewards.rewards if reward.may_start_early}
+        while late := [n for n, r in chosen.items() if r.spec.only_if is not None and r.spec.only_if not in chosen]:
+            for name in late:
+                del chosen[name]
+        self.early = {name: Groups(r, rollouts * len(batch.prompts), rollouts) for name, r in chosen.items()}
+        """What starts early, by the rewards' names."""
+        self._known: set[tuple[int, int]] = set()
+        self._threads = ThreadPoolExecutor(max(1, len(self.early)), thread_name_prefix="early rewards")
+        self._first = [groups for groups in self.early.values() if groups.reward.spec.only_if is None]
+        for groups in self.early.values():
+            if groups.reward.spec.only_if is not None:
+                self.early[groups.reward.spec.only_if].followers.append(groups)
+        for groups in self.early.values():
+            groups.start(self._threads)
 
     def add(self, prompt: int, completions: Sequence[Completion], texts: Sequence[str], rollout: int = 0) -> None:
-        """Have the group of a prompt scored as soon as the rewards find time.
+        """Have the group of a prompt scored as soon as the rewards find time, unless it is known already.
 
         Args:
             prompt: the number of the prompt in the batch.
@@ -229,35 +217,130 @@ class Scoring:
             rollout: the number of the rollout.
 
         Raises:
-            RewardError: if a reward had a problem with an earlier group that ends the run.
+            RewardError: for a row that lacks a column; and if a reward whose ``on_error`` is stop had a problem with
+                this or an earlier group.
         """
-        self._early.add(prompt, completions, texts, rollout)
+        for groups in self.early.values():
+            if groups.served.done():
+                groups.served.result()  # raises: before the end, nothing else ends it
+        if not self.early or (rollout, prompt) in self._known:
+            return
+        self._known.add((rollout, prompt))
+        batch, size = PromptBatch(self._batch.step, (self._batch.prompts[prompt],)), len(texts)
+        table = build_table(
+            Rollout(batch, size, tuple(completions), tuple(texts), seconds=0.0),
+            [groups.reward for groups in self.early.values()],
+            numbers=range(prompt * size, (prompt + 1) * size),
+        )
+        for groups in self._first:
+            groups.ask((rollout, prompt), table)
 
     def finish(self, rollouts: Sequence[Rollout], prompts: Sequence[int] | None = None) -> list[Scores]:
         """Return the scores of the rollouts, or of the rows of some prompts of each; raises as ``RewardSet.score``.
 
         The seconds are those after this call.
         """
-        started, own = time.perf_counter(), self._prompts if prompts is None else prompts
+        started, own = time.perf_counter(), range(len(self._batch.prompts)) if prompts is None else prompts
         for number, rollout in enumerate(rollouts):
             for prompt in own:
                 rows = slice(prompt * rollout.group_size, (prompt + 1) * rollout.group_size)
-                self._early.add(prompt, rollout.completions[rows], rollout.texts[rows], number)
-        self._early.end()
+                self.add(prompt, rollout.completions[rows], rollout.texts[rows], number)
+        for groups in self._first:
+            groups.end()
         found = []
         for number, rollout in enumerate(rollouts):
-            table = self._rewards._table(rollout.select(own), rollout.rows_of(own))
-            early = {name: partial(self._early.result, name, number, own) for name in self._early.names}
-            found.append(self._rewards._scores(table, self._rewards._ask_all(table, early), started))
+            table = build_table(rollout.select(own), self._rewards.rewards, numbers=rollout.rows_of(own))
+            early = {name: partial(groups.result, number, own) for name, groups in self.early.items()}
+            found.append(self._rewards._score(table, early, started)[0])
             started = time.perf_counter()
         return found
 
     def close(self) -> None:
-        """Give up what is not scored yet."""
-        self._early.close()
+        """Give up what is not scored yet, and end the threads."""
+        for groups in self.early.values():
+            groups.feed.cancel()
+        self._threads.shutdown()
+        for groups in self.early.values():
+            groups.feed.close()
+        self.early = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+# --- the total -------------------------------------------------------------------------------------------------------
+
+
+def add_up(rewards: Sequence[OpenReward], results: Mapping[str, RewardResult], table: Table, started: float) -> Scores:
+    """Add up what the rewards gave, with their weights; rows that none scores take the mean of their group's others.
+
+    A row whose environment failed is worth what the config says, to each reward and in total, or counts as not scored.
+    The first row that no reward applies to, without a problem of any, is written to the log.
+    """
+    total_B = np.zeros(table.size)
+    scored_B, any_B, skipped_B = (np.zeros(table.size, dtype=bool) for _ in range(3))
+    weights = {reward.spec.shown: reward.spec.weight_at(table.step) for reward in rewards}
+    token_rewards = tuple(reward.spec.shown for reward in rewards if reward.call.per_token)
+    per_token: list[TokenValues] = []
+    if token_rewards:
+        per_token = [np.zeros(len(ids)) for ids in table.columns["completion_ids"]]
+    for name, result in results.items():  # in order: the same bits on every host
+        rewarded = weights[name] != 0.0 or not any(weights.values())
+        skipped_B |= result.skipped
+        if name in token_rewards:
+            any_B |= ~np.isnan(result.values) & rewarded
+            for row, values_T in enumerate(result.of_tokens):
+                if len(values_T):
+                    per_token[row] += weights[name] * values_T
+            continue
+        for row, failure in table.failures.items():
+            result.values[row] = np.nan if failure.reward is None else failure.reward
+        applies_B = ~np.isnan(result.values)
+        any_B |= applies_B & rewarded
+        total_B += np.where(applies_B, weights[name] * result.values, 0.0)
+        scored_B |= applies_B & rewarded
+    if not set(results) - set(token_rewards):
+        scored_B[:] = True  # all totals are 0, as they should be
+    for row, failure in table.failures.items():
+        total_B[row], scored_B[row] = failure.reward or 0.0, failure.reward is not None
+    if rows := np.flatnonzero(~any_B & ~skipped_B).tolist():
+        others = f", and {len(rows) - 1} more rows" if len(rows) > 1 else ""
+        lacking = f"no reward of {', '.join(results)} applies to {table.shown(rows[0])}{others}"
+        LOG.warning("step %d: %s; such a row takes the mean of its group", table.step, lacking)
+    lacking_PG, total_PG = ~scored_B.reshape(-1, table.group_size), total_B.reshape(-1, table.group_size)
+    known_P = np.maximum(1, (~lacking_PG).sum(axis=1))
+    mean_P = np.where(lacking_PG, 0.0, total_PG).sum(axis=1) / known_P
+    scheduled = [reward.spec.shown for reward in rewards if isinstance(reward.spec.weight, dict)]
+    return Scores(
+        total=np.where(lacking_PG, mean_P[:, None], total_PG).reshape(-1),
+        by_name={name: result.values for name, result in results.items()},
+        seconds=time.perf_counter() - started,
+        figures={k: figure for name, result in results.items() for k, figure in result.figures(name).items()}
+        | {f"rewards/{name}/weight": Figure(weights[name], "max") for name in scheduled}
+        | {UNSCORED: Figure(int((~any_B).sum()), "sum")},
+        per_token=tuple(per_token),
+        token_rewards=token_rewards,
+        unscored=~scored_B,
+    )
+
+
+def check_some_scored(rollout: Rollout, scores: Scores) -> None:
+    """See that some row of a rollout is scored, or else that a problem of a reward, which was passed over, is why.
+
+    Raises:
+        RewardError: if every reward that has a weight gave None for all rows.
+    """
+    rows = len(rollout.texts)
+    problems = sum(f.value for n, f in scores.figures.items() if n.endswith(("/errors", "/timeouts")))
+    failed = any(c.episode is not None and c.episode.failure is not None for c in rollout.completions)
+    if scores.figures[UNSCORED].value < rows or problems or failed:
+        return
+    raise RewardError(
+        f"some row of a step needs a reward that applies, got None from all of {', '.join(scores.by_name)} for all "
+        f"{rows} rows of step {rollout.batch.step}, the first for the prompt {rollout.batch.prompts[0].text[:120]!r} "
+        f"with the completion {rollout.texts[0][:120]!r}; drop such records from the data, or add a reward that scores "
+        "them"
+    )

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_grpo.records.errors import RewardError
-from tpu_grpo.rewards.batches import Call
-from tpu_grpo.rewards.calling import Caller
+from tpu_grpo.rewards.calling import Call, Caller
 from tpu_grpo.rewards.feed import Task
 from tpu_grpo.rewards.loading import find_reward
 from tpu_grpo.workers.inside import end_with_parent, limit_memory, print_by_line

@@ -291,5 +291,5 @@ def test_a_verifier_decides():
 
 
 def test_it_gets_messages_without_being_told_to():
-    assert load_reward(RewardSpec(name="final_answer"), ("answer",)).call.messages
-    assert not load_reward(RewardSpec(name="exact_answer"), ("answer",)).call.messages
+    assert load_reward(RewardSpec(name="final_answer"), ("answer",)).messages
+    assert not load_reward(RewardSpec(name="exact_answer"), ("answer",)).messages

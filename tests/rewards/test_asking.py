@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from tpu_grpo.rewards.batches import Call, split_rows
+from tpu_grpo.rewards.asking import split_rows
+from tpu_grpo.rewards.calling import Call
 
 
 @pytest.mark.parametrize(
