@@ -28,8 +28,7 @@ from tests.engine.building import (
 )
 from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.engine.engine import Engine, engine_mesh
-from tpu_grpo.engine.options import choose_attention
-from tpu_grpo.records.errors import ConfigError, RequestError, WeightsError
+from tpu_grpo.records.errors import RequestError, WeightsError
 from tpu_grpo.records.stages import Request, SampleKey, SamplingParams
 
 AGREE = 1e-4  # float32, the contract's bound; measured 1e-6 to 5e-6
@@ -68,14 +67,6 @@ def test_greedy_tokens_are_the_trainers_argmax(engine: Engine, model: nnx.Module
 def test_logprobs_are_the_trainers_at_the_temperature(engine: Engine, model: nnx.Module, temperature: float) -> None:
     asked = requests(sampling=SamplingParams(16, temperature=temperature, top_p=0.9, ignore_stop=True))
     assert disagreement(model, asked, engine.generate(asked)) <= AGREE
-
-
-@pytest.mark.slow  # test_families.py has untied heads, test_flash_attention.py wide ones
-def test_untied_and_wide_heads(tmp_path: Path) -> None:
-    directory = write_random_qwen3(tmp_path / "m", tied=False, head_dim=32, kv_heads=4, rope_theta=5e5)
-    asked = requests()
-    model = policy(directory)
-    assert disagreement(model, asked, build_engine(directory, model).generate(asked)) <= AGREE
 
 
 @pytest.mark.slow  # an engine of its own for one repair
@@ -260,12 +251,6 @@ def test_the_largest_request_that_is_accepted_is_served(checkpoint: Path, model:
         engine = build_engine(checkpoint, model, kv_tokens=CONTEXT + max(2, page), page_size=page)
         asked = requests([tuple([3] * (CONTEXT - 16))])
         assert len(engine.generate(asked)[0].token_ids) == 16
-
-
-def test_flash_on_a_cpu_is_refused() -> None:
-    with pytest.raises(ConfigError, match="rollout.attention=flash needs a TPU"):
-        choose_attention("flash", "cpu")
-    assert [choose_attention("auto", platform) for platform in ("cpu", "tpu")] == ["gather", "flash"]
 
 
 def test_wrong_weights_are_refused(engine: Engine) -> None:

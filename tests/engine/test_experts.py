@@ -1,5 +1,10 @@
-"""Our layer of experts against one token at a time in NumPy, on one device and on several."""
+"""Mixture of experts: the layer against one token at a time in NumPy, and the experts that an engine returns against a
+float64 router, under every way that a token is computed."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import jax
@@ -11,12 +16,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from sgl_jax.srt.kernels.fused_moe.v1 import tuned_block_configs
 from sgl_jax.srt.kernels.fused_moe.v1.kernel import FusedMoEBlockConfig
+from sgl_jax.srt.managers.schedule_batch import global_config
 
+from tests.engine.building import SAMPLED, build_engine, engine_options, install, policy, requests
 from tests.engine.interpreter import interpreted_kernels
+from tests.engine.test_replicas import build
+from tests.models.random_checkpoint import write_random
+from tests.models.reference import reference_experts
 from tpu_grpo.engine.engine import engine_mesh
 from tpu_grpo.engine.experts import AXIS, Experts, FusedExperts
-from tpu_grpo.engine.options import Shapes, check_experts, check_tokens
-from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.records.errors import RequestError
+from tpu_grpo.records.stages import Completion, Request, routing_dtype
 
 TOKENS, WIDTH, EXPERTS, PER_TOKEN, HIDDEN = 10, 6, 8, 3, 5
 
@@ -84,12 +94,113 @@ def test_the_fused_kernel_computes_the_same_on_one_device() -> None:
     np.testing.assert_allclose(got, reference(x, weights, chosen, gate, up, down), atol=1e-5)
 
 
-def test_the_fused_kernel_is_refused_where_it_cannot_run() -> None:
-    with pytest.raises(ConfigError, match="rollout.experts=fused needs a TPU, the sampler's devices are cpu; use rag"):
-        check_experts("fused", "cpu")
-    assert [check_experts("fused", "tpu"), check_experts("ragged", "cpu")] == ["fused", "ragged"]
-    check_tokens(Shapes(batch=(8, 64), prefill=(64, 2048), context=128), 8)
-    with pytest.raises(ConfigError, match=r"over the 8 devices of a replica, got \[12\]; set rollout.batch_pad"):
-        check_tokens(Shapes(batch=(8, 12), prefill=(64,), context=128), 8)
-    with pytest.raises(ConfigError, match=r"got \[100\]; set rollout.prefill_tokens to multiples of 8, or rollout.exp"):
-        check_tokens(Shapes(batch=(8,), prefill=(64, 100), context=128), 8)
+# --- the experts that served each token -------------------------------------------------------------------------------
+
+
+SMALL = {"batch_paddings": (8,), "prefill_tokens": 64, "return_experts": True}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of 8 experts, 3 for a token."""
+    return write_random("qwen3_moe", tmp_path_factory.mktemp("experts") / "model", scale=0.3)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> nnx.Module:
+    return policy(checkpoint)
+
+
+def asking(group: int = 3, **sampling: Any) -> list[Request]:
+    return [replace(r, return_experts=True) for r in requests(sampling=replace(SAMPLED, **sampling), group=group)]
+
+
+def sets(experts: np.ndarray) -> np.ndarray:
+    return np.sort(experts, axis=-1)
+
+
+def check_experts(checkpoint: Path, asked: Sequence[Request], completions: Sequence[Completion]) -> None:
+    """Every token that was computed has the experts of the float64 router, and the last sampled one has none."""
+    for request, completion in zip(asked, completions, strict=True):
+        ids = [*request.token_ids, *completion.token_ids][:-1]
+        assert completion.experts is not None
+        assert completion.experts.dtype == np.uint8
+        np.testing.assert_array_equal(sets(completion.experts), sets(reference_experts(checkpoint, np.array([ids]))[0]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"prefill_tokens": 16, "page_size": 4},  # prompts of 37 and 31 tokens are cut
+        pytest.param({"prefix_cache": False}, marks=pytest.mark.slow),
+        pytest.param({"page_size": 16, "max_running_requests": 4}, marks=pytest.mark.slow),
+        pytest.param({"tensor": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_experts_are_those_of_a_float64_router(checkpoint: Path, model: nnx.Module, options: dict[str, Any]) -> None:
+    engine = build_engine(checkpoint, model, **(SMALL | options))
+    asked = asking()
+    completions = engine.generate(asked)
+    assert (max(c.cached_tokens for c in completions) > 0) == options.get("prefix_cache", True)
+    check_experts(checkpoint, asked, completions)
+    again = engine.generate(asked)  # whole prompts are cached now
+    for before, after in zip(completions, again, strict=True):
+        np.testing.assert_array_equal(before.experts, after.experts)
+
+
+@pytest.mark.slow  # test_engine.py retracts
+def test_retraction_changes_no_experts(checkpoint: Path, model: nnx.Module) -> None:
+    with mock.patch.object(global_config, "default_init_new_token_ratio", 0.01):  # so that memory runs out
+        engine = build_engine(checkpoint, model, **SMALL, kv_tokens=120, stop_token_ids=frozenset())
+    asked = asking(ignore_stop=False)
+    completions = engine.generate(asked)
+    assert engine.use.retracted
+    check_experts(checkpoint, asked, completions)
+
+
+def test_new_weights_bring_their_own_experts(checkpoint: Path, model: nnx.Module, tmp_path: Path) -> None:
+    """And a table that kept those of the old weights would not go unnoticed."""
+    other = write_random("qwen3_moe", tmp_path / "other", scale=0.3, seed=5)
+    engine = build_engine(checkpoint, model, **SMALL)
+    asked = asking(1)
+    engine.generate(asked)
+    install(engine, policy(other))
+    check_experts(other, asked, engine.generate(asked))
+    table = engine._scheduler._experts
+    assert table is not None
+    table.forget()
+    with pytest.raises(AssertionError, match="never computed since the cache was emptied"):
+        engine.generate(asked)
+
+
+def test_who_does_not_ask_gets_none(checkpoint: Path, model: nnx.Module) -> None:
+    engine = build_engine(checkpoint, model, **SMALL)
+    mixed = [replace(request, return_experts=index % 2 == 0) for index, request in enumerate(asking(1))]
+    completions = engine.generate(mixed)
+    assert [c.experts is None for c in completions] == [False, True, False, True]
+    check_experts(checkpoint, mixed[::2], completions[::2])
+
+
+def test_an_engine_that_keeps_no_experts_refuses(checkpoint: Path, model: nnx.Module) -> None:
+    engine = build_engine(checkpoint, model, batch_paddings=(8,))
+    assert engine.expert_layout is None
+    with pytest.raises(RequestError, match="request 0: this engine keeps no experts"):
+        engine.generate(asking())
+
+
+@pytest.mark.slow  # tokens of a replica depend on nobody else
+def test_two_replicas_return_the_same(checkpoint: Path, model: nnx.Module) -> None:
+    replicas, _ = build(checkpoint, model, 2, engine_options(**SMALL))
+    asked = asking(2)
+    check_experts(checkpoint, asked, replicas.generate(asked))
+
+
+# --- passing experts between hosts -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("experts", "dtype"), [(8, np.uint8), (255, np.uint8), (256, np.uint16), (512, np.uint16)])
+def test_the_smallest_type_has_room_for_none(experts: int, dtype: type) -> None:
+    assert routing_dtype(experts) == dtype
+    assert np.iinfo(dtype).max >= experts  # experts are counted from 0, so that this one is none

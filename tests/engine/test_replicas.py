@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.engine.building import CONTEXT, PROMPTS, disagreement, engine_options, policy, requests, tokens
 from tests.models.random_checkpoint import write_random, write_random_qwen3
 from tpu_grpo.engine.dealing import Group
-from tpu_grpo.engine.exchange import pack, unpack
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replica, Replicas, idle_share, make_replicas
 from tpu_grpo.engine.scheduler import EngineUse
@@ -66,35 +65,6 @@ def test_three_hosts_of_two_make_no_replica_of_two_hosts() -> None:
 
 
 # --- passing completions between hosts -------------------------------------------------------------------------------
-
-
-def test_completions_survive_being_packed() -> None:
-    rng = np.random.default_rng(0)
-    given = [
-        Completion(
-            rng.integers(0, 2**31 - 1, length).astype(np.int32),
-            -rng.random(length).astype(np.float32) * np.float32(1e-7),
-            "length" if length == 5 else "stop",
-            cached_tokens=length * 100,
-        )
-        for length in (1, 5, 3)
-    ]
-    table = pack(given, rows=4, new_tokens=5)
-    assert (table.shape, table.dtype) == ((4, 3 + 2 * 5), np.int32)
-    found = unpack(table[:3])
-    for before, after in zip(given, found, strict=True):
-        np.testing.assert_array_equal(after.token_ids, before.token_ids)
-        assert after.logprobs.tobytes() == before.logprobs.tobytes()
-        assert (after.finish_reason, after.cached_tokens) == (before.finish_reason, before.cached_tokens)
-        assert after.kept is None
-
-    counted = [replace(c, kept=np.arange(len(c.token_ids), dtype=np.int32) + 7) for c in given]
-    table = pack(counted, rows=4, new_tokens=5, kept=True)
-    assert table.shape == (4, 3 + 3 * 5)
-    for before, after in zip(counted, unpack(table[:3], kept=True), strict=True):
-        np.testing.assert_array_equal(after.token_ids, before.token_ids)
-        assert after.logprobs.tobytes() == before.logprobs.tobytes()
-        np.testing.assert_array_equal(after.kept, before.kept)
 
 
 # --- what replicas did ----------------------------------------------------------------------------------------------

@@ -1,7 +1,10 @@
-"""The rollout stage: groups are passed on when they are whole, and a text is decoded once."""
+"""The rollout stage: groups are passed on when they are whole, and a text is decoded once.
+
+A stream gives the same tokens, and its engine goes on when the reader stops.
+"""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.engine.building import SAMPLED, build_engine, requests
+from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.config.loading import parse_config
+from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.generation import Finished
-from tpu_grpo.engine.sampler import Sampler, impossible
+from tpu_grpo.engine.sampler import Sampler, impossible, stream
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
-from tpu_grpo.records.errors import NonFiniteError
+from tpu_grpo.records.errors import NonFiniteError, RequestError
 from tpu_grpo.records.stages import AnswerMode, Completion, Prompt, PromptBatch, Request
 from tpu_grpo.run.failures import FailureFiles
 
@@ -199,3 +205,76 @@ def test_an_engine_whose_log_probabilities_cannot_be_ends_the_run_and_its_rollou
         sampler.answer(PROMPTS, [AnswerMode(0.0), AnswerMode(1.0)])
     assert saved == [(tmp_path / "non_finite" / "checkpoints", step) for step in (7, 0)]
     assert [file.name for file in path.parent.iterdir()] == ["evaluation.jsonl"]  # the newest only
+
+
+# --- tokens as they come ----------------------------------------------------------------------------------------------
+
+
+QUESTION = tuple(range(5, 15))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    return build_engine(write_random_qwen3(tmp_path_factory.mktemp("model"), scale=0.3), steps_per_launch=4)
+
+
+@pytest.fixture
+def engine(built: Engine) -> Iterator[Engine]:
+    yield built
+    built.forget_prefixes()  # asserts that nothing is left running
+
+
+def test_tokens_come_as_they_are_sampled_and_are_those_of_a_rollout(engine: Engine) -> None:
+    asked = requests(group=2)
+    expected = [completion.token_ids.tolist() for completion in engine.generate(asked)]
+    engine.forget_prefixes()
+    so_far: list[list[int]] = [[] for _ in asked]
+    looks = 0
+    for answers in stream(engine, asked, lambda: False):
+        looks += 1
+        for row, answer in enumerate(answers):
+            assert list(answer.token_ids[: len(so_far[row])]) == so_far[row]
+            assert len(answer.token_ids) - len(so_far[row]) <= 8  # a launch, and one that was made ahead
+            so_far[row] = list(answer.token_ids)
+            assert (answer.completion is not None) == (len(answer.token_ids) == SAMPLED.max_new_tokens)
+    assert so_far == expected
+    assert looks >= 4
+
+
+def test_a_reader_who_cancels_or_leaves_gets_what_there_is_and_the_engine_goes_on(engine: Engine) -> None:
+    asked = requests(group=3)  # 12 requests for 8 rows: some have not been started
+    expected = [completion.token_ids.tolist() for completion in engine.generate(asked)]
+    engine.forget_prefixes()
+    looks: list[int] = []
+    ended = []
+    for answers in stream(engine, asked, lambda: len(looks) >= 3):
+        looks.append(sum(len(answer.token_ids) for answer in answers))
+        ended = answers
+    assert 0 < looks[-1] < 12 * SAMPLED.max_new_tokens
+    for answer, whole in zip(ended, expected, strict=True):
+        assert list(answer.token_ids) == whole[: len(answer.token_ids)]
+    engine.forget_prefixes()
+    for _ in stream(engine, asked, lambda: False):
+        break
+    engine.forget_prefixes()
+    assert [completion.token_ids.tolist() for completion in engine.generate(asked)] == expected
+
+
+def test_a_reader_who_cancels_before_anything_ran_gets_nothing(engine: Engine) -> None:
+    asked = requests([QUESTION])
+    assert [len(answers[0].token_ids) for answers in stream(engine, asked, lambda: True)] == [0]
+
+
+def test_an_engine_for_one_short_answer_takes_the_whole_prompt(engine: Engine) -> None:
+    """The library would put a single token in the place of a prompt that leaves it fewer than seven cache tokens."""
+    sampling = replace(SAMPLED, max_new_tokens=2, temperature=0.0)
+    asked = requests([QUESTION], sampling)
+    small = build_engine(engine.checkpoint, max_running_requests=1, context_tokens=len(QUESTION) + 2)
+    assert small.options.cache_tokens == len(QUESTION) + 2 - 1 + 7
+    [expected] = engine.generate(asked)
+    [found] = small.generate(asked)
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    assert len(found.token_ids) == 2
+    tight = build_engine(engine.checkpoint, max_running_requests=1, kv_tokens=len(QUESTION) + 6)
+    with pytest.raises(RequestError, match="need 17 cache tokens, the cache has 16; raise rollout.kv_tokens"):
+        tight.generate(asked)

@@ -1,6 +1,9 @@
-"""Conversations in the engine: every turn is what a plain request for it would give, and no delay changes a bit."""
+"""Conversations: when rows are due, and what hosts that drive one replica tell each other.
 
-from collections.abc import Sequence
+In an engine every turn is what a plain request for it would give, and no delay changes a bit.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,165 @@ from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.engine.dealing import make_groups
 from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.scheduler import SteppedScheduler
-from tpu_grpo.engine.waves import Waves
-from tpu_grpo.records.errors import RequestError
+from tpu_grpo.engine.waves import WAVE, Limits, Waves
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.records.errors import LockstepError, RequestError
 from tpu_grpo.records.stages import Completion, Request
+
+ROWS = requests(prompts=[(1, 2, 3)], group=4)
+SCRIPTS = [Script((9,), (2, 2), ((5, 6),)), Script((9,), (2, 2), ((7,),)), Script((9,), (2,), ()), Script((9,), (), ())]
+
+
+def turn(*tokens: int) -> Completion:
+    return Completion(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), "length", 0)
+
+
+def scripted() -> ScriptedConversations:
+    return ScriptedConversations(ROWS, SCRIPTS)
+
+
+def ids(wave: dict[int, Request | None]) -> dict[int, tuple[int, ...] | None]:
+    return {row: request and request.token_ids for row, request in wave.items()}
+
+
+def test_rows_come_back_in_order_when_they_are_due() -> None:
+    conversations = scripted()
+    waves = Waves(conversations, Limits(tool_steps=16))
+    assert (waves.out, waves.next_due) == ([], None)
+    waves.begin([2, 0], clock=0)
+    waves.begin([1, 3], clock=5)
+    waves.tell()
+    assert (waves.out, waves.next_due) == ([2, 0, 1, 3], 16)
+    assert waves.take(15) == {}
+    wave = waves.take(20)
+    assert list(wave) == [0, 2]
+    assert ids(wave) == {0: (1, 2, 3, 9), 2: (1, 2, 3, 9)}
+    assert ids(waves.take(21)) == {1: (1, 2, 3, 9), 3: None}
+    result = waves.result(3)
+    assert result is not None
+    assert len(result.token_ids) == 0
+    first = [waves.ended(row, request, turn(30 + row, 40), clock=24) for row, request in wave.items() if request]
+    assert (first, waves.out) == ([True, True], [0, 2])
+    assert [waves.sampled(row) for row in (0, 1, 2)] == [2, 0, 2]
+    assert conversations.played == []  # environments are told later
+    waves.tell()
+    assert [played.row for played in conversations.played] == [0, 2]
+    again = waves.take(40)
+    assert ids(again) == {0: (1, 2, 3, 9, 30, 40, 5, 6), 2: None}
+    assert again[0] is not None
+    assert not waves.ended(0, again[0], turn(8), clock=43)
+    waves.give_up()
+    waves.tell()
+    assert (waves.out, len(conversations.played), waves.sampled(0)) == ([], 2, 3)
+
+
+def test_rows_wait_for_places_in_their_order() -> None:
+    conversations = scripted()
+    waves = Waves(conversations, Limits(tool_steps=16, places=2))
+    assert waves.room == 2
+    waves.begin([3, 2, 0, 1], clock=0)
+    assert (waves.out, waves.more_wait, waves.room) == ([3, 2, 0, 1], True, -2)
+    waves.tell()
+    wave = waves.take(16)
+    assert ids(wave) == {2: (1, 2, 3, 9), 3: None}  # row 3 is over at once, and row 0 begins
+    assert (waves.out, waves.next_due, waves.room) == ([0, 1], 32, -1)
+    assert wave[2] is not None
+    waves.ended(2, wave[2], turn(4), clock=20)
+    waves.tell()
+    assert ids(waves.take(32)) == {0: (1, 2, 3, 9)}
+    assert (waves.out, waves.more_wait) == ([2, 1], True)
+    assert ids(waves.take(36)) == {2: None}
+    assert (waves.out, waves.next_due, waves.more_wait, waves.room) == ([1], 52, False, 0)
+    assert conversations.most_at_once == 2
+
+
+class Answering(Hosts):
+    """Two hosts, of which the other one's parts of exchanges are given."""
+
+    def __init__(self, others: Sequence[Any]):
+        super().__init__()
+        self.members = (0, 1)
+        self.sent: list[bytes] = []
+        self._others = list(others)
+
+    def gather(self, name: str, value: bytes, *, timeout_seconds: float | None = None) -> list[bytes]:
+        del timeout_seconds
+        assert name == "a wave of turns"
+        self.sent.append(value)
+        other = self._others.pop(0)
+        return [value, other(value)]
+
+
+def answer(mine: bytes, requests: Mapping[int, Any]) -> bytes:
+    """The other host's part of a wave, with the digest of this one's."""
+    return WAVE.dump_json((WAVE.validate_json(mine)[0], dict(requests)))
+
+
+def begun(hosts: Hosts) -> Waves:
+    """Of rows 0 and 1 this host has row 0."""
+    waves = Waves(scripted(), Limits(tool_steps=1), host_of=lambda row: row, partners=hosts)
+    waves.begin([0, 1], clock=0)
+    waves.tell()
+    return waves
+
+
+def test_each_host_has_places_for_its_own_rows() -> None:
+    """Rows 0 and 1 are this host's, with a place each; row 2 of the other one needs none, and row 3 waits for row 1."""
+    others = [
+        lambda mine, found=found: WAVE.dump_json((WAVE.validate_json(mine)[0], found)) for found in ({2: None}, {}, {})
+    ]
+    conversations, hosts = scripted(), Answering(others)
+    conversations.unplaced = SCRIPTS[2]
+    waves = Waves(conversations, Limits(tool_steps=1, places=1), host_of=lambda row: row // 2, partners=hosts)
+    assert waves.room == 2
+    waves.begin([0, 2, 1, 3], clock=0)
+    assert waves.room == -1
+    for clock, due in ((1, [0, 2]), (3, [0])):
+        waves.tell()
+        wave = waves.take(clock)
+        assert (list(wave), waves.out, waves.next_due) == (due, [1, 3], None)
+        assert wave[0] is not None
+        waves.ended(0, wave[0], turn(4), clock=clock + 1)
+    waves.tell()
+    assert ids(waves.take(5)) == {0: None}
+    assert (waves.out, waves.next_due, waves.room) == ([1, 3], 6, 0)
+
+
+def test_hosts_tell_each_other_the_requests_of_their_rows() -> None:
+    """A request goes without what its row has in common with what all hosts know of it."""
+    parts = [
+        lambda mine: answer(mine, {1: (0, ROWS[1])}),
+        lambda mine: answer(mine, {1: None}),
+    ]
+    hosts = Answering(parts)
+    waves = begun(hosts)
+    wave = waves.take(1)
+    assert ids(wave) == {0: (1, 2, 3, 9), 1: (1, 2, 3)}
+    for row, request in wave.items():
+        assert request is not None
+        waves.ended(row, request, turn(30 + row, 40), clock=4)
+    waves.tell()
+    assert ids(waves.take(5)) == {0: (1, 2, 3, 9, 30, 40, 5, 6), 1: None}
+    _, short = WAVE.validate_json(hosts.sent[1])
+    assert short[0] == (6, replace(ROWS[0], token_ids=(5, 6), sampling=replace(ROWS[0].sampling, max_new_tokens=2)))
+    assert waves.result(1) is None  # the other host has it
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        lambda mine: WAVE.dump_json(("another digest", {1: (0, ROWS[1])})),
+        lambda mine: answer(mine, {}),
+        lambda mine: answer(mine, {2: (0, ROWS[2])}),
+    ],
+)
+def test_hosts_that_speak_of_other_rows_are_found_out(part: Any) -> None:
+    with pytest.raises(LockstepError, match=r"hosts 0, 1 must have the same turns .* at clock 1; set hosts.check=step"):
+        begun(Answering([part])).take(1)
+
+
+# --- in an engine -----------------------------------------------------------------------------------------------------
+
 
 SMALL: dict[str, Any] = {"context_tokens": 128, "batch_paddings": (8,), "prefill_tokens": 64, "page_size": 1}
 GROUP = 3

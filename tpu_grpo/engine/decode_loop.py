@@ -187,6 +187,7 @@ def decode_loop(
     Returns what was sampled, and the cache, which is updated in place.
     """
     rows = unpack_rows(inputs.rows)
+    batch, most_steps = rows.slots.shape
     stop_ids = jnp.asarray(sorted(stop_token_ids), jnp.int32)
 
     def more(carry: _Carry) -> Bool[Array, ""]:
@@ -210,35 +211,25 @@ def decode_loop(
             cache=cache,
         )
 
-    last = jax.lax.while_loop(more, advance, _start(rows, inputs, cache, experts, filtered))
-    return _output(last), last.cache
-
-
-def _start(
-    rows: LaunchRows, inputs: LaunchInputs, cache: Cache, experts: ExpertLayout | None, filtered: bool
-) -> _Carry:
-    batch, steps = rows.slots.shape
     follows, (token, stopped) = inputs.control[2] > 0, inputs.before
     stopped = follows & (stopped > 0)
-    return _Carry(
+    start = _Carry(
         step=jnp.int32(0),
         token=jnp.where(follows, token, rows.token),
         running=(rows.slots[:, 0] >= 0) & ~stopped,
         stopped=stopped,
         count=jnp.zeros(batch, jnp.int32),
-        tokens=jnp.zeros((steps, batch), jnp.int32),
-        logprobs=jnp.zeros((steps, batch), jnp.float32),
-        experts=None if experts is None else experts.zeros(steps, batch),
-        kept=jnp.zeros((steps, batch), jnp.int32) if filtered else None,
+        tokens=jnp.zeros((most_steps, batch), jnp.int32),
+        logprobs=jnp.zeros((most_steps, batch), jnp.float32),
+        experts=None if experts is None else experts.zeros(most_steps, batch),
+        kept=jnp.zeros((most_steps, batch), jnp.int32) if filtered else None,
         cache=cache,
     )
-
-
-def _output(last: _Carry) -> LaunchOutput:
+    last = jax.lax.while_loop(more, advance, start)
     bits = jax.lax.bitcast_convert_type(last.logprobs, jnp.int32)
     results = jnp.concatenate([last.count[None], last.tokens, bits])
     after = jnp.stack([last.token, last.stopped.astype(jnp.int32)])
-    return LaunchOutput(results, last.experts, after, last.kept)
+    return LaunchOutput(results, last.experts, after, last.kept), last.cache
 
 
 def _step_inputs(carry: _Carry, rows: LaunchRows, metadata: Any, attention: AttentionMode) -> StepInputs:

@@ -15,16 +15,19 @@ The experts of a row's tokens are packed apart, because they are many: ``S * lay
 the bits of int32, which every device stores without padding.
 """
 
-import pickle
+import base64
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int
 
 from tpu_grpo.engine.experts import ExpertLayout
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.records.episode import Branch, Episode, Failure, KeptEnvironment, Turn
 from tpu_grpo.records.stages import Completion, FinishReason, Request
 
 PIECE_BYTES = 64 * 2**20
@@ -157,9 +160,11 @@ def exchange_conversations(own: Mapping[int, Completion], count: int, hosts: Hos
     """Gather ``count`` completions with all that they hold, in the order of the requests; each is on one host."""
     if hosts.count == 1:
         return [own[index] for index in range(count)]
-    data = pickle.dumps(sorted(own.items()))
+    data = encode_completions(own)
     sizes = [int(size) for size in hosts.gather("how large conversations are", str(len(data)).encode())]
-    piece, buffers = _piece_bytes(max(sizes), hosts.count), [bytearray() for _ in sizes]
+    most = 2 ** ((PIECE_BYTES // hosts.count).bit_length() - 1)  # so that all hosts together send PIECE_BYTES at most
+    piece = max(FEWEST_BYTES, min(most, 2 ** max(0, max(sizes) - 1).bit_length()))
+    buffers = [bytearray() for _ in sizes]
     for start in range(0, max(sizes), piece):
         part = data[start : start + piece].ljust(piece, b"\0")
         tables = hosts.gather_array("conversations", np.frombuffer(part, np.int32))  # which no device pads
@@ -167,11 +172,57 @@ def exchange_conversations(own: Mapping[int, Completion], count: int, hosts: Hos
             buffer += table.tobytes()
     found: dict[int, Completion] = {}
     for buffer, size in zip(buffers, sizes, strict=True):
-        found |= pickle.loads(memoryview(buffer)[:size])
+        found |= decode_completions(buffer[:size])
     return [found[index] for index in range(count)]
 
 
-def _piece_bytes(largest: int, hosts: int) -> int:
-    """Return a power of 2: what one host sends at a time, so that all of them together send PIECE_BYTES at most."""
-    most = 2 ** ((PIECE_BYTES // hosts).bit_length() - 1)
-    return max(FEWEST_BYTES, min(most, 2 ** max(0, largest - 1).bit_length()))
+def encode_completions(own: Mapping[int, Completion]) -> bytes:
+    """Write completions, with all that they hold, by index as JSON; arrays and bytes are in base 64."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return [value.dtype.str, value.shape, plain(value.tobytes())]
+        if isinstance(value, bytes):
+            return base64.b64encode(value).decode()
+        assert is_dataclass(value), f"conversations hold records, arrays and JSON, got {type(value).__name__}"
+        return vars(value)
+
+    return json.dumps(sorted(own.items()), default=plain).encode()
+
+
+def decode_completions(data: bytes | bytearray) -> dict[int, Completion]:
+    """Read what ``encode_completions`` wrote."""
+    return {index: _completion(given) for index, given in json.loads(data)}
+
+
+def _completion(given: dict[str, Any]) -> Completion:
+    arrays = {name: _array(given[name]) for name in ("token_ids", "logprobs", "experts", "kept", "sampled")}
+    episode: Any = given["episode"] and _episode(given["episode"])
+    return Completion(**given | arrays | {"episode": episode})
+
+
+def _episode(given: dict[str, Any]) -> Episode:
+    kept = given["kept"]
+    if kept is not None:
+        attributes = {name: base64.b64decode(value) for name, value in kept["attributes"].items()}
+        kept = KeptEnvironment(**kept | {"attributes": attributes})
+    return Episode(
+        **given
+        | {
+            "branches": tuple(
+                Branch(**branch | {"prompt": tuple(branch["prompt"]), "experts": _array(branch["experts"])})
+                for branch in given["branches"]
+            ),
+            "turns": tuple(Turn(**turn | {"calls": tuple(turn["calls"])}) for turn in given["turns"]),
+            "messages": tuple(given["messages"]),
+            "failure": given["failure"] and Failure(**given["failure"]),
+            "kept": kept,
+        }
+    )
+
+
+def _array(given: list[Any] | None) -> Any:
+    if given is None:
+        return None
+    dtype, shape, data = given
+    return np.frombuffer(base64.b64decode(data), np.dtype(dtype)).reshape(shape).copy()

@@ -158,18 +158,13 @@ class BlockedFlashAttention(FlashAttention):
         token_to_kv_pool: MHATokenToKVPool,
         **_: Any,
     ) -> tuple[Float[Array, "T heads"], Array]:
-        """Attend, and write the new keys and values into the cache.
+        """Attend, and write the new keys and values into the cache; each device runs the kernel with its own heads.
 
         Returns:
             The output [T, H D] and the layer's cache.
         """
         cache = token_to_kv_pool.get_fused_kv_buffer(layer.layer_id)
         k, v = (encode(new, cache.dtype) for new in (k, v))
-        output, cache = self._attend(q.astype(jnp.float32), k, v, cache, layer)
-        return output.reshape(len(q), -1).astype(q.dtype), cache
-
-    def _attend(self, q: Array, k: Array, v: Array, cache: Array, layer: RadixAttention) -> tuple[Array, Array]:
-        """Run the kernel on each device with the heads that it has."""
         by_head, cached, by_row = P("data", "tensor", None), P("data", None, "tensor", None, None), P("data")
         tensor, found = self.mesh.shape["tensor"], self.forward_metadata
         blocks = choose_blocks(
@@ -204,8 +199,11 @@ class BlockedFlashAttention(FlashAttention):
             out_specs=(by_head, cached),
             check_vma=False,
         )
-        q, k, v = (jax.sharding.reshard(x, by_head) for x in (q, k, v))  # a single head is split by width as it comes
-        return attend(q, k, v, cache, *(jax.sharding.reshard(array, by_row) for array in metadata))
+        # a single head is split by width as it comes
+        queries, k, v = (jax.sharding.reshard(x, by_head) for x in (q.astype(jnp.float32), k, v))
+        given = (jax.sharding.reshard(array, by_row) for array in metadata)
+        output, cache = attend(queries, k, v, cache, *given)
+        return output.reshape(len(q), -1).astype(q.dtype), cache
 
 
 # --- blocks, and what the kernel cannot take --------------------------------------------------------------------------

@@ -117,8 +117,10 @@ class Generation:
             if self._waves is None:
                 self._keep(index, turn)
             else:
-                first = self._waves.ended(index, row.request, turn, self.clock)
-                use.count_turn(len(row.request.token_ids), turn.cached_tokens, first=first)
+                use.turns += 1
+                if not self._waves.ended(index, row.request, turn, self.clock):
+                    use.later_tokens += len(row.request.token_ids)
+                    use.later_cached += turn.cached_tokens
         going_on = self._prepare(until, wait=wait)
         if going_on and not self._late:
             self._start(None if until is None else until - self.clock)

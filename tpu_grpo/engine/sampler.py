@@ -191,7 +191,18 @@ class Sampler:
         """
         start = time.perf_counter()
         self._engines.forget_prefixes()
-        requests = [self._answers(prompt, index, mode) for mode in modes for index, prompt in enumerate(prompts)]
+        requests = [
+            [
+                Request(
+                    prompt.token_ids,
+                    SamplingParams(self._sampling.max_new_tokens, mode.temperature),
+                    SampleKey(self._seed, 0, index, EVALUATION_SAMPLE + sample),
+                )
+                for sample in range(mode.samples)
+            ]
+            for mode in modes
+            for index, prompt in enumerate(prompts)
+        ]
         count = len(prompts)
 
         def pass_on(group: int, completions: Sequence[Completion], texts: Sequence[str]) -> None:
@@ -225,11 +236,6 @@ class Sampler:
             return tuple(self._engines.generate(requests, finished, known, conversations))
         finally:
             conversations.close()
-
-    def _answers(self, prompt: Prompt, index: int, mode: AnswerMode) -> list[Request]:
-        sampling = SamplingParams(self._sampling.max_new_tokens, mode.temperature)
-        keys = (SampleKey(self._seed, 0, index, EVALUATION_SAMPLE + sample) for sample in range(mode.samples))
-        return [Request(prompt.token_ids, sampling, key) for key in keys]
 
     def _check(self, step: int, prompts: Sequence[Prompt], completions: tuple[Completion, ...]) -> None:
         """See that all log-probabilities can be, or keep what was sampled and raise what says so."""

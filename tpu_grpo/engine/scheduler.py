@@ -19,7 +19,6 @@ import jax
 import numpy as np
 from jax.profiler import TraceAnnotation
 from jax.sharding import Mesh
-from jaxtyping import Int
 from sgl_jax.srt.managers.communication import CommunicationBackend
 from sgl_jax.srt.managers.io_struct import TokenizedGenerateReqInput
 from sgl_jax.srt.managers.schedule_batch import FINISH_LENGTH, Req, ScheduleBatch
@@ -129,20 +128,6 @@ class EngineUse:
         with TraceAnnotation(what):
             yield
         setattr(self, what, getattr(self, what) + time.perf_counter() - start)
-
-    def count_launch(self, counts_b: Int[np.ndarray, " b"], places: int) -> None:
-        """Add a launch of decode steps that sampled so many tokens of each row, with ``places`` rows at once."""
-        steps = int(counts_b.max())
-        self.launches += 1
-        self.steps += steps
-        self.tokens += int(counts_b.sum())
-        self.places += steps * places
-
-    def count_turn(self, prompt_tokens: int, cached_tokens: int, *, first: bool) -> None:
-        """Add a turn that has ended, and how much of its prompt was cached."""
-        self.turns += 1
-        self.later_tokens += 0 if first else prompt_tokens
-        self.later_cached += 0 if first else cached_tokens
 
     def __sub__(self, before: "EngineUse") -> "EngineUse":
         return EngineUse(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})
@@ -390,8 +375,12 @@ class SteppedScheduler(QuietScheduler):
         else:
             sampled = Sampled.of_launch(output.results, reservation.columns, output.kept)
             keep(batch, reservation, sampled.count)
-            self.use.count_launch(sampled.count, self.max_running_requests)
-            for _ in range(int(sampled.count.max()) - 1):  # as the library does after single steps
+            steps = int(sampled.count.max())
+            self.use.launches += 1
+            self.use.steps += steps
+            self.use.tokens += int(sampled.count.sum())
+            self.use.places += steps * self.max_running_requests
+            for _ in range(steps - 1):  # as the library does after single steps
                 self.new_token_ratio = max(self.new_token_ratio - self.new_token_ratio_decay, self.min_new_token_ratio)
         if self._experts is not None and output.experts is not None:
             self._experts.store(*computed_experts(batch, reservation, sampled.count, output.experts))

@@ -16,17 +16,21 @@ rows to the others, in one exchange a wave, and all see that they speak of the s
 """
 
 import hashlib
-import pickle
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+from pydantic import TypeAdapter
 
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import LockstepError
 from tpu_grpo.records.stages import Completion, Prompt, Request
+
+WAVE = TypeAdapter(tuple[str, dict[int, tuple[int, Request] | None]])
+"""What hosts tell each other in JSON: the digest of a wave, and by row how many tokens its request has in common with
+its past, and the request without them; None for a conversation that is over."""
 
 
 class Conversations(Protocol):
@@ -257,8 +261,8 @@ class Waves:
         """
         digest = self._digest(clock, rows)
         short = {row: request and _without(request, self._pasts.get(row, ())) for row, request in mine.items()}
-        parts = partners.gather("a wave of turns", pickle.dumps((digest, short)))
-        answers: list[tuple[str, dict[int, tuple[int, Request] | None]]] = [pickle.loads(part) for part in parts]
+        parts = partners.gather("a wave of turns", WAVE.dump_json((digest, short)))
+        answers = [WAVE.validate_json(part) for part in parts]
         found: dict[int, Request | None] = {}
         for _, requests in answers:
             for row, sent in requests.items():

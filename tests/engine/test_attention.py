@@ -14,15 +14,13 @@ from flax import nnx
 from sgl_jax.srt.kernels.ragged_paged_attention.ragged_paged_attention_v3 import ragged_paged_attention
 from sgl_jax.srt.managers.schedule_batch import global_config
 
-from tests.engine.building import PROMPTS, build_engine, disagreement, engine_options, policy, requests, tokens
+from tests.engine.building import PROMPTS, build_engine, disagreement, policy, requests, tokens
 from tests.engine.interpreter import interpreted_kernels
 from tests.engine.test_gather_attention import plain_attention
 from tests.models.random_checkpoint import write_random_qwen3
-from tpu_grpo.config import parse_config
 from tpu_grpo.engine.attention import FP8, INT8, KVDtype, bits_of, cache_width, decode, encode
 from tpu_grpo.engine.flash_attention import check_fp8, choose_blocks
 from tpu_grpo.engine.gather_attention import Scoring, decode_attention, write_cache
-from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import SamplingParams
 
@@ -215,26 +213,6 @@ def test_flash_samples_what_gather_does_in_fp8(
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("attention", "kv_dtype", "platform", "said"),
-    [
-        ("native", "fp8", "cpu", "rollout.kv_dtype=fp8 needs rollout.attention=flash or gather, got native"),
-        ("native", "int8", "cpu", "rollout.kv_dtype=int8 needs rollout.attention=flash or gather, got native"),
-        ("auto", "int8", "tpu", "int8 needs rollout.attention=gather, got flash, .*; use rollout.kv_dtype=fp8, or"),
-    ],
-)
-def test_attention_that_cannot_read_it_is_refused(attention: str, kv_dtype: str, platform: str, said: str) -> None:
-    config = parse_config({"rollout": {"attention": attention, "kv_dtype": kv_dtype}})
-    with pytest.raises(ConfigError, match=said):
-        EngineOptions.from_config(config, [1], replicas=1, platform=platform)
-
-
-def test_options_take_it_from_the_config() -> None:
-    assert engine_options().kv_dtype == "auto"
-    config = parse_config({"rollout": {"kv_dtype": "int8"}})
-    assert EngineOptions.from_config(config, [1], replicas=1, platform="cpu").kv_dtype == "int8"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,129 @@
+"""Sizes and settings of an engine: shapes and lengths of launches by hand, and what is refused before it is built."""
+
+import pytest
+
+from tests.engine.building import (
+    engine_options,
+)
+from tpu_grpo.config import parse_config
+from tpu_grpo.engine.options import (
+    EngineOptions,
+    Shapes,
+    check_experts,
+    check_tokens,
+    choose_attention,
+    choose_steps,
+    ladder,
+    pad_to,
+    rows_left,
+    splits_vocabulary,
+)
+from tpu_grpo.records.errors import ConfigError
+
+
+def test_ladders_by_hand() -> None:
+    assert ladder(8, 50, 2) == (8, 16, 32, 50)
+    assert ladder(64, 64, 4) == (64,)
+    assert ladder(64, 16, 4) == (16,)
+
+
+def test_shapes_of_a_run() -> None:
+    shapes = engine_options(context_tokens=286, page_size=16, max_running_requests=24, prefill_tokens=2048).shapes
+    assert (shapes.batch, shapes.prefill, shapes.context) == ((8, 16, 24), (64, 256, 1024, 2048), 288)
+    given = engine_options(
+        context_tokens=9, page_size=1, max_running_requests=24, prefill_tokens=8, batch_paddings=(4, 24, 100)
+    ).shapes
+    assert (given.batch, given.prefill, given.context) == ((4, 24), (24,), 9)  # a step of 24 rows needs 24 tokens
+
+
+def test_padding_takes_the_first_rung_that_holds() -> None:
+    assert [pad_to((8, 16, 50), n) for n in (1, 8, 9, 50)] == [8, 8, 16, 50]
+    with pytest.raises(ValueError, match="51 is beyond the largest compiled size 50"):
+        pad_to((8, 16, 50), 51)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "platform", "steps"),
+    [
+        (1.2, "tpu", 32),  # 1.2 ms a step; 42 would take 50 ms
+        (4, "tpu", 16),  # 4 ms: 12.5
+        (6.25, "tpu", 8),  # exactly 8
+        (16, "tpu", 4),
+        (60, "tpu", 4),
+        (0.001, "cpu", 32),
+        (0.2, "cpu", 8),  # 10 ms: 5
+    ],
+)
+def test_smaller_models_get_longer_launches(gigabytes: float, platform: str, steps: int) -> None:
+    assert choose_steps(int(gigabytes * 1e9), platform) == steps
+
+
+@pytest.mark.parametrize(
+    ("rows", "waiting", "left"),
+    [
+        (50, False, 32),  # 32 rows fit a smaller program
+        (32, False, 16),
+        (9, False, 8),
+        (8, False, 0),
+        (8, True, 7),  # a place for one
+        (50, True, 47),  # 3 of 50
+        (33, True, 32),
+    ],
+)
+def test_a_launch_ends_when_rows_fit_a_smaller_program_or_places_are_free(rows: int, waiting: bool, left: int) -> None:
+    assert rows_left((8, 16, 32, 50), rows, waiting=waiting) == left
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "vocabulary", "tensor", "split"),
+    [
+        (None, 151_936, 8, True),
+        (None, 151_936, 3, False),
+        (True, 151_936, 64, True),
+        (False, 151_936, 8, False),
+        (None, 300, 1, False),
+        (True, 300, 1, False),  # nothing to split
+    ],
+)
+def test_a_vocabulary_is_split_where_it_divides(asked: bool | None, vocabulary: int, tensor: int, split: bool) -> None:
+    assert splits_vocabulary(asked, vocabulary, tensor) is split
+
+
+def test_flash_on_a_cpu_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rollout.attention=flash needs a TPU"):
+        choose_attention("flash", "cpu")
+    assert [choose_attention("auto", platform) for platform in ("cpu", "tpu")] == ["gather", "flash"]
+
+
+@pytest.mark.parametrize(
+    ("attention", "kv_dtype", "platform", "said"),
+    [
+        ("native", "fp8", "cpu", "rollout.kv_dtype=fp8 needs rollout.attention=flash or gather, got native"),
+        ("native", "int8", "cpu", "rollout.kv_dtype=int8 needs rollout.attention=flash or gather, got native"),
+        ("auto", "int8", "tpu", "int8 needs rollout.attention=gather, got flash, .*; use rollout.kv_dtype=fp8, or"),
+    ],
+)
+def test_attention_that_cannot_read_it_is_refused(attention: str, kv_dtype: str, platform: str, said: str) -> None:
+    config = parse_config({"rollout": {"attention": attention, "kv_dtype": kv_dtype}})
+    with pytest.raises(ConfigError, match=said):
+        EngineOptions.from_config(config, [1], replicas=1, platform=platform)
+
+
+def test_options_take_it_from_the_config() -> None:
+    assert engine_options().kv_dtype == "auto"
+    config = parse_config({"rollout": {"kv_dtype": "int8"}})
+    assert EngineOptions.from_config(config, [1], replicas=1, platform="cpu").kv_dtype == "int8"
+
+
+def test_the_fused_kernel_is_refused_where_it_cannot_run() -> None:
+    with pytest.raises(ConfigError, match="rollout.experts=fused needs a TPU, the sampler's devices are cpu; use rag"):
+        check_experts("fused", "cpu")
+    assert [check_experts("fused", "tpu"), check_experts("ragged", "cpu")] == ["fused", "ragged"]
+    check_tokens(Shapes(batch=(8, 64), prefill=(64, 2048), context=128), 8)
+    with pytest.raises(ConfigError, match=r"over the 8 devices of a replica, got \[12\]; set rollout.batch_pad"):
+        check_tokens(Shapes(batch=(8, 12), prefill=(64,), context=128), 8)
+    with pytest.raises(ConfigError, match=r"got \[100\]; set rollout.prefill_tokens to multiples of 8, or rollout.exp"):
+        check_tokens(Shapes(batch=(8,), prefill=(64, 100), context=128), 8)
