@@ -8,7 +8,7 @@ things differ: ``rollout_engine`` is a `RolloutAdapter` around engines that samp
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +22,8 @@ from tpu_grpo.learner import parameters
 from tpu_grpo.learner.agreement import agreement_metrics
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.run.meshes import build_meshes
-from tpu_grpo.run.parts import open_engines, open_model, token_id
+from tpu_grpo.run.model_files import open_model
+from tpu_grpo.run.parts import open_engines
 from tpu_grpo.tunix_loop.adapter import RolloutAdapter
 from tpu_grpo.tunix_loop.cluster import Cluster
 from tpu_grpo.tunix_loop.learner import EngineGrpoLearner, GrpoAlgorithmConfig
@@ -69,7 +70,7 @@ def main(overrides: Sequence[str]) -> None:
         engine = open_engines(config, hosts, checkpoint, tokenizer, meshes, environments=None)
         engine.install(parameters(model))
         engine.replicas.compile_all()
-        pad_id, eos_id = token_id(tokenizer.pad_token_id), token_id(tokenizer.eos_token_id)
+        pad_id, eos_id = cast(int, tokenizer.pad_token_id), cast(int, tokenizer.eos_token_id)
         rollout: Any = functools.partial(RolloutAdapter, engine=engine, pad_id=pad_id, eos_id=eos_id)
         cluster = Cluster(
             actor=model,

@@ -19,7 +19,7 @@ from tpu_grpo import api
 from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import Hosts, StopRequest, Watch
 from tpu_grpo.records import errors, stages
-from tpu_grpo.run.data import OpenData
+from tpu_grpo.run.inputs import Inputs
 
 
 def modules_after(code: str, tmp_path: Path) -> set[str]:
@@ -105,9 +105,9 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_train_starts_as_the_command_does(joined: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     config, asked = tpu_grpo.parse_config({}), lambda: True
 
-    def train(given: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, data: OpenData) -> dict[str, Any]:
+    def train(given: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, inputs: Inputs) -> dict[str, Any]:
         assert (given, hosts.count, stop.asked) == (config, 1, True)
-        assert data.prompts.size == 7588
+        assert inputs.prompts.size == 7588
         joined.append("train")
         return {"steps": 3}
 

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.cli.on_end import PeopleTold
-from tpu_grpo.cli.starting import joined_hosts, opened_data, prepare
+from tpu_grpo.cli.starting import joined_hosts, prepare
 from tpu_grpo.config import RunConfig
-from tpu_grpo.hosts import Hosts, StopRequest, Watch
+from tpu_grpo.hosts import Hosts, StopRequest, Watch, announce
 
 if TYPE_CHECKING:
     from tpu_grpo.rewards import GivenReward
@@ -59,15 +59,18 @@ def train(
 
         config = with_rewards(config, rewards)
     with PeopleTold(config) as told, start(config) as (hosts, watch):
-        from tpu_grpo.run.earlier import finished
+        from tpu_grpo.run.directory import look
+        from tpu_grpo.run.inputs import open_inputs
 
-        if (summary := finished(config, hosts)) is not None:
-            return summary
+        earlier = look(config, hosts)
+        if earlier.summary is not None:
+            return earlier.summary
         told.begin(hosts)
-        data = opened_data(config, hosts, announced=True)
+        earlier.refuse()
+        inputs = open_inputs(config, lambda: announce(hosts, "checking the data"))
         from tpu_grpo.run import pipeline
 
-        return pipeline.train(config, hosts, watch, StopRequest(stop_requested), data)
+        return pipeline.train(config, hosts, watch, StopRequest(stop_requested), inputs)
 
 
 @contextmanager

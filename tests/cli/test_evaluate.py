@@ -16,7 +16,7 @@ from tpu_grpo.observe.evaluation import Estimate, Evaluation
 from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError
 from tpu_grpo.run import pipeline
 from tpu_grpo.run.pipeline import train
-from tpu_grpo.run.saved import Chosen, choose
+from tpu_grpo.run.policies import Chosen, choose
 
 EVALUATION = {"path": "held.jsonl", "prompts": 6, "samples": 4, "k": [1, 4], "every": 1}
 REWARDS = [{"name": "rewards.py:ascii_share", "workers": 0}, {"name": "exact_answer"}]

@@ -20,7 +20,7 @@ from tpu_grpo.cli.train import closing_lines, help_text, main
 from tpu_grpo.config import OptimizerRule, RunConfig, SourceSpec, load_config
 from tpu_grpo.hosts import Hosts, StopRequest, Watch
 from tpu_grpo.records import errors
-from tpu_grpo.run.data import OpenData
+from tpu_grpo.run.inputs import Inputs
 from tpu_grpo.run.lock import RunLock
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ def test_what_is_wrong_with_paths_is_said_before_jax_is_imported(tmp_path: Path,
     assert done.returncode == 2
     assert "DataError: data.path: data file not found: nosuch.jsonl" in done.stderr
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "tpu_grpo.run.early" in imported
+    assert "tpu_grpo.run.inputs" in imported
     assert {name.partition(".")[0] for name in imported} & (HEAVY - {"numpy"}) == set()
     assert list(tmp_path.iterdir()) == []
 
@@ -204,7 +204,7 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., dict[st
 
 
 def raising(error: BaseException) -> Callable[..., dict[str, Any]]:
-    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, data: OpenData) -> dict[str, Any]:
+    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, inputs: Inputs) -> dict[str, Any]:
         raise error
 
     return train
@@ -266,9 +266,9 @@ def test_training_gets_the_config_and_ends_with_what_it_came_to(
 ) -> None:
     given: list[RunConfig] = []
 
-    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, data: OpenData) -> dict[str, Any]:
+    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, inputs: Inputs) -> dict[str, Any]:
         given.append(config)
-        assert data.prompts.size == 7588
+        assert inputs.prompts.size == 7588
         assert not stop.asked
         return {"steps": 3, "rewards/first_mean": 0.25, "rewards/last_mean": 0.5}
 
@@ -288,7 +288,7 @@ def test_what_the_user_set_for_the_platform_is_kept(pipeline: Any, monkeypatch: 
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     seen: dict[str, str] = {}
 
-    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, data: OpenData) -> dict[str, Any]:
+    def train(config: RunConfig, hosts: Hosts, watch: Watch, stop: StopRequest, inputs: Inputs) -> dict[str, Any]:
         seen.update({name: os.environ[name] for name in ("JAX_PLATFORMS", "HF_HUB_OFFLINE")})
         return {"steps": 0}
 

@@ -22,7 +22,7 @@ from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.records.errors import NonFiniteError, RequestError
 from tpu_grpo.records.stages import AnswerMode, Completion, Prompt, PromptBatch, Request
-from tpu_grpo.run.failures import FailureFiles
+from tpu_grpo.run.non_finite import FailureFiles
 
 
 def letter(row: int) -> Completion:

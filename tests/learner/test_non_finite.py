@@ -21,7 +21,7 @@ from tpu_grpo.learner.entropy import EntropyControl
 from tpu_grpo.learner.failed import FailedUpdate, pass_arrays, placed_pass
 from tpu_grpo.records.errors import ConfigError, DataError, NonFiniteError
 from tpu_grpo.records.stages import ScoredRollout
-from tpu_grpo.run.failures import FailureFiles, read_update
+from tpu_grpo.run.non_finite import FailureFiles, read_update
 
 BAD = [{"value": np.nan}, {"value": np.inf}, {"value": 1e30}, {"loss": np.nan}, {"loss": -np.inf}]
 """What a parameter's gradient or the loss is; the square of 1e30 is more than float32 holds."""

@@ -15,7 +15,7 @@ from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.tokenizers import load_tokenizer
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.run.exporting import Policy
-from tpu_grpo.run.parts import with_adapters
+from tpu_grpo.run.policies import with_adapters
 
 TOKENS_BT = np.random.default_rng(0).integers(2, 264, (2, 12))
 LORA = {"rank": 3, "alpha": 6.0}

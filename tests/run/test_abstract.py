@@ -18,7 +18,7 @@ from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.engines import build_weight_sync
 from tpu_grpo.run.meshes import build_meshes
-from tpu_grpo.run.parts import with_adapters
+from tpu_grpo.run.policies import with_adapters
 
 
 def run_of(directory: Path, **settings: Any) -> RunConfig:

@@ -19,8 +19,7 @@ import pytest
 
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.run import lock as lock_module
-from tpu_grpo.run.lock import RunLock, holder
-from tpu_grpo.run.owner import Owner, read_owner
+from tpu_grpo.run.lock import Owner, RunLock, holder, read_owner
 
 HOLD = """
 import sys, time

@@ -21,17 +21,17 @@ def test_engines_stop_where_turns_end(tmp_path: Path, monkeypatch: pytest.Monkey
     """A base model of Qwen's ends its texts with <|endoftext|>, and the chat template its turns with <|im_end|>."""
     asked: list[Any] = []
 
-    def options(config: Any, meshes: Any, stop_ids: Any) -> None:
+    def options(config: Any, stop_ids: Any, **_: Any) -> None:
         asked.append(list(stop_ids))
         raise Built
 
-    monkeypatch.setattr(parts, "engine_options", options)
+    monkeypatch.setattr(parts.EngineOptions, "from_config", options)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 3}))
     checkpoint: Any = SimpleNamespace(directory=tmp_path)
     base: Any = tokenizer("qwen2_5")
     monkeypatch.setitem(base._special_tokens_map, "eos_token", "<|endoftext|>")
     config = parse_config({"environment": {"name": "guessing"}, "rewards": [{"name": "environment"}]})
-    nowhere: Any = None
+    nowhere: Any = SimpleNamespace(replicas=1, platform="cpu")
     for each in (parse_config({}), config):
         with pytest.raises(Built):
             parts.open_engines(each, Hosts(), checkpoint, base, nowhere, None)

@@ -11,11 +11,12 @@ import pytest
 
 from tests.learner.test_signal import scored_of
 from tests.learner.toy import make_config, make_learner
+from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import parse_config
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import ScoredRollout, Scores
+from tpu_grpo.run.inputs import open_inputs
 from tpu_grpo.run.task import Task, _check_token_rewards, open_task
 
 REWARD = """
@@ -37,7 +38,7 @@ def open_with(directory: Path, **algorithm: Any) -> Task:
             "evaluation": {"prompts": 8},
         }
     )
-    return open_task(config, build_byte_tokenizer(), Hosts())
+    return open_task(config, open_inputs(config), open_algorithm(config.algorithm), Hosts())
 
 
 def test_one_ratio_for_a_whole_completion_is_refused(tmp_path: Path) -> None:
@@ -59,7 +60,7 @@ def test_one_ratio_for_a_whole_completion_does_not_go_with_advantages_of_turns()
         config = parse_config({"environment": environment, "algorithm": algorithm})
         message = "over all tokens of a completion what environment.turn_credit=turn gives those of a turn, because"
         with pytest.raises(ConfigError, match=message) if refused else nullcontext():
-            _check_token_rewards(config, rewards)
+            _check_token_rewards(config, rewards, open_algorithm(config.algorithm))
 
 
 def test_advantages_take_rewards_of_completions_one_by_one_without_those_of_tokens(tmp_path: Path) -> None:

@@ -41,9 +41,6 @@ def show(config: RunConfig, console: Console, options: argparse.Namespace) -> No
         TpuGrpoError: for data, templates or a tokenizer that do not fit.
     """
     prepare(config)
-    from tpu_grpo.run.early import check_inputs
-
-    check_inputs(config)
     from tpu_grpo.cli.preview import open_preview, shown_value
 
     preview = open_preview(config)

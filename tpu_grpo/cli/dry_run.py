@@ -1,36 +1,32 @@
 """Checks a run without generating a token, for ``--dry-run``."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from tpu_grpo.algorithms import notices, objective_line, open_algorithm
 from tpu_grpo.config import BUILTIN, RunConfig
 from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
-from tpu_grpo.run.data import OpenData
+from tpu_grpo.run.inputs import Inputs, open_inputs
 from tpu_grpo.run.meshes import build_meshes
-from tpu_grpo.run.model import check_checkpoint, open_tokenizer
-from tpu_grpo.run.parts import token_id
 from tpu_grpo.run.task import open_task
 
 
-def check(config: RunConfig, devices: Sequence[Any] | None = None, data: OpenData | None = None) -> list[str]:
+def check(config: RunConfig, devices: Sequence[Any] | None = None, inputs: Inputs | None = None) -> list[str]:
     """Check everything that can be checked without generating a token, and return what was found as lines of text.
 
-    ``devices`` are those of the run; when None they are this machine's, or those of all hosts. ``data`` is what of it
-    is open already.
+    ``devices`` are those of the run; when None they are this machine's, or those of all hosts. ``inputs`` is what the
+    run reads, if it is open already.
 
     Raises:
         TpuGrpoError: for the first thing that cannot work.
     """
-    algorithm = open_algorithm(config.algorithm)
-    check_checkpoint(config)
-    tokenizer = open_tokenizer(config)
-    with open_abstract_checkpoint(config) as checkpoint:
+    algorithm, inputs = open_algorithm(config.algorithm), inputs or open_inputs(config)
+    with open_abstract_checkpoint(config, inputs.checkpoint) as checkpoint:
         meshes = build_meshes(config, checkpoint, devices)
-        run = AbstractRun(config, checkpoint, meshes, [token_id(tokenizer.eos_token_id)])
-        task, options = open_task(config, tokenizer, Hosts(), data), run.options
+        run = AbstractRun(config, checkpoint, meshes, [cast(int, inputs.tokenizer.eos_token_id)])
+        task, options = open_task(config, inputs, algorithm, Hosts()), run.options
         origin = ", built in, taught on first use" if config.model.path.startswith(BUILTIN) else ""
         held_out = "none" if task.held_out is None else f"{len(task.held_out.prompts)} prompts"
         moved, *kinds = run.sync.describe()

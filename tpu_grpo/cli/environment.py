@@ -76,13 +76,15 @@ def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> N
         both = " and ".join(name for name, is_given in given.items() if is_given)
         raise ConfigError(f"turns come from a file, from a function or from the model, got {both}; drop one")
     prepare(config)
+    from tpu_grpo.algorithms import open_algorithm
     from tpu_grpo.cli.playing import Game, policy_of_file, policy_of_function
     from tpu_grpo.hosts import Hosts
-    from tpu_grpo.run.model import open_tokenizer
+    from tpu_grpo.run.inputs import open_inputs
     from tpu_grpo.run.task import open_task
 
-    tokenizer = open_tokenizer(config)
-    with closing(open_task(config, tokenizer, Hosts())) as task:
+    inputs = open_inputs(config)
+    tokenizer = inputs.tokenizer
+    with closing(open_task(config, inputs, open_algorithm(config.algorithm), Hosts())) as task:
         assert task.environments is not None
         prompt = _recorded(task.prompts, options.record)
         with closing(Game(config, prompt, task.environments, tokenizer, options.record)) as game:

@@ -22,7 +22,7 @@ from tpu_grpo.records.errors import ConfigError
 
 if TYPE_CHECKING:
     from tpu_grpo.observe.evaluation import Evaluation
-    from tpu_grpo.run.saved import Chosen
+    from tpu_grpo.run.policies import Chosen
 
 ABOUT = """Evaluates a checkpoint of a run on held-out prompts, without training.
 
@@ -60,15 +60,16 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
     from tpu_grpo.observe.evaluation import record_of, write_samples
     from tpu_grpo.observe.json_lines import write_json
     from tpu_grpo.run.meshes import build_meshes
-    from tpu_grpo.run.parts import open_engines, open_model
-    from tpu_grpo.run.saved import choose, load_policy
-    from tpu_grpo.run.task import evaluate_policy, open_held_out
+    from tpu_grpo.run.model_files import open_model
+    from tpu_grpo.run.parts import open_engines
+    from tpu_grpo.run.policies import choose, load_policy
+    from tpu_grpo.run.task import evaluate_policy, open_held_out_task
 
     keep_programs(config.run.compilation_cache, hosts)
     chosen = choose(config, which)
     hosts.agree("the checkpoint that is evaluated", chosen.name)
     checkpoint, tokenizer = open_model(config, hosts)
-    held_out = open_held_out(config, tokenizer, hosts)
+    held_out = open_held_out_task(config, tokenizer, hosts)
     if held_out is None:
         raise ConfigError("an evaluation needs held-out data, got none; set evaluation.path")
     with closing(held_out):

@@ -65,8 +65,8 @@ def export_checkpoint(config: RunConfig, which: str, directory: Path) -> str:
     from jax.sharding import Mesh
 
     from tpu_grpo.run.exporting import Policy, export_policy
-    from tpu_grpo.run.parts import open_model
-    from tpu_grpo.run.saved import choose, load_policy
+    from tpu_grpo.run.model_files import open_model
+    from tpu_grpo.run.policies import choose, load_policy
 
     directory = directory.expanduser().absolute()
     chosen = choose(config, which)

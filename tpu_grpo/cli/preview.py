@@ -9,8 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from tpu_grpo.config import RunConfig
 from tpu_grpo.data import PromptStream
 from tpu_grpo.records.stages import Prompt
-from tpu_grpo.run.data import open_data
-from tpu_grpo.run.model import open_tokenizer
+from tpu_grpo.run.inputs import open_inputs
 
 MEASURED = 10_000
 """Of more prompts than these, only so many are measured, because every one has to be made into tokens for it."""
@@ -61,9 +60,9 @@ def open_preview(config: RunConfig) -> Preview:
     Raises:
         TpuGrpoError: for data, templates or a tokenizer that do not fit.
     """
-    tokenizer = open_tokenizer(config)
-    data = open_data(config, tokenizer)
-    return Preview(data.prompts, data.held_out or (), tokenizer)
+    inputs = open_inputs(config)
+    held_out = () if inputs.held_out is None else inputs.held_out.prompts
+    return Preview(inputs.prompts, held_out, inputs.tokenizer)
 
 
 def shown_value(value: Any, most: int = 200) -> str:

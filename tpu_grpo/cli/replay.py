@@ -20,14 +20,14 @@ def replay_and_print(path: Path, words: Sequence[str]) -> int:
     if other := [word for word in words if "=" not in word]:
         raise ConfigError(f"--replay takes the config from its file, got {other[0]}; leave it out")
     choose_platform()  # before jax is imported, which happens now
-    from tpu_grpo.run.failures import read_update
+    from tpu_grpo.run.non_finite import read_update
 
     kept = read_update(path)
     hosts = {name: value for name, value in kept.settings["hosts"].items() if name not in PROCESS}
     config = changed_config({**kept.settings, "hosts": hosts}, words)
     prepare(config)
     with joined_hosts(config) as (hosts, _):
-        from tpu_grpo.run.replay import replay
+        from tpu_grpo.run.non_finite import replay
 
         for line in replay(kept, config, hosts):
             if hosts.is_first:

@@ -14,16 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tpu_grpo.cli.output import lasting_output
 from tpu_grpo.config import BUILTIN, HUB, RunConfig, load_config
-from tpu_grpo.hosts import Hosts, Watch, announce, choose_platform, in_time, start
+from tpu_grpo.hosts import Hosts, Watch, choose_platform, in_time, start
 from tpu_grpo.observe.run_files import CONFIG_FILE
 from tpu_grpo.records.errors import ConfigError, TpuGrpoError, disk_errors_explained, say
-
-if TYPE_CHECKING:
-    from tpu_grpo.run.data import OpenData
 
 DEFAULT_CONFIG = Path(__file__).resolve().parents[2] / "configs" / "demo_cpu.yaml"
 """The config of a command that names none."""
@@ -127,28 +123,6 @@ def joined_hosts(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
 
             hosts.agree_all(fingerprints(config))
         yield hosts, watch
-
-
-def opened_data(config: RunConfig, hosts: Hosts, *, announced: bool) -> "OpenData":
-    """See at once whether a run can start, as far as that is quick, and open its data; every host calls this.
-
-    Args:
-        config: the run.
-        hosts: the processes of the run.
-        announced: whether to say on stderr when the data is opened.
-
-    Raises:
-        TpuGrpoError: for a model, data, templates, rewards or a directory that cannot work.
-    """
-    from tpu_grpo.run.early import check_early
-
-    check_early(config, hosts)
-    if announced:
-        announce(hosts, "checking the data")
-    from tpu_grpo.run.data import open_data
-    from tpu_grpo.run.model import open_tokenizer
-
-    return open_data(config, open_tokenizer(config))
 
 
 @contextmanager

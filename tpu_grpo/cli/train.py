@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tpu_grpo.cli.on_end import PeopleTold
-from tpu_grpo.cli.starting import config_from_words, exit_code_of, joined_hosts, opened_data, prepare
+from tpu_grpo.cli.starting import config_from_words, exit_code_of, joined_hosts, prepare
 from tpu_grpo.config import RunConfig, settings
 from tpu_grpo.hosts import SignalledStop, announce
 from tpu_grpo.observe.run_files import REPORT_FILE
@@ -86,13 +86,14 @@ def _parser() -> argparse.ArgumentParser:
 def _dry_run(config: RunConfig) -> int:
     prepare(config)
     with joined_hosts(config) as (hosts, _):
-        from tpu_grpo.run.earlier import describe
+        from tpu_grpo.run.directory import look
+        from tpu_grpo.run.inputs import open_inputs
 
-        there = describe(config, hosts)
-        data = opened_data(config, hosts, announced=False)
+        there = look(config, hosts, guess=True).describe(config)
+        inputs = open_inputs(config)
         from tpu_grpo.cli.dry_run import check
 
-        found = check(config, data=data)
+        found = check(config, inputs=inputs)
         if hosts.is_first:
             print("\n".join([*there, *found, "ok: nothing wrong found"]))
     return 0
@@ -131,19 +132,22 @@ def _train(config: RunConfig) -> int:
 
 def _train_until(config: RunConfig, stop: SignalledStop) -> int:
     with PeopleTold(config) as told, joined_hosts(config) as (hosts, watch):
-        from tpu_grpo.run.earlier import finished, how_it_ended
+        from tpu_grpo.run.directory import how_it_ended, look
+        from tpu_grpo.run.inputs import open_inputs
 
-        if (summary := finished(config, hosts)) is not None:
+        earlier = look(config, hosts)
+        if earlier.summary is not None:
             if hosts.is_first:
-                print(f"{how_it_ended(config, summary)}\nlook at {config.run_dir}/{REPORT_FILE}")
+                print(f"{how_it_ended(config, earlier.summary)}\nlook at {config.run_dir}/{REPORT_FILE}")
             return 0
         told.begin(hosts)
         stop.tell_others = watch.report_failure
-        data = opened_data(config, hosts, announced=True)
+        earlier.refuse()
+        inputs = open_inputs(config, lambda: announce(hosts, "checking the data"))
         announce(hosts, "importing trainer and engine")
         from tpu_grpo.run.pipeline import train
 
-        summary = train(config, hosts, watch, stop, data)
+        summary = train(config, hosts, watch, stop, inputs)
     if hosts.is_first:
         print(closing_lines(config, summary))
     return 0

@@ -30,29 +30,28 @@ from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
 from tpu_grpo.models.tunix_model import abstract_model
 from tpu_grpo.run.engines import build_weight_sync
 from tpu_grpo.run.meshes import Meshes
-from tpu_grpo.run.model import builtin_name, check_model, model_directory
-from tpu_grpo.run.parts import engine_options, with_adapters
+from tpu_grpo.run.model_files import builtin_name, check_model, model_directory
+from tpu_grpo.run.policies import with_adapters
 from tpu_grpo.weights.sync import WeightSync
 
 
 @contextmanager
-def open_abstract_checkpoint(config: RunConfig) -> Iterator[Checkpoint]:
+def open_abstract_checkpoint(config: RunConfig, read: Checkpoint | None = None) -> Iterator[Checkpoint]:
     """Read the run's model from its config.json alone, which is written for the context if the model is built in.
+
+    ``read`` is the checkpoint, if it was read already.
 
     Raises:
         CheckpointError, ConfigError: for a broken or unsupported config.json, or a model that does not fit the config.
     """
-    if not config.model.path.startswith(BUILTIN):
-        yield _checked(config, abstract_checkpoint(model_directory(config)))
-        return
     with tempfile.TemporaryDirectory() as directory:
-        write_builtin_config(builtin_name(config), Path(directory))
-        yield _checked(config, abstract_checkpoint(Path(directory)))
-
-
-def _checked(config: RunConfig, checkpoint: Checkpoint) -> Checkpoint:
-    check_model(config, checkpoint)
-    return checkpoint
+        if config.model.path.startswith(BUILTIN):
+            write_builtin_config(builtin_name(config), Path(directory))
+            read = abstract_checkpoint(Path(directory))
+        elif read is None:
+            read = abstract_checkpoint(model_directory(config))
+        check_model(config, read)
+        yield read
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,8 @@ class AbstractRun:
     @property
     def options(self) -> EngineOptions:
         """The options of every engine."""
-        return engine_options(self.config, self.meshes, self.stop_token_ids)
+        meshes, ids = self.meshes, self.stop_token_ids
+        return EngineOptions.from_config(self.config, ids, replicas=meshes.replicas, platform=meshes.platform)
 
     @cached_property
     def replicas(self) -> tuple[Replica, ...]:

@@ -1,16 +1,22 @@
-"""Prepares the directory that a run leaves its files in: it is made, continued, or moved aside, and never overwritten.
+"""``run.dir``: what lies there before a start, and the directory made, continued, or moved aside; never overwritten.
 
-One run has it at a time (lock.py), all hosts of the run see the same one (sharing.py), and what lies there decides
-whether this run may go on from it (earlier.py).
+One run has it at a time (lock.py), and all hosts of the run see the same one; host 0 acts for all. With
+``checkpoint.resume=never`` an earlier run makes room. With ``auto`` and ``require`` the run that lies there goes on, is
+done, or was another one, and then this one is refused.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from tpu_grpo.config import RunConfig
+from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.hosts import Hosts, host_log
 from tpu_grpo.observe.json_lines import encode_line, replace_text, write_json
 from tpu_grpo.observe.run_files import (
@@ -21,14 +27,206 @@ from tpu_grpo.observe.run_files import (
     HISTORY_FILE,
     LOCK_FILE,
     LOGS_DIR,
+    METRICS_FILE,
     SOURCES_FILE,
+    SUMMARY_FILE,
+    saved_steps,
 )
-from tpu_grpo.records.errors import ConfigError, DataError
-from tpu_grpo.run.changes import Change, sources
-from tpu_grpo.run.earlier import changes_since, check_required, free_name, must_move, read_json
-from tpu_grpo.run.lock import RunLock
-from tpu_grpo.run.owner import read_owner
-from tpu_grpo.run.sharing import agreed_steps, check_shared, first_does
+from tpu_grpo.records import errors
+from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError, TpuGrpoError
+from tpu_grpo.run.fingerprints import Change, changed_settings, changed_sources, sources
+from tpu_grpo.run.lock import RunLock, holder, read_owner, taken
+
+SEEN_SECONDS = 20.0
+"""What host 0 wrote must be there within this time for the others, which have not looked before."""
+STALE_SECONDS = 60.0
+"""A directory that a host has looked at, NFS may show as it was for so long."""
+PAUSE = 0.5
+
+
+# --- what lies there -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What lies in ``run.dir`` before a run starts there; nothing is written to find it out."""
+
+    makes_room: bool = False
+    """Whether an earlier run has to make room for this one."""
+    steps: tuple[int, ...] = ()
+    """The steps that have a checkpoint to go on from, ascending."""
+    changes: tuple[Change, ...] = ()
+    """What is not as it was in the steps that are done."""
+    summary: dict[str, Any] | None = None
+    """That of a run that has nothing left to do; None for any other."""
+    refusal: TpuGrpoError | None = None
+    """Why this run cannot start here."""
+
+    def refuse(self) -> None:
+        """Raise what keeps this run from starting here, if anything does.
+
+        Raises:
+            ConfigError: for a directory that cannot be written, files that are no run's or that cannot make room, and
+                for settings that make results incomparable, unless ``checkpoint.allow_changes`` names them.
+            CheckpointError: there is no checkpoint, and ``checkpoint.resume=require``.
+            DataError: for a file of the earlier run that cannot be read.
+        """
+        if self.refusal is not None:
+            raise self.refusal
+
+    def describe(self, config: RunConfig) -> list[str]:
+        """Say what a start would do with the directory, as lines of text; raises as `refuse` does."""
+        self.refuse()
+        directory = config.run_dir
+        if self.makes_room:
+            return [f"run.dir    {directory}: an earlier run's files will be moved to {_free_name(directory)}"]
+        if self.summary is not None:
+            return [f"run.dir    {directory}: {how_it_ended(config, self.summary)}"]
+        what = f"the run there goes on after step {self.steps[-1]}" if self.steps else "a run that starts at step 1"
+        changed = [f"changed    {change} ({change.meaning})" for change in self.changes]
+        return [f"run.dir    {directory}: {what}", *changed]
+
+
+def look(config: RunConfig, hosts: Hosts, *, guess: bool = False) -> Earlier:
+    """Look at what lies in ``run.dir`` without taking it, on host 0 for all; every host calls this, without jax.
+
+    Args:
+        config: the run.
+        hosts: its processes.
+        guess: refuse a directory, too, that a process on another machine seems to have; finding out takes time.
+
+    Raises:
+        ConfigError: on every host, for a directory that another process has.
+    """
+
+    def look_for_all() -> dict[str, Any]:
+        if (owner := holder(config.run_dir, guess=guess)) is not None:  # taken later, but then much has been imported
+            raise taken(config.run_dir, owner)
+        seen = _seen_in(config)
+        refusal = None if seen.refusal is None else _told(seen.refusal)
+        return {**asdict(replace(seen, refusal=None)), "refusal": refusal}
+
+    seen = first_does(hosts, "what lies in run.dir", look_for_all)
+    changes = tuple(Change(**change) for change in seen["changes"])
+    refusal = None if seen["refusal"] is None else _raised(seen["refusal"])
+    return Earlier(seen["makes_room"], tuple(seen["steps"]), changes, seen["summary"], refusal)
+
+
+def how_it_ended(config: RunConfig, summary: dict[str, Any]) -> str:
+    """Say of a finished run that it is, and what to do to go on."""
+    last, steps = config.run.max_steps, summary["steps"]
+    if (why := summary.get("ended_early")) and steps < last:
+        return f"this run is done, after step {steps} of {last}: {why}"
+    allow = ""
+    if config.optimizer.schedule != "constant":
+        schedule = config.optimizer.schedule
+        allow = f" with checkpoint.allow_changes=[run.max_steps], because the {schedule} schedule ends there,"
+    return f"this run is done: {steps} of {last} steps; set run.max_steps higher{allow} to go on, or another run.dir"
+
+
+def _seen_in(config: RunConfig) -> Earlier:
+    try:
+        if config.checkpoint.resume == "never":
+            _check_writable(config.run_dir)
+            return Earlier(makes_room=_has_to_make_room(config.run_dir))
+        directory, changes = config.run_dir, _changes_since(config)
+        steps, path = saved_steps(directory / CHECKPOINTS_DIR), directory / SUMMARY_FILE
+        if path.exists():
+            summary = read_json(path)
+            others_left = any(change.effect == "results" for change in changes)  # such as harder prompts
+            exhausted = summary.get("ended_early") and not others_left
+            if exhausted or summary["steps"] >= config.run.max_steps:
+                return Earlier(steps=steps, changes=changes, summary=summary)
+        _check_writable(directory)
+        if config.checkpoint.resume == "require" and not steps:
+            raise CheckpointError(
+                f"checkpoint.resume=require needs a checkpoint in {directory / CHECKPOINTS_DIR}, found none; check "
+                "run.dir, or use checkpoint.resume=auto"
+            )
+        return Earlier(steps=steps, changes=changes)
+    except TpuGrpoError as error:
+        return Earlier(refusal=error)
+
+
+def _check_writable(directory: Path) -> None:
+    place = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        what = "is no directory" if not place.is_dir() else "cannot be written"
+        raise ConfigError(
+            f"run.dir must be a directory this process can write, got {directory}: {place} {what}; name another one"
+        )
+
+
+def _has_to_make_room(directory: Path) -> bool:
+    """Say whether files of an earlier run lie there, and see that they can be moved."""
+    if not directory.is_dir() or all(path.name == LOCK_FILE for path in directory.iterdir()):
+        return False
+    if Path.cwd().is_relative_to(directory.resolve()):
+        raise ConfigError(
+            "run.dir must not hold the working directory with checkpoint.resume=never, which moves earlier files "
+            f"aside, got {directory}; name a directory of the run's own"
+        )
+    if not (directory / CONFIG_FILE).exists():
+        raise ConfigError(
+            f"run.dir holds files that are no run's (no {CONFIG_FILE} among them), got {directory}, and "
+            "checkpoint.resume=never would move them aside; name a directory of the run's own"
+        )
+    return True
+
+
+def _changes_since(config: RunConfig) -> tuple[Change, ...]:
+    """Compare with the run that has done steps there, and refuse changes that make results incomparable."""
+    directory, allowed = config.run_dir, config.checkpoint.allow_changes
+    path, metrics, known = directory / CONFIG_FILE, directory / METRICS_FILE, directory / SOURCES_FILE
+    has_steps = saved_steps(directory / CHECKPOINTS_DIR) or (metrics.exists() and metrics.stat().st_size > 0)
+    if not path.exists() or not has_steps:
+        return ()
+    try:
+        before = load_config(path)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{path} must be the config of the run that lies there, as this version reads it, got: {error}; give this "
+            "run another run.name or run.dir, or start over with checkpoint.resume=never"
+        ) from error
+    changed = changed_settings(before, config)
+    names = {change.name for change in changed}
+    files = changed_sources(read_json(known) if known.exists() else {}, sources(config))
+    changed += [change for change in files if change.name not in names]
+    if refused := [change for change in changed if change.effect == "results" and not change.is_in(allowed)]:
+        names = ", ".join(dict.fromkeys([*allowed, *(change.name for change in refused)]))
+        lines = [f"a run must go on with the settings it began with, and {directory} was begun with others:"]
+        raise ConfigError(
+            "\n  ".join([*lines, *map(str, refused)])
+            + "\nresults before and after could not be compared: give this run another run.name or run.dir, start over "
+            f"with checkpoint.resume=never, or go on all the same with checkpoint.allow_changes='[{names}]'"
+        )
+    return tuple(changed)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file that a run left, which holds an object.
+
+    Raises:
+        DataError: it does not.
+    """
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError:  # both a JSON and a UTF-8 error
+        found = None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} must hold a JSON object, as a run writes it, and does not; restore or remove it")
+    return found
+
+
+def _free_name(directory: Path) -> Path:
+    """Return the first of ``<dir>.1``, ``<dir>.2``, ... that is not there."""
+    number = 1
+    while (aside := directory.with_name(f"{directory.name}.{number}")).exists():
+        number += 1
+    return aside
+
+
+# --- the directory of a run ------------------------------------------------------------------------------------------
 
 
 class RunDirectory:
@@ -54,6 +252,8 @@ class RunDirectory:
         self._config, self._hosts = config, hosts
         self._moves = False
         """Whether an earlier run lies there, and makes room for this one."""
+        self._changes: tuple[Change, ...] = ()
+        """What is not as it was when the run goes on; known on host 0."""
         self._made = False
         """Whether host 0 has made the directory."""
         self._lock: RunLock | None = None
@@ -63,11 +263,10 @@ class RunDirectory:
         with ExitStack() as stack:
             stack.callback(self._release)
             token = first_does(self._hosts, "run directory", self._take)
-            check_shared(self.path, LOCK_FILE, token, self._hosts)
+            check_shared(self.path, token, self._hosts, SEEN_SECONDS)
             if self._config.checkpoint.resume != "never":
-                self.saved_steps = agreed_steps(self.path / CHECKPOINTS_DIR, self._hosts)
-                check_required(self._config, self.saved_steps)
-            self._moves = first_does(self._hosts, "what lies in run.dir", self._look)
+                self.saved_steps = _agreed_steps(self.path / CHECKPOINTS_DIR, self._hosts)
+            self._moves = first_does(self._hosts, "what lies in run.dir now", self._look_again)
             if not self._moves:
                 stack.enter_context(host_log(self.path / LOGS_DIR, self._hosts.index))
             self._stack = stack.pop_all()
@@ -94,13 +293,15 @@ class RunDirectory:
         Raises:
             DataError: for other data than before, on every host, unless ``checkpoint.allow_changes`` names ``data``.
         """
-        if not self._moves:
-            return first_does(self._hosts, "the record of the run", lambda: self._go_on(start, data, digest_of_tokens))
-        told = first_does(self._hosts, "moving an earlier run's files", self._move_aside)
-        check_shared(self.path, LOCK_FILE, told["token"], self._hosts, looked_before=True)
-        self._stack.enter_context(host_log(self.path / LOGS_DIR, self._hosts.index))
-        first_does(self._hosts, "the record of the run", lambda: self._go_on(0, data))
-        return [f"an earlier run's files were moved to {told['moved']}"]
+        notes = []
+        if self._moves:
+            told = first_does(self._hosts, "moving an earlier run's files", self._move_aside)
+            check_shared(self.path, told["token"], self._hosts, STALE_SECONDS)
+            self._stack.enter_context(host_log(self.path / LOGS_DIR, self._hosts.index))
+            notes = [f"an earlier run's files were moved to {told['moved']}"]
+        return notes + first_does(
+            self._hosts, "the record of the run", lambda: self._record(start, data, digest_of_tokens)
+        )
 
     def is_ours(self) -> bool:
         """Say, on host 0, whether no other process has taken the directory from this one; it may be given back."""
@@ -123,20 +324,23 @@ class RunDirectory:
         if self._made and self.path.is_dir() and not any(self.path.iterdir()):
             self.path.rmdir()
 
-    def _look(self) -> bool:
-        """Say whether an earlier run has to make room; a directory without a run is marked as this one's."""
+    def _look_again(self) -> bool:
+        """Say whether an earlier run has to make room; a directory without a run is marked as this one's.
+
+        It is looked at again because another run may have been there before this one had the lock.
+        """
         with _writable(self._config):
-            if must_move(self._config):
-                return True
-            changes_since(self._config)
-        if not (self.path / CONFIG_FILE).exists():
+            seen = _seen_in(self._config)
+        seen.refuse()
+        self._changes = seen.changes
+        if not seen.makes_room and not (self.path / CONFIG_FILE).exists():
             self._write_config()
-        return False
+        return seen.makes_room
 
     def _move_aside(self) -> dict[str, str]:
         """Rename the directory, and take a new one of its name; returns the old one's path and the new lock's token."""
         assert self._lock is not None
-        before, aside = self._lock, free_name(self.path)
+        before, aside = self._lock, _free_name(self.path)
         before.stop_beating()
         with _writable(self._config):
             self.path.rename(aside)
@@ -148,24 +352,21 @@ class RunDirectory:
         self._write_config()  # first, or what a kill leaves would be no run's
         return {"moved": str(aside), "token": token}
 
-    def _go_on(
-        self, start: int, data: Mapping[str, Any], digest_of_tokens: Callable[[], str] | None = None
-    ) -> list[str]:
+    def _record(self, start: int, data: Mapping[str, Any], digest_of_tokens: Callable[[], str] | None) -> list[str]:
         """Write what this run is, and what of it was otherwise in the steps that are done."""
-        changed = [*changes_since(self._config), *self._changed_data(start, data, digest_of_tokens)]
+        changed_data = self._changed_data(start, data, digest_of_tokens)
+        changed = [*self._changes, *changed_data]
         with _writable(self._config):
-            if any(change.name == "data" for change in changed):
-                self._forget_prompts(start)
-            self._record(start, changed)
+            history = self.path / HISTORY_FILE
+            if changed_data and history.exists():  # other prompts have these numbers now
+                history.rename(history.with_name(f"{history.stem}.until_{start}{history.suffix}"))
+            if changed:
+                with (self.path / CHANGES_FILE).open("ab") as file:
+                    file.writelines(encode_line({"step": start, **asdict(change)}) for change in changed)
             self._write_config()
             write_json(self.path / SOURCES_FILE, sources(self._config))
             write_json(self.path / DATA_FILE, data)
         return [f"changed after step {start}: {change} ({change.meaning})" for change in changed]
-
-    def _record(self, start: int, changed: Sequence[Change]) -> None:
-        if changed:
-            with (self.path / CHANGES_FILE).open("ab") as file:
-                file.writelines(encode_line({"step": start, **asdict(change)}) for change in changed)
 
     def _changed_data(
         self, start: int, data: Mapping[str, Any], digest_of_tokens: Callable[[], str] | None
@@ -190,12 +391,6 @@ class RunDirectory:
             )
         return [change]
 
-    def _forget_prompts(self, start: int) -> None:
-        """Put away what is known of prompts by their numbers: other prompts have these numbers now."""
-        path = self.path / HISTORY_FILE
-        if path.exists():
-            path.rename(path.with_name(f"{path.stem}.until_{start}{path.suffix}"))
-
     def _write_config(self) -> None:
         with _writable(self._config):
             replace_text(self.path / CONFIG_FILE, self._config.to_yaml())
@@ -210,3 +405,95 @@ def _writable(config: RunConfig) -> Iterator[None]:
         raise ConfigError(
             f"run.dir must be a directory this process can write, got {config.run_dir}: {error}"
         ) from error
+
+
+# --- what hosts do with the directory they share ---------------------------------------------------------------------
+
+
+def first_does(hosts: Hosts, name: str, action: Callable[[], Any]) -> Any:
+    """Do something on host 0, and return what came of it, a value of JSON, or raise its error, on every host.
+
+    Args:
+        hosts: the processes of the run; every one of them calls this.
+        name: what is done, for messages.
+        action: is called on host 0 only.
+    """
+    if not hosts.is_first:
+        told = json.loads(hosts.broadcast(name, None))
+        if "error" in told:
+            raise _raised(told)
+        return told["value"]
+    try:
+        value = action()
+    except TpuGrpoError as error:
+        hosts.broadcast(name, json.dumps(_told(error)).encode())
+        raise
+    hosts.broadcast(name, json.dumps({"value": value}).encode())
+    return value
+
+
+def _told(error: TpuGrpoError) -> dict[str, str]:
+    return {"error": type(error).__name__, "message": str(error)}
+
+
+def _raised(told: Mapping[str, str]) -> TpuGrpoError:
+    return getattr(errors, told["error"])(told["message"])
+
+
+def check_shared(directory: Path, token: str, hosts: Hosts, seconds: float) -> None:
+    """See that the lock which host 0 has just taken lies in this host's directory, too.
+
+    Args:
+        directory: the run's, by this host's path.
+        token: that of host 0's lock.
+        hosts: the processes of the run.
+        seconds: how long a file system may take to show it.
+
+    Raises:
+        ConfigError: on every host, naming those that look into a directory of their own.
+    """
+    seen = hosts.is_first or _shows(directory / LOCK_FILE, token, seconds)
+    where = f"{directory.absolute()} on {socket.gethostname()}"
+    answers = _gathered(hosts, "shared run directory", [seen, where])
+    if apart := [f"host {index} ({place})" for index, (sees, place) in enumerate(answers) if not sees]:
+        raise ConfigError(
+            f"run.dir must be one directory that all hosts share, got {directory}: what host 0 has written to "
+            f"{answers[0][1]} is not there for {', '.join(apart)}; name a directory on a file system that every host "
+            "mounts, by its path on that host"
+        )
+
+
+def _shows(path: Path, token: str, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            owner = read_owner(path)
+        except OSError:  # not there, or not to be read by this host
+            owner = None
+        if owner is not None and owner.token == token:
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(PAUSE)
+
+
+def _agreed_steps(directory: Path, hosts: Hosts) -> tuple[int, ...]:
+    """List the steps that can be gone on from, the same on every host.
+
+    Raises:
+        LockstepError: hosts see different ones, for longer than a file system may take to show them.
+    """
+    deadline = time.monotonic() + STALE_SECONDS
+    while True:
+        mine = saved_steps(directory)
+        late = time.monotonic() > deadline
+        everyone = _gathered(hosts, "saved steps", [mine, late])
+        if all(steps == everyone[0][0] for steps, _ in everyone):
+            return mine
+        if any(is_late for _, is_late in everyone):
+            hosts.agree(f"the steps saved in {directory.name}", str(list(mine)))
+        time.sleep(PAUSE)
+
+
+def _gathered(hosts: Hosts, name: str, value: Any) -> list[Any]:
+    return [json.loads(answer) for answer in hosts.gather(name, json.dumps(value).encode())]

@@ -30,11 +30,9 @@ from tpu_grpo.models.checkpoint import Checkpoint, read_checkpoint
 from tpu_grpo.models.hf_directory import Read, copy_tokenizer, new_directory, write_settings, write_tensors
 from tpu_grpo.models.lora import write_adapter_files
 from tpu_grpo.observe.model_card import ModelFacts, write_model_card
-from tpu_grpo.observe.run_files import EXPORTED_CONFIG_FILE, EXPORTS_DIR
+from tpu_grpo.observe.run_files import EXPORTED_CONFIG_FILE
 from tpu_grpo.observe.summary import versions
-from tpu_grpo.run.environments import stop_ids
-from tpu_grpo.run.parts import Parts, open_model
-from tpu_grpo.run.sharing import first_does
+from tpu_grpo.run.task import stop_ids
 from tpu_grpo.weights.adapters import adapters_of, merged
 from tpu_grpo.weights.plan import named_leaves
 
@@ -81,32 +79,6 @@ def export_policy(config: RunConfig, policy: Policy, directory: Path, hosts: Hos
             write_model_card(target, config.run_dir, facts, config.to_yaml(), versions())
             (target / EXPORTED_CONFIG_FILE).write_text(config.to_yaml(), encoding="utf-8")
     hosts.barrier(f"export of step {policy.step}")
-
-
-def export_at_end(config: RunConfig, parts: Parts, last: int, best: int | None, hosts: Hosts) -> str:
-    """Leave the policy that ``export.every`` names in the run's own directory, and say so.
-
-    One of the same step that is there stays. Every host calls this.
-
-    Args:
-        config: the run.
-        parts: hold the policy of the last step; the engines are not used again.
-        last: the last step.
-        best: the step of the best evaluation, 0 for that before the first step.
-        hosts: the processes of the run.
-    """
-    step = last if config.export.every == "last" else best
-    if not step:
-        return "nothing was exported: no evaluation was better than that of the model before the first step"
-    directory = config.run_dir / EXPORTS_DIR / str(step)
-    if first_does(hosts, "whether the export is there", directory.exists):
-        return f"the model of step {step} is in {directory} already"
-    if step != last:
-        parts.engines.release()
-    model = parts.learner.policy(None if step == last else step)
-    checkpoint, tokenizer = open_model(config, hosts)
-    export_policy(config, Policy(model, step, checkpoint, tokenizer), directory, hosts)
-    return f"the model of step {step} was exported to {directory}"
 
 
 @contextmanager

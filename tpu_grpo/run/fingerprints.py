@@ -1,37 +1,52 @@
-"""What must be the same on every host before anything is built, as names and short values.
+"""What a run depends on, as names and short values: compared between its hosts, and with the run that it goes on from.
 
-    hosts.agree_all(fingerprints(config))
+    hosts.agree_all(fingerprints(config))             # before anything is built
     hosts.agree_all(model_fingerprints(directory))    # again, where the model is built in and was taught just now
+    changed_settings(before, config)                  # "optimizer.learning_rate: 1e-06 -> 0.0001"
 
-Every setting is a value of its own, so that a disagreement names the setting; files are compared by sha256.
+What a change does to results is decided in config/setting_names.py.
 """
 
 import glob
 import hashlib
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.config import BUILTIN, GYM, HUB, RunConfig
+from tpu_grpo.config import BUILTIN, EFFECTS, GYM, HUB, Effect, RunConfig, effect_of, listed_name
 from tpu_grpo.config.plugins import source_file
 from tpu_grpo.data.locations import is_address
+from tpu_grpo.models.fetching import fetched
 from tpu_grpo.models.lora import SETTINGS_FILE, TENSORS_FILE
 from tpu_grpo.observe.summary import versions
 
 OWN_SETTINGS = {"hosts.index", "run.dir", "run.compilation_cache"}
-"""Settings that may differ: which host this is, and where it keeps its files."""
+"""Settings that may differ between hosts: which host this is, and where it keeps its files."""
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
 """Variables beside JAX_* that change what is compiled, or how sums are split."""
 OWN_ENVIRONMENT = {"JAX_COMPILATION_CACHE_DIR"}
+SHOWN = 60
+"""Messages show so many characters of a value."""
+ABSENT = "absent"
+WEIGHTS_BYTES = 64 * 2**20
+"""Files of a model that are larger hold weights. Only a reference model reads them again when a run is continued, so
+without one their size is compared, and with one their content."""
+
+
+# --- between hosts ---------------------------------------------------------------------------------------------------
 
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
     """Name -> value of everything hosts must agree on: settings, versions, environment, and all files that are read."""
-    found = {f"setting {name}": value for name, value in _settings(config.model_dump(mode="json"))}
+    found = {f"setting {name}": value for name, value in _values(config.model_dump(mode="json"))}
     found |= {f"version of {name}": value for name, value in versions().items()}
-    found |= {f"environment variable {name}": os.environ[name] for name in _variables()}
+    variables = (name for name in os.environ if name.startswith("JAX_") or name in ENVIRONMENT)
+    found |= {f"environment variable {n}": os.environ[n] for n in sorted(variables) if n not in OWN_ENVIRONMENT}
     return found | _digests(dict(_files(config)))
 
 
@@ -42,22 +57,24 @@ def model_fingerprints(directory: Path) -> dict[str, str]:
 
 def _digests(files: Mapping[str, Path]) -> dict[str, str]:
     """A file that cannot be read is a value too: the message that names it comes from whoever opens it."""
+
+    def digest(path: Path) -> str:
+        try:
+            return _sha256(path)
+        except OSError as error:
+            return f"not readable: {type(error).__name__}"
+
     with ThreadPoolExecutor() as pool:
-        return dict(zip(files, pool.map(_sha256, files.values()), strict=True))
+        return dict(zip(files, pool.map(digest, files.values()), strict=True))
 
 
-def _settings(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+def _values(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict):
-            yield from _settings(value, f"{name}.")
+            yield from _values(value, f"{name}.")
         elif name not in OWN_SETTINGS:
             yield name, repr(value)
-
-
-def _variables() -> list[str]:
-    names = (n for n in os.environ if n.startswith("JAX_") or n in ENVIRONMENT)
-    return sorted(n for n in names if n not in OWN_ENVIRONMENT)
 
 
 def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:
@@ -69,14 +86,8 @@ def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:
             yield f"adapter file {name}", adapters.expanduser() / name
     for setting, given in config.data_paths.items():
         yield from _data_files(setting, given)
-    if (source := source_file(config.algorithm.name)) is not None:
-        yield f"source of algorithm {config.algorithm.name}", source
-    for environment in config.environment.names.values():
-        if (source := source_file(environment)) is not None:
-            yield f"source of environment {environment}", source
-    for reward in (*config.rewards, *(config.evaluation.rewards or ())):
-        if (source := source_file(reward.name)) is not None:
-            yield f"source of reward {reward.name}", source
+    for _, kind, name, source in _code(config):
+        yield f"source of {kind} {name}", source
 
 
 def _data_files(setting: str, given: str) -> Iterator[tuple[str, Path]]:
@@ -100,9 +111,121 @@ def _model_files(directory: Path) -> Iterator[tuple[str, Path]]:
         yield f"model file {path.name}", path
 
 
+# --- between one start and the next ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that is not as it was."""
+
+    name: str
+    """The setting; entries of lists by their numbers, as in rewards.0.weight."""
+    old: str
+    new: str
+    effect: Effect
+
+    def __str__(self) -> str:
+        old, new = (text if len(text) <= SHOWN else f"{text[:SHOWN]}..." for text in (self.old, self.new))
+        return f"{self.name}: {self.old} -> {self.new}" if old == new else f"{self.name}: {old} -> {new}"
+
+    @property
+    def meaning(self) -> str:
+        """Say what the change does to the results."""
+        return {
+            "none": "results do not depend on it",
+            "rounding": "results compare, but not to the bit",
+            "results": "allowed; results before and after do not compare",
+        }[self.effect]
+
+    def is_in(self, names: Sequence[str]) -> bool:
+        """Say whether one of the names is that of this setting, or of a section that it lies in."""
+        return any(self.name == name or self.name.startswith(f"{name}.") for name in names)
+
+
+def changed_settings(before: RunConfig, now: RunConfig) -> list[Change]:
+    """List the settings that differ, in the order of the config."""
+    old, new = (dict(_leaves(config.model_dump(mode="json"))) for config in (before, now))
+    names = [*new, *(name for name in old if name not in new)]
+    texts = {name: (_text(old, name), _text(new, name)) for name in names}
+    schedule = now.optimizer.schedule
+    return [Change(name, a, b, effect_of(name, schedule)) for name, (a, b) in texts.items() if a != b]
+
+
+def changed_sources(before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]) -> list[Change]:
+    """List the files whose content differs, of settings that name files both times; see `sources`."""
+    return [
+        Change(setting, f"{file} {old.get(file, ABSENT)}", f"{file} {new.get(file, ABSENT)}", "results")
+        for setting, new in now.items()
+        if (old := before.get(setting)) is not None
+        for file in {**old, **new}
+        if old.get(file) != new.get(file)
+    ]
+
+
+def sources(config: RunConfig) -> dict[str, dict[str, str]]:
+    """Setting -> name of a file -> what it holds, as a digest; of the user's own code, and of the model's directory.
+
+    What such a file imports is not looked at. Data has a digest of its own, of the prompts as they are sampled.
+    """
+    found = {
+        setting: {path.name: f"sha256 {_sha256(path)[:16]}"} for setting, _, _, path in _code(config) if path.is_file()
+    }
+    path = config.model.path
+    model = fetched(path.removeprefix(HUB)) if path.startswith(HUB) else Path(path).expanduser()
+    if model is not None and not path.startswith(BUILTIN) and model.is_dir():
+        found["model.path"] = {
+            path.name: f"{size} bytes"
+            if (size := path.stat().st_size) > WEIGHTS_BYTES and config.algorithm.beta == 0.0
+            else f"sha256 {_sha256(path)[:16]}"
+            for path in sorted(model.iterdir())
+            if path.is_file()
+        }
+    return found
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if listed_name(name) not in EFFECTS:  # a section
+            yield from _leaves(value, f"{name}.")
+        elif value and any(setting.startswith(listed_name(f"{name}.0.")) for setting in EFFECTS):  # a list of sections
+            for index, entry in enumerate(value):
+                yield from _leaves(entry, f"{name}.{index}.")
+        else:
+            yield name, value
+
+
+def _text(values: Mapping[str, Any], name: str) -> str:
+    value = values.get(name, ABSENT)
+    if value is None:
+        return "unset"
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def _code(config: RunConfig) -> Iterator[tuple[str, str, str, Path]]:
+    """Yield (setting, kind, name, file) of all code of the user's own."""
+    named = [
+        ("algorithm.name", "algorithm", config.algorithm.name),
+        ("optimizer.name", "optimizer", config.optimizer.name),
+    ]
+    named += [("environment.name", "environment", name) for name in config.environment.names.values()]
+    for where, rewards in (("rewards", config.rewards), ("evaluation.rewards", config.evaluation.rewards or ())):
+        named += [(f"{where}.{index}.name", "reward", reward.name) for index, reward in enumerate(rewards)]
+    for setting, kind, name in named:
+        if (source := source_file(name)) is not None:
+            yield setting, kind, name, source
+
+
 def _sha256(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        return f"not readable: {type(error).__name__}"
+    state = path.stat()
+    return _sha256_of(path, state.st_size, state.st_mtime_ns)
+
+
+@cache
+def _sha256_of(path: Path, size: int, changed: int) -> str:
+    """Digest a file; once, as long as it has this size and time of change."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -19,17 +19,22 @@ import contextlib
 import fcntl
 import json
 import os
+import socket
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
+
+import psutil
 
 from tpu_grpo.hosts.ending import end_process
 from tpu_grpo.observe.run_files import LOCK_FILE
 from tpu_grpo.records.errors import ConfigError
-from tpu_grpo.run.owner import Owner, boot, process_lives, read_owner, this_process
 
 BEAT_SECONDS = 10.0
 SILENT_SECONDS = 60.0
@@ -45,6 +50,57 @@ ATTEMPTS = 20
 """While many come and go, the file at hand may be another's by the time it is locked, so many times."""
 RECORD_BYTES = 512
 """The record is padded to one size, so that it can be rewritten in place and is never seen cut off."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The record of the process that has a directory."""
+
+    host: str
+    process: int
+    since: str
+    """When it took the directory, UTC."""
+    began: float
+    """When the process began, in seconds since the epoch: a process id alone may be another's by now."""
+    boot: str
+    """Which start of which machine's kernel it lives in; containers of one machine share it."""
+    namespace: str
+    """Where its process id counts."""
+    token: str
+    """Different for every lock that was ever taken."""
+    beat: int = 0
+
+    def __str__(self) -> str:
+        return f"process {self.process} on host {self.host} since {self.since}"
+
+
+def read_owner(path: Path) -> Owner | None:
+    """Read the record; None for a file that has none yet. The file is opened anew, or NFS would show it as it was.
+
+    Raises:
+        OSError: for a file that is not there, or cannot be read.
+    """
+    return _parsed(path.read_bytes())
+
+
+def _parsed(record: bytes) -> Owner | None:
+    try:
+        return Owner(**json.loads(record))
+    except (ValueError, TypeError):  # not JSON, or not these fields
+        return None
+
+
+@cache
+def _here() -> tuple[str, str]:
+    """Name this start of this machine's kernel, and the namespace of this process's id."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = f"{socket.gethostname()} {psutil.boot_time():.0f}"
+    try:
+        return boot, os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return boot, ""
 
 
 class RunLock:
@@ -85,8 +141,15 @@ class RunLock:
                 before = _refuse_if_taken(path, file, silent_seconds, tell)
                 if not _is_at(path, file):  # its owner has released it since, or another has taken its place
                     continue
-                lock = cls(path, file, this_process(), beat_seconds)
-                lock._claim(foreign=before is not None and before.boot != lock.owner.boot)
+                since, began = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"), psutil.Process().create_time()
+                owner = Owner(socket.gethostname(), os.getpid(), since, began, *_here(), token=uuid.uuid4().hex)
+                lock = cls(path, file, owner, beat_seconds)
+                lock._write()
+                if before is not None and before.boot != owner.boot:
+                    time.sleep(SETTLE_SECONDS)
+                    if (now := read_owner(path)) is not None and now.token != owner.token:
+                        raise taken(directory, now)
+                lock._thread.start()
                 stack.pop_all()
                 return lock
         raise taken(directory, None)
@@ -104,14 +167,6 @@ class RunLock:
         """Give no further sign of life, and no longer look whether another process has taken over."""
         self._stop.set()
         self._thread.join()
-
-    def _claim(self, foreign: bool) -> None:
-        self._write()
-        if foreign:
-            time.sleep(SETTLE_SECONDS)
-            if (now := read_owner(self._path)) is not None and now.token != self.owner.token:
-                raise taken(self._path.parent, now)
-        self._thread.start()
 
     def _write(self) -> None:
         os.pwrite(self._file, json.dumps(asdict(self.owner)).encode().ljust(RECORD_BYTES - 1) + b"\n", 0)
@@ -141,13 +196,12 @@ def holder(directory: Path, *, guess: bool = False) -> Owner | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
-        held = _is_held(file, fcntl.LOCK_SH)
-        owner = read_owner(path)
-        if owner is None or (held is False and owner.boot == boot()):
+        held, owner = _is_held(file, fcntl.LOCK_SH), read_owner(path)
+        if owner is None:
             return None
-        if held is None and (lives := process_lives(owner)) is not None:
-            return owner if lives else None
-        return owner if held or (guess and _age(path) < SILENT_SECONDS) else None
+        if (lives := _lives(owner, held)) is None:
+            lives = guess and time.time() - path.stat().st_mtime < SILENT_SECONDS
+        return owner if lives else None
     finally:
         os.close(file)
 
@@ -166,16 +220,16 @@ def _refuse_if_taken(path: Path, file: int, silent_seconds: float, tell: Callabl
     for attempt in range(RETRIES):
         if attempt:
             time.sleep(PAUSE)
-        held, owner = _is_held(file, fcntl.LOCK_EX), _read_from(file)
+        held, owner = _is_held(file, fcntl.LOCK_EX), _parsed(os.pread(file, RECORD_BYTES, 0))
         if not held:
             break
     else:
         raise taken(path.parent, owner)
-    if owner is None or (held is False and owner.boot == boot()):
-        return owner
-    lives = process_lives(owner)
-    if lives is None:
-        lives = _age(path) < OLD_SECONDS and _beats(path, owner, silent_seconds, tell)
+    if owner is None:
+        return None
+    if (lives := _lives(owner, held)) is None:
+        old = time.time() - path.stat().st_mtime >= OLD_SECONDS
+        lives = not old and _beats(path, owner, silent_seconds, tell)
     if lives:
         raise taken(path.parent, owner)
     return owner
@@ -190,6 +244,20 @@ def _is_held(file: int, kind: int) -> bool | None:
     except OSError:  # ENOLCK, EOPNOTSUPP, ENOSYS: each file system has its own way to say so
         return None
     return False
+
+
+def _lives(owner: Owner, held: bool | None) -> bool | None:
+    """Decide by the first two signs, the lock and the process id; None if they say nothing of another machine."""
+    if held:
+        return True
+    if held is False and owner.boot == _here()[0]:
+        return False
+    if (owner.boot, owner.namespace) != _here():
+        return None
+    try:
+        return abs(psutil.Process(owner.process).create_time() - owner.began) < 2.0  # seconds: the clock may be set
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _beats(path: Path, owner: Owner, silent_seconds: float, tell: Callable[[str], None]) -> bool:
@@ -207,20 +275,9 @@ def _beats(path: Path, owner: Owner, silent_seconds: float, tell: Callable[[str]
     return False
 
 
-def _read_from(file: int) -> Owner | None:
-    try:
-        return Owner(**json.loads(os.pread(file, RECORD_BYTES, 0)))
-    except (ValueError, TypeError):
-        return None
-
-
 def _is_at(path: Path, file: int) -> bool:
     """Say whether the open file is the one at the path."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _age(path: Path) -> float:
-    return time.time() - path.stat().st_mtime

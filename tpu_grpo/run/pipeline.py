@@ -2,7 +2,7 @@
 
     prompts -> rollout -> rewards -> update -> weight sync, and again
 
-Every stage is a call on a part that ``run/parts.py`` built; stages exchange the records of ``types.py``.
+Every stage is a call on a part that ``run/parts.py`` built; stages exchange the records of ``records/stages.py``.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,15 +19,15 @@ from tpu_grpo.observe.evaluation import EvaluationLog, describe, write_samples
 from tpu_grpo.observe.json_lines import read_records
 from tpu_grpo.observe.live_report import LiveReport
 from tpu_grpo.observe.process_metrics import CompilationCounter, memory_metrics
-from tpu_grpo.observe.run_files import ADAPTERS_DIR, CHANGES_FILE, METRICS_FILE, PROFILE_DIR
+from tpu_grpo.observe.run_files import ADAPTERS_DIR, CHANGES_FILE, EXPORTS_DIR, METRICS_FILE, PROFILE_DIR
 from tpu_grpo.observe.run_log import RunLog, open_run_log
 from tpu_grpo.observe.step_metrics import rollout_metrics, sync_metrics, tokens_digest, update_metrics
 from tpu_grpo.observe.summary import build_summary, versions, write_summary
 from tpu_grpo.records.errors import Interrupted
 from tpu_grpo.records.stages import PromptBatch, ScoredRollout, UpdateResult
-from tpu_grpo.run.data import OpenData
-from tpu_grpo.run.directory import RunDirectory
-from tpu_grpo.run.exporting import export_at_end
+from tpu_grpo.run.directory import RunDirectory, first_does
+from tpu_grpo.run.exporting import Policy, export_policy
+from tpu_grpo.run.inputs import Inputs, open_inputs
 from tpu_grpo.run.parts import Parts, build_parts
 from tpu_grpo.run.rounds import Rounds, StepGroups
 from tpu_grpo.run.task import evaluate_policy
@@ -43,7 +43,7 @@ def train(
     hosts: Hosts = ALONE,
     watch: Watch | None = None,
     stop: StopRequest | None = None,
-    data: OpenData | None = None,
+    inputs: Inputs | None = None,
 ) -> dict[str, Any]:
     """Run the config to its end and leave its files in ``run.dir``; every host calls this, host 0 writes.
 
@@ -52,7 +52,7 @@ def train(
         hosts: this process among those of the run, which have agreed on their settings (run/fingerprints.py).
         watch: is told which stage the process is in, for the message when another is lost.
         stop: once it is asked, the run ends early where nothing is lost, with a checkpoint.
-        data: the prompts, if they are open already.
+        inputs: what the run reads, if it is open already.
 
     Returns:
         What summary.json holds.
@@ -62,7 +62,8 @@ def train(
         TpuGrpoError: for anything wrong with the config, the model, the data, a reward or a number.
     """
     with RunDirectory(config, hosts) as directory, CompilationCounter() as compilations:
-        parts = build_parts(config, hosts, data)
+        inputs = inputs or open_inputs(config)
+        parts = build_parts(config, hosts, inputs)
         start, prompts = parts.learner.restored_step, parts.task.prompts
         notes = [*directory.begin(start, prompts.describe(), prompts.digest_of_tokens), *prompts.notes]
         here.step = start
@@ -75,7 +76,7 @@ def train(
                 best = "" if parts.task.held_out is None else parts.task.held_out.best
                 evaluations = EvaluationLog(config.run_dir, start, best, hosts)
                 watch, stop = watch or Watch(hosts), stop or StopRequest()
-                run = Run(config, hosts, watch, stop, parts, draw, log, evaluations, compilations)
+                run = Run(config, hosts, watch, stop, inputs, parts, draw, log, evaluations, compilations)
                 run.train(start, notes)
             return run.finish()
 
@@ -88,6 +89,7 @@ class Run:
     hosts: Hosts
     watch: Watch
     stop: StopRequest
+    inputs: Inputs
     parts: Parts
     draw: PromptDraw
     log: RunLog
@@ -103,7 +105,11 @@ class Run:
             self.log.note(f"continuing after step {start}")
         self.stop.begin()
         if not start:
-            self._evaluate_before_training()
+            try:
+                with self._may_be_abandoned(together=True):
+                    self._evaluate_if_due(0)
+            except StepAbandoned:
+                raise self._stopped(0) from None
         announce(self.hosts, f"step {start + 1} begins, in which the update is compiled")
         profiled, step = self.config.logging.profile_steps, start
         with Timeline(profiled, self.config.run_dir / PROFILE_DIR, self.hosts.index, self.log.note) as timeline:
@@ -116,14 +122,14 @@ class Run:
                     step = here.step = step + 1
                     if self._any_host(self.stop.asked) and not self._is_last(step):
                         raise self._stopped(step)
-                    if self._is_best(step) or self._due(step, self.config.checkpoint.every):
+                    if step == self._best_step or self._due(step, self.config.checkpoint.every):
                         self._save(step)
         if step < self.config.run.max_steps:
             self.log.note(f"the run ends after step {step}: {self.draw.why_exhausted}")
         self.parts.learner.close(best=self._best_step)
         if self.config.export.every is not None:
             with self.watch.stage("export"):
-                self.log.note(export_at_end(self.config, self.parts, step, self.evaluations.best_step, self.hosts))
+                self.log.note(self._export(step))
 
     def _step(self, step: int) -> None:
         parts, stage = self.parts, self.watch.stage
@@ -138,7 +144,9 @@ class Run:
         with stage(f"weight sync of step {step}"):
             sync = parts.engines.install(parts.learner.params())
             probed = parts.probe.after_sync(step)
-        self._remember(step, groups)
+        rates = groups.used.mean_rewards(self.config.data.pass_rate)
+        used = groups.used.rollout
+        self.draw.done(step, used.batch, {"tokens": used.mean_tokens, "pass_rate": rates})
         if _every(step, self.config.logging.samples_every):
             self.log.samples(step, groups.learnt, update.advantages)
         self.log.step(
@@ -182,12 +190,6 @@ class Run:
                 [scores] = scoring.finish([rollout])
         return ScoredRollout(rollout, scores)
 
-    def _remember(self, step: int, groups: StepGroups) -> None:
-        """Remember where the next step begins, and what this one has shown of its prompts."""
-        rates = groups.used.mean_rewards(self.config.data.pass_rate)
-        rollout = groups.used.rollout
-        self.draw.done(step, rollout.batch, {"tokens": rollout.mean_tokens, "pass_rate": rates})
-
     def _warn_of_lost_steps(self, step: int, update: UpdateResult) -> None:
         """Say once that parameters do not take up what the optimizer does; see ``update/step_kept``."""
         kept = update.metrics["update/step_kept"]
@@ -209,6 +211,22 @@ class Run:
                         directory, adapters, self.config.model.lora, self.config.model.path.removeprefix(HUB)
                     )
                 self.hosts.barrier(f"adapters of step {step}")
+
+    def _export(self, last: int) -> str:
+        """Leave the policy that ``export.every`` names in the run's directory, unless it is there, and say so."""
+        config, parts = self.config, self.parts
+        step = last if config.export.every == "last" else self.evaluations.best_step
+        if not step:
+            return "nothing was exported: no evaluation was better than that of the model before the first step"
+        directory = config.run_dir / EXPORTS_DIR / str(step)
+        if first_does(self.hosts, "whether the export is there", directory.exists):
+            return f"the model of step {step} is in {directory} already"
+        if step != last:
+            parts.engines.release()  # they are not used again
+        model = parts.learner.policy(None if step == last else step)
+        policy = Policy(model, step, parts.checkpoint, self.inputs.tokenizer)
+        export_policy(config, policy, directory, self.hosts)
+        return f"the model of step {step} was exported to {directory}"
 
     def _stopped(self, step: int) -> Interrupted:
         """Save the last step that is done, if there is one, and return what ends the run."""
@@ -234,13 +252,6 @@ class Run:
         """Ask whether this or any other host was asked to stop; all of them then stop after the same step."""
         return b"1" in self.hosts.gather("stop", b"1" if asked else b"0")
 
-    def _evaluate_before_training(self) -> None:
-        try:
-            with self._may_be_abandoned(together=True):
-                self._evaluate_if_due(0)
-        except StepAbandoned:
-            raise self._stopped(0) from None
-
     def _evaluate_if_due(self, step: int) -> dict[str, float]:
         held_out = self.parts.task.held_out
         due = step == 0 or self._due(step, self.config.evaluation.every)
@@ -259,10 +270,6 @@ class Run:
     def _best_step(self) -> int | None:
         """The step whose checkpoint is kept as the best, if one is."""
         return self.evaluations.best_step if self.config.checkpoint.keep_best else None
-
-    def _is_best(self, step: int) -> bool:
-        """Whether this step was evaluated and is the best so far."""
-        return self._best_step == step
 
     def _due(self, step: int, every: int) -> bool:
         """Say whether a step is one of every ``every``, or the last."""

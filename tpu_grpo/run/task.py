@@ -1,23 +1,28 @@
 """What the policy learns: prompts, the rewards of completions, environments, and held-out prompts with theirs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from tpu_grpo.algorithms import open_algorithm
+from tpu_grpo.algorithms import RunAlgorithm
 from tpu_grpo.config import RewardSpec, RunConfig
-from tpu_grpo.data import PromptStream, open_evaluation_prompts, prompts_digest
+from tpu_grpo.data import PromptStream, prompts_digest
+from tpu_grpo.data.rendering import template_switches
 from tpu_grpo.engine.sampler import Sampler
+from tpu_grpo.environments.actions import LoadedEnvironment
+from tpu_grpo.environments.dialects import open_dialect, turn_ends
 from tpu_grpo.environments.episodes import Environments
+from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.models.tokenizers import stop_token_ids
 from tpu_grpo.observe.evaluation import GREEDY, Evaluation, EvaluationSamples, EvaluationSettings, evaluate
 from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import Prompt
-from tpu_grpo.rewards import DistributedRewards, RewardSet, open_rewards, repeats_itself
+from tpu_grpo.rewards import DistributedRewards, RewardSet, repeats_itself
 from tpu_grpo.rewards.final_answer import final_answer
-from tpu_grpo.run.data import OpenData, open_data
-from tpu_grpo.run.environments import load_environments, open_environments, tools_of
+from tpu_grpo.run.inputs import HeldOutInputs, Inputs, load_environments, open_held_out
 
 
 @dataclass(frozen=True)
@@ -59,42 +64,59 @@ class HeldOut:
             self.environments.close()
 
 
-def open_task(
-    config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts, data: OpenData | None = None
-) -> Task:
-    """Open rewards, and prompts unless ``data`` holds them, and check that prompts have the columns that rewards need.
+def open_task(config: RunConfig, inputs: Inputs, algorithm: RunAlgorithm, hosts: Hosts) -> Task:
+    """Put together what the policy learns; the hosts divide the scoring among them.
 
-    The hosts divide the scoring among them.
+    Raises:
+        ConfigError: for rewards of single tokens with an algorithm that would spread them over all.
+        RewardError: for rewards that ask for environments, where there are none.
+        LockstepError: hosts read, generated or downloaded different prompts.
     """
-    data = data or open_data(config, tokenizer)
-    prompts = data.prompts
-    _agree_on_prompts({part.name: part.rendered.digest for part in prompts.parts}, hosts)
-    rewards = open_rewards(config.rewards, prompts.columns, config.run.max_steps)
-    _check_token_rewards(config, rewards)
-    held_out = _open_held_out(config, data.held_out, hosts, rewards)
-    judges = [rewards] if held_out is None else [rewards, held_out.rewards.rewards]
-    environments = open_environments(config, tokenizer, data.environments, keep=_asked_for(config, judges))
-    held_out = held_out and replace(held_out, environments=environments)
-    return Task(prompts, DistributedRewards(rewards, hosts, _compared(config.rewards)), held_out, environments)
+    prompts, rewards, held_out = inputs.prompts, inputs.rewards, inputs.held_out
+    if hosts.count > 1:
+        hosts.agree_all({f"prompts of {part.name}": part.rendered.digest for part in prompts.parts})
+    _check_token_rewards(config, rewards, algorithm)
+    judges = [rewards] if held_out is None else [rewards, held_out.rewards]
+    environments = _open_environments(config, inputs.tokenizer, inputs.environments, judges)
+    return Task(
+        prompts,
+        DistributedRewards(rewards, hosts, _compared(config.rewards)),
+        None if held_out is None else _distributed(config, held_out, environments, hosts),
+        environments,
+    )
 
 
-def _asked_for(config: RunConfig, judges: Sequence[RewardSet]) -> bool:
-    """Say whether a reward asks for environments as they were at the end; refuse it where there are none."""
-    asking = [name for rewards in judges for name in rewards.of_environments]
-    if asking and not config.environment.is_on:
-        raise RewardError(
-            f"{', '.join(asking)} must have conversations with environments, got environment.name unset; set it, or "
-            "take other rewards"
-        )
-    return any(rewards.keeps_environments for rewards in judges)
+def open_held_out_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts) -> HeldOut | None:
+    """Open the held-out prompts alone, with rewards and environments; None if the config has no held-out prompts."""
+    loaded = load_environments(config)
+    if (held_out := open_held_out(config, tokenizer, loaded)) is None:
+        return None
+    environments = _open_environments(config, tokenizer, loaded, [held_out.rewards])
+    return _distributed(config, held_out, environments, hosts)
 
 
-def _check_token_rewards(config: RunConfig, rewards: RewardSet) -> None:
+def _distributed(
+    config: RunConfig, held_out: HeldOutInputs, environments: Environments | None, hosts: Hosts
+) -> HeldOut:
+    section = config.evaluation
+    specs = config.rewards if section.rewards is None else section.rewards
+    if hosts.count > 1:
+        hosts.agree_all({"prompts of the evaluation": prompts_digest(held_out.prompts)})
+    return HeldOut(
+        held_out.prompts,
+        DistributedRewards(held_out.rewards, hosts, _compared(specs)),
+        EvaluationSettings.of(section, config.rollout.temperature),
+        section.best or f"{GREEDY}/{specs[0].shown}",
+        environments,
+    )
+
+
+def _check_token_rewards(config: RunConfig, rewards: RewardSet, algorithm: RunAlgorithm) -> None:
     """Refuse what gives single tokens an advantage of their own, if the algorithm would spread it over all."""
     credits = [f"{list(rewards.token_rewards)} give single ones"] if rewards.token_rewards else []
     if config.environment.is_on and config.environment.turn_credit == "turn":
         credits.append("environment.turn_credit=turn gives those of a turn")
-    if credits and not getattr(open_algorithm(config.algorithm).objective, "credits_tokens", True):
+    if credits and not getattr(algorithm.objective, "credits_tokens", True):
         raise ConfigError(
             f"algorithm.name={config.algorithm.name} spreads over all tokens of a completion what "
             f"{' and what '.join(credits)}, because its ratio is of the whole completion; set "
@@ -102,46 +124,76 @@ def _check_token_rewards(config: RunConfig, rewards: RewardSet) -> None:
         )
 
 
-def open_held_out(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts) -> HeldOut | None:
-    """Open the held-out prompts, their rewards and environments; None if the config has no held-out prompts."""
-    loaded = load_environments(config)
-    prompts = open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools_of(loaded))
-    if (held_out := _open_held_out(config, prompts, hosts, None)) is None:
-        return None
-    keep = _asked_for(config, [held_out.rewards.rewards])
-    return replace(held_out, environments=open_environments(config, tokenizer, loaded, keep=keep))
-
-
-def _open_held_out(
-    config: RunConfig, prompts: tuple[Prompt, ...] | None, hosts: Hosts, rewards: RewardSet | None
-) -> HeldOut | None:
-    """Open the rewards of held-out prompts.
-
-    If evaluation uses the rewards of the run, these are scored by the worker processes of ``rewards``.
-    """
-    section = config.evaluation
-    settings = EvaluationSettings.of(section, config.rollout.temperature)
-    if prompts is None:
-        return None
-    _agree_on_prompts({"the evaluation": prompts_digest(prompts)}, hosts)
-    specs, columns = config.rewards if section.rewards is None else section.rewards, tuple(prompts[0].columns)
-    if section.rewards is None and rewards is not None:
-        judges = rewards.for_columns(columns)
-    else:
-        judges = open_rewards(specs, columns, config.run.max_steps)
-    best = section.best or f"{GREEDY}/{specs[0].shown}"
-    return HeldOut(prompts, DistributedRewards(judges, hosts, _compared(specs)), settings, best)
-
-
 def _compared(specs: Sequence[RewardSpec]) -> list[str]:
     """List the rewards that hosts can compare, because they give the same value whenever they are called."""
     return [spec.shown for spec in specs if repeats_itself(spec)]
 
 
-def _agree_on_prompts(digests: Mapping[str, str], hosts: Hosts) -> None:
-    """Check that hosts read, generated or downloaded the same prompts."""
-    if hosts.count > 1:
-        hosts.agree_all({f"prompts of {name}": digest for name, digest in digests.items()})
+def _open_environments(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    loaded: Mapping[str, LoadedEnvironment],
+    judges: Sequence[RewardSet],
+) -> Environments | None:
+    """Open the environments of a run, which keep their attributes where a reward asks for them; None without any."""
+    asking = [name for rewards in judges for name in rewards.of_environments]
+    if asking and not loaded:
+        raise RewardError(
+            f"{', '.join(asking)} must have conversations with environments, got environment.name unset; set it, or "
+            "take other rewards"
+        )
+    return open_environments(config, tokenizer, loaded, keep=any(rewards.keeps_environments for rewards in judges))
+
+
+def open_environments(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    loaded: Mapping[str, LoadedEnvironment],
+    *,
+    keep: bool,
+) -> Environments | None:
+    """Open the environments of a run; None for one without.
+
+    Args:
+        config: the run.
+        tokenizer: the model's.
+        loaded: what ``load_environments`` returned.
+        keep: whether the environments' attributes are kept for rewards.
+
+    Raises:
+        ConfigError: for a chat template that cannot write tools or several turns.
+    """
+    if not loaded:
+        return None
+    section, switches = config.environment, template_switches(config.data, tokenizer)
+    dialects = {
+        name: open_dialect(tokenizer, environment.tools, section.tool_format, switches)
+        for name, environment in loaded.items()
+    }
+    return Environments(
+        loaded, dialects, EnvironmentPool(loaded, section, keep), section, config.data.max_prompt_tokens
+    )
+
+
+def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> tuple[int, ...]:
+    """Return the ids that end what a run's policy writes, ascending.
+
+    They are the model's own, and in conversations those with which the chat template ends turns: a base model's own end
+    token is another one.
+
+    Args:
+        config: the run.
+        tokenizer: the model's.
+        directory: the model's, in which config.json and generation_config.json lie.
+
+    Raises:
+        CheckpointError: for a broken file of the model's.
+        ConfigError: for conversations by a chat template that ends no turns.
+    """
+    ids = {*stop_token_ids(tokenizer, directory)}
+    if config.environment.is_on:
+        ids.update(turn_ends(tokenizer, template_switches(config.data, tokenizer)))
+    return tuple(sorted(ids))
 
 
 def evaluate_policy(

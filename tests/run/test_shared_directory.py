@@ -9,21 +9,21 @@ from tpu_grpo.config import parse_config
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.observe.run_files import saved_steps
 from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.run.directory import first_does
 from tpu_grpo.run.lock import RunLock
-from tpu_grpo.run.sharing import first_does
 
 ENTER = """
     from pathlib import Path
     from tpu_grpo.config import parse_config
-    from tpu_grpo.run import sharing
+    from tpu_grpo.run import directory as sharing
     from tpu_grpo.run.directory import RunDirectory
     sharing.SEEN_SECONDS, sharing.STALE_SECONDS, sharing.PAUSE = 1.0, 1.0, 0.1
     resume = "auto"
     {before}
     config = parse_config({{"run": {{"dir": {directory}}}, "checkpoint": {{"resume": resume}}}})
-    with RunDirectory(config, hosts) as directory:
+    with RunDirectory(config, hosts) as own:
         {inside}
-        print(directory.saved_steps, directory.begin(0, {{"digest": ""}}))
+        print(own.saved_steps, own.begin(0, {{"digest": ""}}))
     hosts.barrier("the end")
 """
 

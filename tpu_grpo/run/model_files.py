@@ -1,6 +1,7 @@
-"""The run's model before it is loaded: where it is, its tokenizer, and whether it can do what the config asks of it.
+"""The files of a run's model: where they are, and whether the model can do what the config asks of it, without jax.
 
-Nothing of this imports jax.
+checkpoint = read_model(config)                    # None for a built-in model, which is taught when it is needed
+checkpoint, tokenizer = open_model(config, hosts)  # whatever the model is
 """
 
 import sys
@@ -8,17 +9,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tpu_grpo.config import BUILTIN, HUB, RunConfig
+from tpu_grpo.hosts import Hosts
 from tpu_grpo.models.checkpoint import Checkpoint, read_checkpoint
-from tpu_grpo.models.fetching import fetch, fetched
+from tpu_grpo.models.fetching import fetch
 from tpu_grpo.models.lora import adapted_modules, existing_layers
 from tpu_grpo.records.errors import CheckpointError, ConfigError
+from tpu_grpo.run.fingerprints import model_fingerprints
 from tpu_grpo.tasks import TASKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 
-def check_checkpoint(config: RunConfig) -> None:
+def read_model(config: RunConfig) -> Checkpoint | None:
     """See that the model is there, whole and supported, from the headers of its files; a built-in one by its name.
 
     Raises:
@@ -32,15 +35,16 @@ def check_checkpoint(config: RunConfig) -> None:
                 f"model.pad_token is for models of your own, got {config.model.pad_token!r} with a built-in one, which "
                 "has a padding token; leave it out"
             )
-        return
-    directory = model_directory(config)
-    check_model(config, read_checkpoint(directory))
+        return None
+    checkpoint = read_checkpoint(model_directory(config))
+    check_model(config, checkpoint)
     for name in ("tokenizer_config.json", "tokenizer.json"):
-        if not (directory / name).is_file():
+        if not (checkpoint.directory / name).is_file():
             raise CheckpointError(
-                f"a checkpoint directory must hold {name}, not found in {directory}; copy it from the model's "
-                "publisher, or write it with transformers' save_pretrained of a fast tokenizer"
+                f"a checkpoint directory must hold {name}, not found in {checkpoint.directory}; copy it from the "
+                "model's publisher, or write it with transformers' save_pretrained of a fast tokenizer"
             )
+    return checkpoint
 
 
 def builtin_name(config: RunConfig) -> str:
@@ -58,33 +62,9 @@ def builtin_name(config: RunConfig) -> str:
 def model_directory(config: RunConfig) -> Path:
     """Return the directory of a model that is not built in; one of the hub is fetched if it is not here."""
     path = config.model.path
-    return fetch(path.removeprefix(HUB), _say) if path.startswith(HUB) else Path(path).expanduser()
-
-
-def known_directory(config: RunConfig) -> Path | None:
-    """Return the directory of a model as far as it is here; None for a built-in one, and one still to be fetched."""
-    path = config.model.path
-    if path.startswith(HUB):
-        return fetched(path.removeprefix(HUB))
-    directory = Path(path).expanduser()
-    return directory if not path.startswith(BUILTIN) and directory.is_dir() else None
-
-
-def _say(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
-
-
-def open_tokenizer(config: RunConfig) -> "PreTrainedTokenizerFast":
-    """Open the tokenizer of the run's model, without the model; a built-in one need not have been taught.
-
-    Raises:
-        CheckpointError: for a tokenizer that is missing, broken or without an end or padding token.
-    """
-    from tpu_grpo.models.tokenizers import builtin_tokenizer, load_tokenizer  # a second to import
-
-    if config.model.path.startswith(BUILTIN):
-        return builtin_tokenizer(TASKS[builtin_name(config)])
-    return load_tokenizer(model_directory(config), config.model.pad_token)
+    if not path.startswith(HUB):
+        return Path(path).expanduser()
+    return fetch(path.removeprefix(HUB), lambda what: print(what, file=sys.stderr, flush=True))
 
 
 def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
@@ -109,3 +89,47 @@ def check_model(config: RunConfig, checkpoint: Checkpoint) -> None:
         adapted_modules(checkpoint, config.model.lora)
     if config.model.train_layers is not None:
         existing_layers(checkpoint, "model.train_layers", config.model.train_layers)
+
+
+def open_tokenizer(config: RunConfig, checkpoint: Checkpoint | None) -> "PreTrainedTokenizerFast":
+    """Open the tokenizer of the model that `read_model` returned; a built-in one need not have been taught.
+
+    Raises:
+        CheckpointError: for a tokenizer that is missing, broken or without an end or padding token.
+    """
+    from tpu_grpo.models.tokenizers import builtin_tokenizer, load_tokenizer  # a second to import
+
+    if checkpoint is None:
+        return builtin_tokenizer(TASKS[builtin_name(config)])
+    return load_tokenizer(checkpoint.directory, config.model.pad_token)
+
+
+def open_model(config: RunConfig, hosts: Hosts) -> "tuple[Checkpoint, PreTrainedTokenizerFast]":
+    """Open the checkpoint and its tokenizer; raises as `read_model` and `open_tokenizer` do. Every host calls this."""
+    read = read_model(config)
+    return agreed_checkpoint(config, hosts, read), open_tokenizer(config, read)
+
+
+def agreed_checkpoint(config: RunConfig, hosts: Hosts, read: Checkpoint | None) -> Checkpoint:
+    """See that hosts have the same checkpoint; one without the built-in model trains it now.
+
+    Args:
+        config: the run.
+        hosts: its processes; every one of them calls this.
+        read: what `read_model` returned.
+
+    Raises:
+        LockstepError: hosts have different models.
+    """
+    if read is not None:
+        if config.model.path.startswith(HUB):
+            hosts.agree("the revision of the model", read.directory.name)
+        return read
+    from tpu_grpo.models.builtin import builtin_checkpoint  # with jax
+
+    directory = builtin_checkpoint(builtin_name(config), config.run.seed, progress=True)
+    if hosts.count > 1:
+        hosts.agree_all(model_fingerprints(directory))
+    checkpoint = read_checkpoint(directory)
+    check_model(config, checkpoint)
+    return checkpoint

@@ -1,4 +1,4 @@
-"""Finds the checkpoint of a run that a user names, and loads its policy without what a run trains it with."""
+"""The weights of a run: loaded to be trained, or as the policy of a checkpoint that a user names."""
 
 import json
 from dataclasses import dataclass
@@ -9,12 +9,13 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.learner import cast_to_compute, freeze_untrained, read_policy
+from tpu_grpo.learner import LearnerInputs, cast_to_compute, freeze_untrained, read_policy
 from tpu_grpo.models.checkpoint import Checkpoint
-from tpu_grpo.models.tunix_model import abstract_model, load_model
+from tpu_grpo.models.lora import adapted_modules, apply_lora, cast_adapters, load_adapters
+from tpu_grpo.models.tunix_model import abstract_model, check_finite, is_abstract, load_model
 from tpu_grpo.observe.run_files import BEST_FILE, CHECKPOINTS_DIR, saved_steps
 from tpu_grpo.records.errors import CheckpointError, ConfigError
-from tpu_grpo.run.parts import with_adapters
+from tpu_grpo.run.meshes import Meshes
 
 INITIAL, LATEST, BEST = "initial", "latest", "best"
 
@@ -44,7 +45,12 @@ def choose(config: RunConfig, which: str) -> Chosen:
     if which == INITIAL:
         return Chosen(directory, None)
     if which == BEST:
-        return _best(config, directory)
+        path = config.run_dir / BEST_FILE
+        if not path.exists():
+            raise CheckpointError(
+                f"a best checkpoint needs {path}, which a run writes when it evaluates; it is missing"
+            )
+        return Chosen(directory, json.loads(path.read_text())["step"] or None)
     if which == LATEST:
         if not (steps := saved_steps(directory)):
             raise CheckpointError(f"there must be a checkpoint in {directory}, found none; check run.dir")
@@ -58,14 +64,6 @@ def choose(config: RunConfig, which: str) -> Chosen:
             f"{which!r}"
         )
     return Chosen(path.parent, int(path.name))
-
-
-def _best(config: RunConfig, directory: Path) -> Chosen:
-    path = config.run_dir / BEST_FILE
-    if not path.exists():
-        raise CheckpointError(f"a best checkpoint needs {path}, which a run writes when it evaluates; it is missing")
-    step = json.loads(path.read_text())["step"]
-    return Chosen(directory, step or None)
 
 
 def load_policy(config: RunConfig, checkpoint: Checkpoint, mesh: Mesh, chosen: Chosen, host: int = 0) -> nnx.Module:
@@ -85,4 +83,34 @@ def load_policy(config: RunConfig, checkpoint: Checkpoint, mesh: Mesh, chosen: C
     cast_to_compute(model, config)
     if chosen.step is not None:
         read_policy(chosen.directory, chosen.step, model, host)
+    return model
+
+
+def load_inputs(config: RunConfig, checkpoint: Checkpoint, meshes: Meshes) -> LearnerInputs:
+    """Load the models that a learner learns with onto the trainer's devices."""
+    base = load_model(
+        checkpoint,
+        meshes.trainer,
+        dtype=jnp.dtype(config.model.dtype),
+        remat=config.model.remat,
+        flash_block=meshes.flash_block,
+        param_dtype=jnp.dtype(config.model.dtype if config.model.lora.rank else config.model.param_dtype),
+    )
+    check_finite(base, checkpoint.directory)
+    return LearnerInputs(
+        model=with_adapters(base, checkpoint, config),
+        reference=base if config.algorithm.beta > 0.0 else None,
+        mesh=meshes.trainer,
+    )
+
+
+def with_adapters(base: nnx.Module, checkpoint: Checkpoint, config: RunConfig) -> nnx.Module:
+    """Return the model that is trained: the base itself, or a model with adapters around the same arrays."""
+    section = config.model.lora
+    if section.rank is None:
+        return base
+    model = apply_lora(base, adapted_modules(checkpoint, section), section, seed=config.run.seed)
+    cast_adapters(model, config.model.param_dtype)
+    if section.path is not None and not is_abstract(nnx.state(base)):
+        load_adapters(model, section)
     return model

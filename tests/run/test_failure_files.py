@@ -14,7 +14,7 @@ from tpu_grpo.hosts import Hosts
 from tpu_grpo.learner.failed import FailedUpdate, pass_arrays, placed_pass
 from tpu_grpo.learner.rows import RowShape, train_rows
 from tpu_grpo.records.stages import Prompt, PromptBatch, Rollout, ScoredRollout, Scores
-from tpu_grpo.run.failures import FailureFiles, read_update
+from tpu_grpo.run.non_finite import FailureFiles, read_update
 
 TALK = talk(
     [1, 2],

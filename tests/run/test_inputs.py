@@ -1,4 +1,4 @@
-"""What is wrong with paths, columns, templates and directories is found without opening anything whole."""
+"""What is wrong with paths, columns, templates, directories and environments is found before anything is built."""
 
 import json
 from pathlib import Path
@@ -8,9 +8,9 @@ import pytest
 
 from tpu_grpo.config import parse_config
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError, RewardError, TpuGrpoError
-from tpu_grpo.run.earlier import finished
-from tpu_grpo.run.early import check_early
+from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError, EpisodeError, RewardError, TpuGrpoError
+from tpu_grpo.run.directory import look
+from tpu_grpo.run.inputs import check_environment_columns, load_environments, open_inputs, tools_of
 
 ROWS = [{"problem": "1+1=", "answer": "2", "level": 1}, {"problem": "2+2=", "answer": "4", "level": 2}]
 
@@ -23,7 +23,10 @@ def data(tmp_path: Path) -> str:
 
 
 def check(tmp_path: Path, **sections: Any) -> None:
-    check_early(parse_config({"run": {"dir": str(tmp_path / "run")}} | sections), Hosts())
+    """Look where the run would write, and open all that it reads."""
+    config = parse_config({"run": {"dir": str(tmp_path / "run")}} | sections)
+    look(config, Hosts()).refuse()
+    open_inputs(config)
 
 
 def test_what_fits_passes_and_leaves_nothing(tmp_path: Path, data: str) -> None:
@@ -88,10 +91,67 @@ def test_where_the_run_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="run.dir must be a directory this process can write, got .*is no directory"):
         check(tmp_path, run={"dir": str(tmp_path / "file" / "run")})
-    assert finished(parse_config({"run": {"dir": str(tmp_path / "file" / "run")}}), Hosts()) is None  # asked before
+    assert look(parse_config({"run": {"dir": str(tmp_path / "file" / "run")}}), Hosts()).summary is None  # asked before
     with pytest.raises(CheckpointError, match="checkpoint.resume=require needs a checkpoint"):
         check(tmp_path, checkpoint={"resume": "require"})
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("")
     with pytest.raises(ConfigError, match="run.dir holds files that are no run's"):
         check(tmp_path, checkpoint={"resume": "never"})
+
+
+# --- environments ----------------------------------------------------------------------------------------------------
+
+SEVERAL = {"a": "calculator", "b": "guessing"}
+REWARDS = [{"name": "exact_answer"}]
+
+
+def found(name: Any, rewards: Any = None, held_out: Any = None, **section: Any) -> Any:
+    tree: dict[str, Any] = {"environment": {"name": name, **section}}
+    tree |= {} if rewards is None else {"rewards": rewards}
+    tree |= {} if held_out is None else {"evaluation": {"rewards": held_out}}
+    return load_environments(parse_config(tree))
+
+
+def test_a_run_without() -> None:
+    assert load_environments(parse_config({})) == {}
+    assert tools_of({}) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("calculator", {}),  # the reward is the environment's, as there is no other
+        ("calculator", {"rewards": [*REWARDS, {"name": "environment"}]}),
+        ("calculator", {"rewards": REWARDS, "held_out": [{"name": "environment"}]}),
+        ({"a": "calculator", "b": "arithmetic"}, {}),
+    ],
+)
+def test_a_reward_that_no_environment_gives_is_refused(name: Any, more: Any) -> None:
+    with pytest.raises(EpisodeError, match="needs an environment with get_reward, .* or set rewards"):
+        found(name, **more)
+    assert found(name, rewards=REWARDS)
+
+
+def test_it_is_enough_that_one_environment_gives_a_reward() -> None:
+    assert sorted(found(SEVERAL)) == ["a", "b"]
+    assert list(found("guessing")) == [""]
+
+
+def test_turns_that_nobody_rewards_are_not_credited() -> None:
+    with pytest.raises(EpisodeError, match="environment.turn_credit=turn needs an environment with get_turn_rewards"):
+        found("calculator", rewards=REWARDS, turn_credit="turn")
+    assert found("guessing", turn_credit="turn")
+
+
+def test_a_column_chooses_among_several() -> None:
+    loaded = found(SEVERAL)
+    with pytest.raises(DataError, match="several environments need a column 'environment' that chooses among a, b"):
+        check_environment_columns(loaded, ["question"])
+    check_environment_columns(loaded, ["question", "environment"])
+    tools = tools_of(loaded)
+    assert tools is not None
+    assert [tool["function"]["name"] for tool in tools({"environment": "a"}, "record 0")] == ["add"]
+    assert tools({"environment": "b"}, "record 0") == ()
+    with pytest.raises(DataError, match="must name one of the environments a, b, got 'c' in record 7"):
+        tools({"environment": "c"}, "record 7")
