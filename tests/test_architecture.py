@@ -37,11 +37,19 @@ LEVEL_OF = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 ONLY_IN = {"sgl_jax": ("engine",), "tunix.rl": ("tunix_loop", "learner/forward.py")}
 """Libraries that some rooms or files keep to themselves."""
 
+PICKLES = {
+    "tpu_grpo/workers/channel.py": "the main process pickles for workers, which unpickle that; never the other way",
+    "tpu_grpo/workers/attributes.py": "one worker pickles an environment's attributes, and another opens them",
+    "tpu_grpo/engine/waves.py": "what this package's own hosts tell each other",
+    "tpu_grpo/engine/exchange.py": "what this package's own hosts tell each other",
+}
+"""Files that may import pickle, or what pickles by itself, and why: to unpickle is to run what somebody wrote."""
+PICKLING = ("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing.connection")
+
 BROAD_EXCEPTS = {
     "tpu_grpo/algorithms/checks.py:_called": "runs the user's code; re-raised with its name",
     "tpu_grpo/hosts/host_log.py:host_log": "notes how the host ended; re-raised",
     "tpu_grpo/hosts/watch.py:_watchful": "a thread that nobody joins; it says what it met and ends the process",
-    "tpu_grpo/environments/kept.py:keep": "runs the user's code; what cannot be kept is named with the reason",
     "tpu_grpo/environments/playing.py:reply": "runs the user's code; becomes a Failure, which on_error decides",
     "tpu_grpo/environments/tools.py:called": "runs the user's code; the policy is told what it raised",
     "tpu_grpo/environments/tools.py:described": "an exception of the user's code whose text cannot be had",
@@ -62,15 +70,15 @@ BROAD_EXCEPTS = {
     "tpu_grpo/rewards/calling.py:_find_failing_row": "runs the user's code, to find the row that raises",
     "tpu_grpo/rewards/calling.py:_call_for_row": "runs the user's code; becomes a Problem, which on_error decides",
     "tpu_grpo/rewards/calling.py:await_row": "runs the user's code; becomes a Problem, which on_error decides",
-    "tpu_grpo/rewards/conversations.py:rebuilt": "unpickles the user's objects; re-raised with the attribute's name",
     "tpu_grpo/rewards/executors.py:_serve": "a thread's exception; raised again where the answer is awaited",
     "tpu_grpo/rewards/executors.py:_set_up": "runs the user's code; re-raised with its name",
     "tpu_grpo/rewards/scoring.py:ask_one": "a thread's exception; raised again where the result is awaited",
-    "tpu_grpo/workers/channel.py:_next": "unpickles what users' code may have written; re-raised as what it is",
+    "tpu_grpo/workers/attributes.py:keep": "runs the user's code; what cannot be kept is named with the reason",
+    "tpu_grpo/workers/attributes.py:rebuilt": "unpickles the user's objects; re-raised with the attribute's name",
     "tpu_grpo/workers/sandbox_child.py:_passes": "runs a model's code; every way to end is a failure",
     "tpu_grpo/workers/sandbox_child.py:_script": "runs a model's code; every way to end is told to the model",
     "tpu_grpo/workers/sandbox_child.py:_writes": "runs a model's code; every way to end is a failure",
-    "tpu_grpo/rewards/worker.py:_set_up": "runs the user's code; told to the main process, which raises",
+    "tpu_grpo/workers/serving.py:set_up": "runs the user's code; told to the main process, which raises",
 }
 
 
@@ -187,6 +195,13 @@ def library_outside_its_room(files: Iterable[Source]) -> Iterator[str]:
                     yield f"{file.name}:{line} {file.room} imports {name}, which only {' and '.join(places)} may"
 
 
+def pickle_outside_its_files(files: Iterable[Source]) -> Iterator[str]:
+    for file in files:
+        for line, name in file.imports:
+            if file.name not in PICKLES and any(f"{name}.".startswith(f"{library}.") for library in PICKLING):
+                yield f"{file.name}:{line} imports {name}, which only {' and '.join(PICKLES)} may"
+
+
 def process_index_outside_hosts(files: Iterable[Source]) -> Iterator[str]:
     for file in files:
         if file.room == "hosts":
@@ -245,6 +260,7 @@ def test_the_product_is_looked_at(product: list[Source]) -> None:
         eager_imports_of_the_package,
         imports_of_tests,
         library_outside_its_room,
+        pickle_outside_its_files,
         process_index_outside_hosts,
         unfinished,
     ],
@@ -258,6 +274,11 @@ def test_broad_excepts_are_those_with_a_reason(product: list[Source]) -> None:
     found = dict(broad_excepts(product))
     assert {where: what for where, what in found.items() if where not in BROAD_EXCEPTS} == {}
     assert set(BROAD_EXCEPTS) - set(found) == set(), "no longer there: remove the entry"
+
+
+def test_files_that_may_pickle_do(product: list[Source]) -> None:
+    found = {file.name for file in product for _, name in file.imports if name.split(".")[0] in PICKLING}
+    assert set(PICKLES) - found == set(), "no longer there: remove the entry"
 
 
 # --- and would be seen to be broken ----------------------------------------------------------------------------------
@@ -365,6 +386,16 @@ def test_libraries_outside_their_rooms_are_found(tmp_path: Path) -> None:
         f"tpu_grpo/learner/a.py:3 learner imports tunix.rl.x.y, {may}",
         "tpu_grpo/learner/forward.py:1 learner imports sgl_jax, which only engine may",
         "tpu_grpo/tunix_loop/a.py:1 tunix_loop imports sgl_jax, which only engine may",
+    ]
+
+
+def test_pickle_outside_its_files_is_found(tmp_path: Path) -> None:
+    text = "import pickle\nfrom multiprocessing.connection import Connection\nimport pickles\n"
+    planted(tmp_path, "tpu_grpo/workers/channel.py", text)
+    found = [line.split(",")[0] for line in pickle_outside_its_files(planted(tmp_path, "tpu_grpo/rewards/a.py", text))]
+    assert found == [
+        "tpu_grpo/rewards/a.py:1 imports pickle",
+        "tpu_grpo/rewards/a.py:2 imports multiprocessing.connection.Connection",
     ]
 
 

@@ -3,7 +3,6 @@
 import errno
 import gc
 import os
-import pickle
 import re
 import signal
 import socket
@@ -20,14 +19,15 @@ import pytest
 
 from tests.environments.playing import acted, begun, call, ended, failure, open_pool, told
 from tests.marks import marked
-from tpu_grpo.environments import fork_server, starting
 from tpu_grpo.environments import pool as pool_module
 from tpu_grpo.environments.actions import Answered, Reply
-from tpu_grpo.environments.forked import ForkedEnvironments
 from tpu_grpo.environments.loading import load_environment
+from tpu_grpo.environments.playing import PlayedEnvironment
 from tpu_grpo.environments.pool import EnvironmentPool
-from tpu_grpo.environments.requests import Exited, Fork, Job
 from tpu_grpo.records.errors import EpisodeError
+from tpu_grpo.workers import fork_server, supervisor
+from tpu_grpo.workers.channel import MainChannel, WorkerChannel
+from tpu_grpo.workers.messages import Exited, Fork
 
 NAME = "tests.environments.faulty:Faulty"
 SECONDS = 60.0
@@ -49,7 +49,7 @@ def _await(is_so) -> None:
 
 def _put_forward(patched: pytest.MonkeyPatch, seconds: float) -> None:
     """Let the pool's clock be so far ahead of the machine's."""
-    patched.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
+    patched.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
 
 
 LATE = "did not answer within its timeout of 60 s in"
@@ -187,7 +187,10 @@ def test_a_constructor_that_raises_is_named():
     ("fault", "said"),
     [
         ("leaves", "environment Silent must be imported in its process, which exited with code 7 instead"),
-        ("raises", "environment Silent failed in its process: environment module tests.environments.faulty failed to "),
+        (
+            "raises",
+            "environment Silent could not be imported in its process: environment module tests.environments.faulty ",
+        ),
     ],
 )
 def test_an_import_that_fails_in_the_process_ends_the_run(monkeypatch: pytest.MonkeyPatch, fault: str, said: str):
@@ -198,7 +201,7 @@ def test_an_import_that_fails_in_the_process_ends_the_run(monkeypatch: pytest.Mo
 
 def test_an_import_that_never_ends_in_the_process_ends_the_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FAULTY_IMPORT", "hangs")
-    monkeypatch.setattr(starting, "START_SECONDS", 1.0)
+    monkeypatch.setattr(supervisor, "START_SECONDS", 1.0)
     said = "environment Silent must be imported in its process within 1 s, got no answer; see what"
     with open_pool("tests.environments.faulty:Silent") as pool, pytest.raises(EpisodeError, match=re.escape(said)):
         begun(pool)
@@ -209,10 +212,9 @@ def test_the_time_for_the_import_begins_when_somebody_waits_for_it(monkeypatch: 
     """The first step's models are loaded and compiled between the pool's opening and the first conversation."""
     with open_pool(NAME) as pool:
         if was_ready:
-            assert pool._selector.select(60.0)  # its word has come, and nobody has taken it in
-            monkeypatch.setattr(starting, "START_SECONDS", 0.0)
+            assert pool.supervisor.selector.select(60.0)  # its word has come, and nobody has taken it in
+            monkeypatch.setattr(supervisor, "START_SECONDS", 0.0)
         _put_forward(monkeypatch, 1000.0)
-        monkeypatch.setattr(starting, "time", pool_module.time)
         assert told(begun(pool)) == "begin"
 
 
@@ -251,15 +253,13 @@ def test_what_was_to_go_to_a_server_that_died_leaves_no_files_open():
     before = _open_files()
     with open_pool(NAME) as pool:
         begun(pool)
-        home = pool._homes[""]
-        assert isinstance(home, ForkedEnvironments)
-        server = home._servers[0]
+        server = pool.crews[""].servers[0]
         forks = psutil.Process(server.process._process.pid)
         (conversation,) = forks.children()
         for process in (forks, conversation):
             process.suspend()  # the conversation's ends with the server's, and may not answer before
-        while not server.is_full:
-            server.say(Fork(1000), os.open(os.devnull, os.O_RDONLY))
+        while not server.channel.is_full:
+            server.channel.send(Fork(1000), os.open(os.devnull, os.O_RDONLY))
         forks.kill()
         assert failure(acted(pool, call("work", text="a")))[0] == "died"
         assert told(begun(pool)) == "begin"
@@ -268,9 +268,10 @@ def test_what_was_to_go_to_a_server_that_died_leaves_no_files_open():
 
 def test_a_process_that_cannot_be_forked_leaves_no_files_open(monkeypatch: pytest.MonkeyPatch):
     """The fork server runs in this process, on this thread."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours, theirs = socket.socketpair()
+    channel, main = WorkerChannel(ours, (Exited,), 1000), MainChannel(theirs)
     lifeline, end = os.pipe()
-    server = fork_server._ForkServer(theirs, lifeline, Job(load_environment(NAME, {}), 2**30, keep=False), None)
+    server = fork_server._ForkServer(main, lifeline, PlayedEnvironment(load_environment(NAME, {}), keep=False))
 
     def refused() -> int:
         raise OSError(errno.EAGAIN, "no more processes")
@@ -279,12 +280,12 @@ def test_a_process_that_cannot_be_forked_leaves_no_files_open(monkeypatch: pytes
     before = _open_files()
     server._fork(7, os.open(os.devnull, os.O_RDONLY))
     assert _open_files() == before
-    assert pickle.loads(ours.recv(1000)) == Exited(7, "could not be started: no more processes", forced=False)
+    assert channel.receive() == [(0, Exited(7, "could not be started: no more processes", forced=False))]
     for descriptor in (lifeline, end, server._woken, server._wakes):
         os.close(descriptor)
     server._selector.close()
-    ours.close()
-    theirs.close()
+    channel.close()
+    main.close()
 
 
 def test_too_few_open_files_are_said_to_be_so():

@@ -5,21 +5,21 @@ from pathlib import Path
 import pytest
 
 from tests.environments.playing import acted, begun, call, ended, open_pool, told
-from tpu_grpo.environments import forked
+from tpu_grpo.workers import supervisor
 
 
 def test_a_conversation_that_ends_leaves_to_the_server_what_the_import_wants_done_at_the_end(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
-    monkeypatch.setattr(forked, "_TIDY_SECONDS", 30.0)
+    monkeypatch.setattr(supervisor, "_TIDY_SECONDS", 30.0)
     with open_pool("tests.environments.leaving:Leaving") as pool:
         for key in range(2):
             begun(pool, key)
         seen = [eval(told(acted(pool, call("look"), key))) for key in range(2)]
         assert [sorted(there) for there in seen] == [["own", "shared"]] * 2
         ended(pool, 0)
-        while pool._homes[""]._servers[0].alive == {0, 1}:  # pyright: ignore[reportAttributeAccessIssue]
+        while len(pool.crews[""].servers[0].workers) == 2:
             pool._pump(0.01)
         assert not Path(seen[0]["own"]).exists()
         assert sorted(eval(told(acted(pool, call("look"), 1)))) == ["own", "shared"]

@@ -9,22 +9,22 @@ import pytest
 
 from tests.environments.playing import call
 from tpu_grpo.environments.actions import Answered, Ended
-from tpu_grpo.environments.finding import find_environment
 from tpu_grpo.environments.loading import load_environment
-from tpu_grpo.environments.playing import Played, Playing
-from tpu_grpo.environments.requests import Act, End, Job, Start
+from tpu_grpo.environments.playing import Act, End, PlayedEnvironment, Playing, Start
+from tpu_grpo.workers.attributes import opened
 
 
 def test_what_methods_take_is_worked_out_before_a_process_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each process would need longer for it than for all else that it does."""
     loaded = load_environment("tests.environments.games:Counter", {})
-    played = Played(Job(loaded, 2**30, keep=False), find_environment(loaded.source))
+    service = PlayedEnvironment(loaded, keep=False)
+    service.set_up()
 
     def refused(*_: object) -> None:
         raise AssertionError("worked out again")
 
     monkeypatch.setattr(inspect, "signature", refused)
-    playing = Playing(played)
+    playing = Playing(service)
     asked = (Start({"target": 2, "other": 1}, seed=1), Act(call("increment", step=2)), Act(call("increment", by=2)))
     replies = [asyncio.run(playing.reply(each)) for each in asked]
     assert [reply.messages[0]["content"] for reply in replies if isinstance(reply, Answered)] == [
@@ -53,7 +53,9 @@ class AnyName:
 def test_an_instance_that_answers_to_any_name_gives_no_rewards_of_its_own() -> None:
     loaded = load_environment(f"{__name__}:AnyName", {})
     assert not loaded.gives_reward
-    playing = Playing(Played(Job(loaded, 2**30, keep=True), AnyName))
+    service = PlayedEnvironment(loaded, keep=True)
+    service.set_up()
+    playing = Playing(service)
 
     async def play() -> Any:
         await playing.reply(Start({}, seed=1))
@@ -65,4 +67,4 @@ def test_an_instance_that_answers_to_any_name_gives_no_rewards_of_its_own() -> N
     assert isinstance(reply, Ended)
     assert (reply.reward, reply.turn_rewards) == (None, None)
     assert reply.kept is not None
-    assert pickle.loads(reply.kept.attributes["asked"]) == []
+    assert pickle.loads(opened(reply.kept)[0]["asked"]) == []

@@ -13,10 +13,10 @@ from tests.environments.playing import acted, answer, begun, call, calls, ended,
 from tests.marks import marked
 from tpu_grpo.environments import pool as pool_module
 from tpu_grpo.environments.actions import Answered, BadCall, Ended, ToolCall
-from tpu_grpo.environments.forked import ForkedEnvironments
 from tpu_grpo.environments.pool import EnvironmentPool
-from tpu_grpo.environments.shared import SharedEnvironments
 from tpu_grpo.records.errors import EpisodeError
+from tpu_grpo.workers import supervisor
+from tpu_grpo.workers.attributes import opened
 
 COUNTER, ASYNC = "tests.environments.games:Counter", "tests.environments.games:Async"
 MIXED = "tests.environments.games:Mixed"
@@ -112,8 +112,9 @@ def test_attributes_are_kept_for_rewards():
         kept = ended(pool).kept
     assert kept is not None
     assert kept.source == COUNTER
-    assert {name: pickle.loads(data) for name, data in kept.attributes.items()}["counter"] == 2
-    assert kept.left_out["columns"].endswith("bytes, and an attribute may have 1,048,576")
+    attributes, left_out = opened(kept)
+    assert pickle.loads(attributes["counter"]) == 2
+    assert left_out["columns"].endswith("bytes, and an attribute may have 1,048,576")
 
 
 def test_several_environments():
@@ -176,12 +177,10 @@ def test_the_time_until_a_process_is_forked_is_not_the_environment_s(
     """A server forks one at a time: of many conversations that begin at once the last would have had none left."""
     with open_pool(COUNTER, timeout=30.0) as pool:
         begun(pool, 0, {"target": 0})
-        home = pool._homes[""]
-        assert isinstance(home, ForkedEnvironments)
-        server = psutil.Process(home._servers[0].process._process.pid)
+        server = psutil.Process(pool.crews[""].servers[0].process._process.pid)
         server.suspend()
         pool.start(1, "", {"target": 1}, seed=0)
-        monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
+        monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + seconds))
         is_over = pool.ready(1)
         server.resume()
         if reply is None:
@@ -209,30 +208,28 @@ def test_what_is_given_up_is_over_and_others_can_begin(pool: EnvironmentPool):
 
 def test_a_server_is_replaced_after_so_many_conversations():
     with open_pool(COUNTER, recycle=2) as pool:
-        home = pool._homes[""]
-        assert isinstance(home, ForkedEnvironments)
+        crew = pool.crews[""]
         servers = set()
         for key in range(6):
             begun(pool, key, {"target": 1})
-            while len(home._servers) > 1 and not home._servers[-1].is_ready:
+            while len(crew.servers) > 1 and not crew.servers[-1].is_ready:
                 pool.ready(key)
-            servers |= {server.process._process.pid for server in home._servers}
+            servers |= {server.process._process.pid for server in crew.servers}
         assert told(acted(pool, call("increment", step=5), 0)) == "5"  # one of the first server goes on
         for key in range(6):
             pool.drop(key)
         assert len(servers) == 4
-        while len(home._servers) > 1 or home._ending:
+        while len(crew.servers) > 1 or crew.ending:
             pool._pump(0.01)
 
 
 def test_environments_are_closed_before_their_server_or_the_pool_ends(tmp_path: Path):
     with open_pool("tests.environments.games:Closing", recycle=2) as pool:
-        home = pool._homes[""]
-        assert isinstance(home, ForkedEnvironments)
+        crew = pool.crews[""]
         for key in range(6):
             begun(pool, key, {"path": str(tmp_path / str(key))})
             ended(pool, key)
-            while len(home._servers) > 1 and not home._servers[-1].is_ready:
+            while len(crew.servers) > 1 and not crew.servers[-1].is_ready:
                 pool._pump(0.01)
         begun(pool, 6, {"path": str(tmp_path / "6")})  # it is not asked what it was worth
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2", "3", "4", "5", "6"]
@@ -367,16 +364,15 @@ def test_an_async_process_is_replaced_after_so_many_conversations():
     with open_pool(ASYNC, recycle=2) as pool:
         for key in range(2):
             begun(pool, key)
-        first, home = marked(), pool._homes[""]
-        assert isinstance(home, SharedEnvironments)
-        while not home._loops[-1].is_ready:
+        first, crew = marked(), pool.crews[""]
+        while not crew.workers[-1].is_ready:
             pool.ready(0)
         begun(pool, 2)
         assert told(acted(pool, call("wait", seconds=0.0), 0)) == "waited 0.0"
         for key in range(2):
             assert ended(pool, key).reward == 0.5
         deadline = time.monotonic() + 10.0
-        while home._leaving and time.monotonic() < deadline:
+        while len(crew.servers[0].workers) > 1 and time.monotonic() < deadline:
             pool.ready(2)
         assert len(first - marked()) == 1
         assert ended(pool, 2).reward == 0.5

@@ -6,10 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.environments.playing import begun, open_pool, told
-from tpu_grpo.environments import starting
-from tpu_grpo.environments.forked import ForkedEnvironments
-from tpu_grpo.environments.starting import Starting
+from tpu_grpo.environments.loading import load_environment
+from tpu_grpo.environments.playing import PlayedEnvironment
 from tpu_grpo.records.errors import EpisodeError
+from tpu_grpo.workers import supervisor
+from tpu_grpo.workers.supervisor import StartError, Starting
+
+SERVICE = PlayedEnvironment(load_environment("tests.environments.games:Counter", {}), keep=False)
 
 
 @pytest.mark.parametrize("name", ["Silent", "SilentAsync"])
@@ -18,8 +21,7 @@ def test_an_import_that_succeeds_once_and_never_again_ends_the_run(monkeypatch: 
     with open_pool(f"tests.environments.faulty:{name}") as pool:
         assert told(begun(pool)) == "begin"
         monkeypatch.setenv("FAULTY_IMPORT", "leaves")
-        home = pool._homes[""]
-        (first,) = home._servers if isinstance(home, ForkedEnvironments) else home._loops
+        (first,) = pool.crews[""].servers
         first.process._process.kill()
         with pytest.raises(EpisodeError, match=re.escape(f"{said}ended before, and the last exited with code 7; see")):
             while True:
@@ -28,18 +30,18 @@ def test_an_import_that_succeeds_once_and_never_again_ends_the_run(monkeypatch: 
 
 
 def test_only_processes_in_a_row_count():
-    processes = Starting("e")
+    processes = Starting(SERVICE)
     processes.ready()
     for _ in range(3):
-        processes.failed("exited with code 1")
-        processes.failed("exited with code 1")
+        assert processes.failed("exited with code 1") is None
+        assert processes.failed("exited with code 1") is None
         processes.ready()
 
 
 def test_each_process_has_its_time_from_when_a_conversation_waits_for_it(monkeypatch: pytest.MonkeyPatch):
     now = 0.0
-    monkeypatch.setattr(starting, "time", SimpleNamespace(monotonic=lambda: now))
-    processes = Starting("e")
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: now))
+    processes = Starting(SERVICE)
     processes.ready()
     now = 1000.0
     processes.waited_for()
@@ -49,5 +51,5 @@ def test_each_process_has_its_time_from_when_a_conversation_waits_for_it(monkeyp
     now = 2000.0
     processes.waited_for()
     now = 2120.1
-    with pytest.raises(EpisodeError, match="must be imported in its process within 120 s, got no answer"):
+    with pytest.raises(StartError, match="must be imported in its process within 120 s, got no answer"):
         processes.waited_for()

@@ -6,6 +6,7 @@ import pytest
 
 from tests.environments.playing import acted, answer, begun, call, ended, open_pool, told
 from tpu_grpo.environments.loading import load_environment
+from tpu_grpo.workers.attributes import opened
 
 FILE = "tests.environments.trl_examples"
 
@@ -50,7 +51,7 @@ def test_echo():
         assert told(acted(pool, call("echo", message="Hello"))) == "Hello"
         kept = ended(pool).kept
         assert kept is not None
-        assert set(kept.attributes) == {"env", "reward"}
+        assert set(opened(kept)[0]) == {"env", "reward"}
 
 
 def test_wordle_ends_by_raising():

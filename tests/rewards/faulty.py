@@ -87,7 +87,8 @@ def doubles(completions: list[str]) -> list[float]:
 def inspects(completions: list[str], log_metric: Any) -> list[float]:
     """Tells about its process."""
     log_metric("jax", float("jax" in sys.modules))
-    log_metric("variables", float(sum(n.startswith(("TPU_", "XLA_", "LIBTPU")) for n in os.environ) - 1))  # its mark
+    found = [n for n in os.environ if n.startswith(("TPU_", "XLA_", "LIBTPU")) and not n.startswith("TPU_GRPO_")]
+    log_metric("variables", float(len(found)))
     log_metric("cpu", float(os.environ["JAX_PLATFORMS"] == "cpu"))
     return [float(os.getpid())] * len(completions)
 

@@ -1,5 +1,6 @@
 """What rewards get of conversations: the last turn or all messages, what environments gave, and the environments."""
 
+import base64
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +12,10 @@ import pytest
 from tests.rewards.conftest import MakeFile
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.episode import Episode, Failure, KeptEnvironment, Turn
-from tpu_grpo.records.errors import RewardError
+from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout
 from tpu_grpo.rewards import open_rewards
-from tpu_grpo.rewards.conversations import rebuilt
+from tpu_grpo.workers.attributes import rebuilt
 
 GAME = """
 class Game:
@@ -55,7 +56,11 @@ def rollout(*completions: Completion) -> Rollout:
 
 
 def kept(source: str, **attributes: Any) -> KeptEnvironment:
-    return KeptEnvironment(source, {name: pickle.dumps(v) for name, v in attributes.items()}, {"client": "a socket"})
+    return as_kept(source, {name: pickle.dumps(v) for name, v in attributes.items()}, {"client": "a socket"})
+
+
+def as_kept(source: str, attributes: Mapping[str, bytes], left_out: Mapping[str, str]) -> KeptEnvironment:
+    return KeptEnvironment(source, base64.b64encode(pickle.dumps((attributes, left_out))))
 
 
 def scores(specs: Sequence[Mapping[str, Any]], *completions: Completion) -> Any:
@@ -88,16 +93,24 @@ def test_environments_are_there_as_they_were(reward_file: MakeFile, tmp_path: Pa
     assert found.total.tolist() == [2 * 3 + 2, 5 * 3 + 5]
 
 
+def test_environments_are_opened_in_workers_only(reward_file: MakeFile) -> None:
+    path = reward_file("def f(environments):\n    return [1.0]\n\n\ndef g(environment_reward):\n    return 1.0\n")
+    said = r"reward f takes environments, .* its workers must be >= 1, got 0; set workers: 1 or more, or take"
+    with pytest.raises(ConfigError, match=said):
+        open_rewards([RewardSpec(name=f"{path}:f", workers=0)], [])
+    open_rewards([RewardSpec(name=f"{path}:g", workers=0)], []).close()
+
+
 def test_what_was_not_kept_says_why(tmp_path: Path) -> None:
     (tmp_path / "game.py").write_text(GAME)
-    game = rebuilt(kept(f"{tmp_path}/game.py:Game", counter=1))
+    game = rebuilt(kept(f"{tmp_path}/game.py:Game", counter=1), RewardError)
     with pytest.raises(AttributeError, match="'client' was not kept of the environment: a socket"):
         _ = game.client
     with pytest.raises(AttributeError, match="the environment has no attribute 'other'"):
         _ = game.other
-    broken = KeptEnvironment(f"{tmp_path}/game.py:Game", {"counter": b"no pickle"}, {})
+    broken = as_kept(f"{tmp_path}/game.py:Game", {"counter": b"no pickle"}, {})
     with pytest.raises(RewardError, match="attribute 'counter' of environment .* must be readable"):
-        rebuilt(broken)
+        rebuilt(broken, RewardError)
 
 
 WRAPPER = """
@@ -112,15 +125,15 @@ class Wrapper:
 def test_a_class_that_passes_attributes_on_still_does(tmp_path: Path) -> None:
     """But the reason why something was not kept is told, also for what it would pass on to that."""
     (tmp_path / "wrapper.py").write_text(WRAPPER)
-    wrapper = rebuilt(kept(f"{tmp_path}/wrapper.py:Wrapper", inner=1 + 2j))
+    wrapper = rebuilt(kept(f"{tmp_path}/wrapper.py:Wrapper", inner=1 + 2j), RewardError)
     assert wrapper.imag == 2.0
     with pytest.raises(AttributeError, match="'complex' object has no attribute 'other'"):
         _ = wrapper.other
     with pytest.raises(AttributeError, match="'client' was not kept of the environment: a socket"):
         _ = wrapper.client
-    left_out = KeptEnvironment(f"{tmp_path}/wrapper.py:Wrapper", {}, {"inner": "a generator"})
+    left_out = as_kept(f"{tmp_path}/wrapper.py:Wrapper", {}, {"inner": "a generator"})
     with pytest.raises(AttributeError, match="'inner' was not kept of the environment: a generator"):
-        _ = rebuilt(left_out).score
+        _ = rebuilt(left_out, RewardError).score
 
 
 def test_no_reward_is_asked_about_a_failed_environment(reward_file: MakeFile) -> None:

@@ -1,5 +1,7 @@
 """Rewards run in processes of their own: what faults cost, who notices, and that nothing stays behind."""
 
+import base64
+import math
 import os
 import signal
 import subprocess
@@ -19,6 +21,8 @@ from tests.rewards.conftest import make_rollout
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards import RewardSet, open_rewards
+from tpu_grpo.rewards.batches import Problem, RewardBatch
+from tpu_grpo.rewards.executors import AnswerOfWorker, WorkerPool
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "bb", "ccc", "dddd"])
 GOOD = [1.0, 2.0, 3.0, 4.0]
@@ -63,7 +67,13 @@ def faulty_set() -> Iterator[tuple[RewardSet, list[Any]]]:
     """All faults and one good reward, side by side, asked twice."""
     faults = [spec(f, timeout=1.0, on_error="skip") for f in FAULTS]
     with open_rewards([spec(faulty.good), *faults], []) as rewards:
-        yield rewards, [rewards.score(ROLLOUT), rewards.score(ROLLOUT)]
+        scores = [rewards.score(ROLLOUT), rewards.score(ROLLOUT)]
+        for executor in [reward.executor for reward in rewards.rewards]:
+            assert isinstance(executor, WorkerPool)
+            assert executor._supervisor is not None
+            while not all(worker.is_ready for crew in executor._supervisor.crews for worker in crew.workers):
+                executor._supervisor.advance(0.1)  # so that no test finds one that was not there before
+        yield rewards, scores
 
 
 def test_others_are_unaffected_and_every_fault_is_counted(faulty_set: tuple[RewardSet, list[Any]]):
@@ -137,9 +147,9 @@ def test_workers_end_with_a_main_process_that_is_killed(function: Callable[..., 
     before = marked()
     main = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], start_new_session=True)
     deadline = time.monotonic() + 20.0
-    while len(marked() - before) < 2 and time.monotonic() < deadline:
+    while len(marked() - before) < 4 and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert len(marked() - before) == 2
+    assert len(marked() - before) == 4  # two fork servers, and a worker of each
     time.sleep(2.0)  # for the worker to get to it
     os.kill(main.pid, signal.SIGKILL)
     main.wait()
@@ -169,6 +179,27 @@ def test_workers_know_nothing_of_jax_and_the_accelerator(monkeypatch: pytest.Mon
     with open_rewards([spec(faulty.inspects)], []) as rewards:
         figures = rewards.score(ROLLOUT).figures
     assert [figures[f"rewards/inspects/{name}"].value for name in ("jax", "variables", "cpu")] == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"values": [1.0]},
+        {"values": [1.0, math.inf]},
+        {"problems": [Problem("raised", "raised", row=2)]},
+        {"problems": [Problem("raised", "raised", failing_row=-1)]},
+        {"of_tokens": [b""]},
+        {"of_tokens": [b"", b"no base64"]},
+        {"of_tokens": [b"", base64.b64encode(np.ones(2).tobytes())]},
+        {"of_tokens": [b"", base64.b64encode(np.full(3, np.nan).tobytes())]},
+    ],
+)
+def test_an_answer_of_a_worker_fits_its_batch(told: dict[str, Any]):
+    batch = RewardBatch({"completion_ids": [[1, 2, 3], [4, 5, 6]]}, step=1, size=2)
+    good = {"values": [1.0, math.nan], "problems": [], "logged": {"n": [1.0]}, "of_tokens": []}
+    assert AnswerOfWorker(**good).read(batch).values[0] == 1.0
+    with pytest.raises(ValueError, match="does not fit|base64"):
+        AnswerOfWorker(**good | told).read(batch)
 
 
 def test_workers_are_replaced_after_so_many_calls():

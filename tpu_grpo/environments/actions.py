@@ -51,7 +51,7 @@ class Action:
 class Answered:
     """What an environment answered."""
 
-    messages: tuple[Message, ...]
+    messages: tuple[Mapping[str, str], ...]
     """What is put to the policy: {role: tool, name, content} for each call, or {role: user, content}; after ``reset``
     one of the role user, or none."""
     reward: float | None = None

@@ -1,7 +1,8 @@
 """One environment that is played, in its process: made, reset, asked for its tools or steps, and for what it is worth.
 
-    played = Played(job, target)                            # once for all conversations of a process, or a fork server
-    playing = Playing(played)
+    service = PlayedEnvironment(loaded, keep=False)         # in a process, once for all of its conversations:
+    service.set_up()
+    playing = Playing(service)                              # one of them
     reply = await playing.reply(Start(columns, seed))       # Answered with the first observation
     reply = await playing.reply(Act(action))                # Answered
     reply = await playing.reply(End())                      # Ended
@@ -10,50 +11,147 @@
 Whatever the user's code does becomes a Reply: Failed, if it is neither an answer nor a tool's error.
 """
 
+import asyncio
 import inspect
 import random
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
-from tpu_grpo.environments.actions import Action, Answered, Ended, Failed, Message, Reply
+from tpu_grpo.environments.actions import (
+    Action,
+    Answered,
+    Ended,
+    Failed,
+    LoadedEnvironment,
+    Message,
+    Reply,
+    ToolCall,
+)
 from tpu_grpo.environments.adapters import adapter_for, own_options
 from tpu_grpo.environments.adapters.adapter import Adapter, fitting, parameters_of
-from tpu_grpo.environments.kept import keep
-from tpu_grpo.environments.requests import Act, End, Job, Request, Start
+from tpu_grpo.environments.finding import find_environment, import_beforehand
 from tpu_grpo.environments.tools import MOST_CALLS, called, described, not_made, resolved
 from tpu_grpo.environments.values import WrongError, growing, number_of, observed_text, step_of, turn_rewards_of
 from tpu_grpo.records.episode import Failure, FailureKind
+from tpu_grpo.workers.attributes import keep
+from tpu_grpo.workers.messages import Mode
 
 _LONGEST_TRACE = 20_000
 
 
-class Played:
-    """What is the same in all conversations of an environment; processes that are forked find it worked out."""
+@dataclass(frozen=True)
+class Start:
+    """Make a new environment, and call its ``reset``."""
 
-    def __init__(self, job: Job, target: Any):
-        self.job, self.target, self.options = job, target, own_options(job.loaded.options)
-        self.adapter = adapter_for(target, job.loaded.options)
-        self.tools = {schema["function"]["name"]: schema for schema in job.loaded.tools}
+    columns: Mapping[str, Any]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Act:
+    """Do what the policy wrote in its turn."""
+
+    action: Action
+
+
+@dataclass(frozen=True)
+class End:
+    """Say what the episode is worth."""
+
+
+Request = Start | Act | End
+
+
+class PlayedEnvironment:
+    """An environment as a `Service` of workers; what is the same in all its conversations is worked out once."""
+
+    start = "imported"
+    replies: tuple[type, ...] = (Answered, Ended, Failed)
+    most_bytes = 2**26
+    """A reply has texts of at most 1 MiB for each of at most 16 calls, or what is kept, which is limited, too."""
+
+    def __init__(self, loaded: LoadedEnvironment, keep: bool):
+        """``keep`` says whether ``Ended`` brings the attributes of the environment."""
+        self.loaded, self.keep = loaded, keep
+        self.name = f"environment {loaded.name}"
+        self.mode: Mode = "shared" if loaded.is_async else "alone"
+
+    def set_up(self) -> None:
+        """Import the environment's class; raises EpisodeError if that fails."""
+        self.target, loaded = find_environment(self.loaded.source), self.loaded
+        import_beforehand(self.target)
+        self.options = own_options(loaded.options)
+        self.adapter = adapter_for(self.target, loaded.options)
+        self.tools = {schema["function"]["name"]: schema for schema in loaded.tools}
         for name in ("reset", *self.tools):
-            if inspect.isfunction(method := getattr(target, name, None)):
+            if inspect.isfunction(method := getattr(self.target, name, None)):
                 parameters_of(MethodType(method, self))  # which remembers them
+
+    @contextmanager
+    def answering(self, went_on: Callable[[], None]) -> Iterator[Callable[[Request, float], Reply]]:
+        """Play a conversation, whose requests are answered one after the other; closes the environment."""
+        playing = Playing(self, went_on)
+        with asyncio.Runner() if self.loaded.awaits else nullcontext() as runner:
+            run = _now if runner is None else runner.run
+
+            def answer(request: Request, _: float) -> Reply:
+                try:
+                    return run(playing.reply(request))
+                except WrongError as error:
+                    return Failed(Failure("wrong", str(error)))
+
+            yield answer
+            run(playing.close())
+
+    def session(self, went_on: Callable[[], None]) -> "Playing":
+        """Begin a conversation."""
+        return Playing(self, went_on)
+
+
+def _now(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """Return what a coroutine returns that waits for nothing, as those of a class without async methods.
+
+    Raises:
+        WrongError: for one that waits.
+    """
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    coroutine.close()
+    raise WrongError("must declare methods whose results have to be awaited with async def, got one without; add it")
+
+
+def late(request: Request, takes: str, seconds: float, made: int = 0) -> Failed:
+    """Say that an environment did not answer in time, after so many calls of its turn."""
+    match request:
+        case Start():
+            asked = "its constructor and reset"
+        case End():
+            asked = "get_reward"
+        case Act(action) if takes == "calls" and action.calls:
+            call = action.calls[made]
+            asked = f"the tool {call.name}" if isinstance(call, ToolCall) else "a call that cannot be read"
+        case _:
+            asked = "step"
+    return Failed(Failure("late", f"did not answer within its timeout of {seconds:g} s in {asked}"))
 
 
 class Playing:
     """An environment of one conversation."""
 
-    def __init__(self, played: Played, went_on: Callable[[], None] = lambda: None):
+    def __init__(self, service: PlayedEnvironment, went_on: Callable[[], None] = lambda: None):
         """Make nothing yet; ``went_on`` is called between the calls of a turn, each of which has its own time."""
-        self._job, self._target, self._options = played.job, played.target, played.options
-        self._adapter: Adapter | None = played.adapter(played.target, played.options) if played.adapter else None
-        self._tools = played.tools
+        self._service, self._target = service, service.target
+        self._adapter: Adapter | None = service.adapter(service.target, service.options) if service.adapter else None
         self._instance: Any = None
         self._went_on = went_on
-        self.made = 0
-        """How many calls of the present turn have been made."""
+        self.made = 0  # calls of the present turn
         self._turns: list[int] = []
         """Of each turn so far, how long the list of ``get_turn_rewards`` was after it."""
         self._asked = ""
@@ -77,8 +175,12 @@ class Playing:
             return _failed("memory", f"took more memory than environment.memory_gb in {self._asked}", error)
         except SystemExit as error:
             return _failed("died", f"called sys.exit({error.code!r}) in {self._asked}{_line(error)}", error)
-        except Exception as error:  # user code: anything can come
+        except (Exception, asyncio.CancelledError) as error:  # user code: anything can come
             return _failed("raised", f"raised {described(error)} in {self._asked}{_line(error)}", error)
+
+    def late(self, request: Request, seconds: float) -> Failed:
+        """Return the reply to a request that was cancelled after so many seconds."""
+        return late(request, self._service.loaded.takes, seconds, self.made)
 
     async def close(self) -> None:
         """Close the environment; raises what that raises."""
@@ -96,7 +198,7 @@ class Playing:
             given = await resolved(self._adapter.start(request.columns, request.seed))
         else:
             self._asked = "its constructor"
-            self._instance = self._target(**self._options)
+            self._instance = self._target(**self._service.options)
             self._asked = "reset"
             reset = self._instance.reset
             given = await resolved(reset(**fitting(reset, request.columns, request.seed)))
@@ -110,7 +212,7 @@ class Playing:
                 self.made = before
                 self._went_on()
             self._asked = f"the tool {getattr(call, 'name', '')}"
-            message, is_error = await called(self._instance, self._tools, call)
+            message, is_error = await called(self._instance, self._service.tools, call)
             messages.append(message)
             errors += is_error
         if left := action.calls[MOST_CALLS:]:
@@ -133,7 +235,7 @@ class Playing:
             reward = number_of(await resolved(get_reward()), "get_reward")
         given = await self._turn_rewards()
         turn_rewards = None if given is None else turn_rewards_of(given, self._turns)
-        return Ended(reward, turn_rewards, keep(self._job.loaded.source, instance) if self._job.keep else None)
+        return Ended(reward, turn_rewards, keep(self._service.loaded.source, instance) if self._service.keep else None)
 
     @property
     def _played_instance(self) -> Any:

@@ -8,37 +8,105 @@
     pool.take(3)                            # Answered, Ended or Failed; waits
     pool.close()
 
-It has no thread: what comes in is taken in whenever one of its methods is called, and deadlines are kept then. An
-answer that came before anybody looked is no late one.
+It has no thread: what comes in is taken in whenever one of its methods is called, and deadlines are kept then.
 """
 
 import collections
-import contextlib
-import heapq
-import itertools
+import errno
+import math
+import resource
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from selectors import DefaultSelector
 from typing import Any, Self
 
 from tpu_grpo.config import EnvironmentSection
-from tpu_grpo.environments.actions import Action, Ended, Failed, LoadedEnvironment, Reply
-from tpu_grpo.environments.forked import ForkedEnvironments
-from tpu_grpo.environments.pooled import FORK_SECONDS, Pooled
-from tpu_grpo.environments.requests import Act, End, Job, Request, Start
-from tpu_grpo.environments.shared import SharedEnvironments
+from tpu_grpo.environments.actions import Action, Answered, Ended, Failed, LoadedEnvironment, Reply
+from tpu_grpo.environments.playing import Act, End, PlayedEnvironment, Request, Start, late
 from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import EpisodeError
-from tpu_grpo.workers.open_files import allow_many_files
+from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError
+from tpu_grpo.workers.inside import allow_many_files
+from tpu_grpo.workers.supervisor import FORK_SECONDS, Crew, Session, StartError, Supervisor
 
 _CLOSE_SECONDS = 5.0
 """A process has this time to close its environment after the episode."""
 _POLL_SECONDS = 0.5
 _PATIENCE_SECONDS = 1.0
 """Who polls for a conversation that has no place gets one for it if nobody was asked anything for so long."""
-_FULL_SECONDS = 0.005
-"""What does not fit into a socket is tried again after this time."""
+
+
+class _Conversation(Session):
+    """One conversation: what is asked of its environment, and what that answered."""
+
+    def __init__(self, pool: "EnvironmentPool", key: int, loaded: LoadedEnvironment, crew: Crew):
+        self._pool, self.key, self.loaded, self.crew = pool, key, loaded, crew
+        self.request: Request | None = None
+        """What is asked and not answered."""
+        self.reply: Reply | None = None
+        """What was answered and not taken."""
+        self.failed: Failed | None = None
+        """Why it has no environment any more."""
+        self._made = 0
+        """How many calls of its turn have been made."""
+
+    def ask(self, request: Request) -> None:
+        """Take note of what is asked."""
+        self.request, self._made = request, 0
+        if self.failed is not None:  # its process is gone since
+            self.request, self.reply = None, self.failed
+
+    def replied(self, reply: Reply) -> None:
+        """Take the environment's answer."""
+        _check(reply, self.request)
+        self._settle(reply)
+        if isinstance(reply, Ended | Failed):
+            self._pool.supervisor.release(self, _CLOSE_SECONDS)
+
+    def went_on(self) -> bool:
+        """Take note that the next call of the turn has begun, which has its own time."""
+        has_more = isinstance(self.request, Act) and self._made + 1 < len(self.request.action.calls)
+        self._made += has_more
+        return has_more
+
+    def late(self, *, has_begun: bool) -> None:
+        """Take note that no answer came in time, or no process."""
+        assert self.request is not None, "nothing is asked"
+        text = f"had no process after {FORK_SECONDS:g} s; see which threads its import starts, and what else runs"
+        not_begun = Failed(Failure("late", text))
+        self._settle(late(self.request, self.loaded.takes, self.seconds, self._made) if has_begun else not_begun)
+
+    def lost(self, how: str) -> None:
+        """Take note that the environment's process is gone."""
+        text = (
+            f"lost its process, which {how}" if self.loaded.is_async and not how.startswith("was ended with") else how
+        )
+        self._settle(Failed(Failure("died", text)))
+
+    def _settle(self, reply: Reply) -> None:
+        if isinstance(reply, Failed):
+            self.failed = reply
+        if self.request is not None:
+            self.request, self.reply = None, reply
+            self._pool.active_at = time.monotonic()
+
+
+def _check(reply: Reply, request: Request | None) -> None:
+    """Check what the types of a reply do not say.
+
+    Raises:
+        BrokenChannelError: for a reply that this package's code does not give to such a request.
+    """
+    numbers: tuple[float | None, ...] = ()
+    match reply:
+        case Answered(messages, reward):
+            fits = not isinstance(request, End) and all({"role", "content"} <= {*message} for message in messages)
+            numbers = (reward,)
+        case Ended(reward, turn_rewards):
+            fits, numbers = isinstance(request, End), (reward, *(turn_rewards or ()))
+        case Failed():
+            fits = True
+    if not fits or not all(number is None or math.isfinite(number) for number in numbers):
+        raise BrokenChannelError(FOREIGN)
 
 
 class EnvironmentPool:
@@ -54,32 +122,28 @@ class EnvironmentPool:
         """
         allow_many_files()
         self._loaded, self._timeout = dict(loaded), section.timeout
-        self._places = float("inf") if section.workers == "auto" else section.workers
-        self._selector = DefaultSelector()
-        self._by_key: dict[int, Pooled] = {}
-        self._by_number: dict[int, Pooled] = {}
-        self._waiting: collections.deque[Pooled] = collections.deque()
-        self._numbers = itertools.count()
-        self._deadlines: list[tuple[float, int]] = []
-        self._active_at = time.monotonic()
-        self._homes: dict[str, ForkedEnvironments | SharedEnvironments] = {}
-        for name, environment in self._loaded.items():
-            job = Job(environment, int(section.memory_gb * 2**30), keep)
-            self._homes[name] = self._home(job, section)
-
-    def _home(self, job: Job, section: EnvironmentSection) -> ForkedEnvironments | SharedEnvironments:
-        if not job.loaded.is_async:
-            return ForkedEnvironments(job, Path.cwd(), section.recycle, self._selector, self)
-        count = 1 if section.workers == "auto" else section.workers
-        return SharedEnvironments(job, Path.cwd(), count, section.recycle, self._selector, self)
+        self._places = math.inf if section.workers == "auto" else section.workers
+        self._by_key: dict[int, _Conversation] = {}
+        self._waiting: collections.deque[_Conversation] = collections.deque()
+        self.active_at = time.monotonic()
+        """When an environment last was asked something, or answered."""
+        self.supervisor = Supervisor()
+        shared = 1 if section.workers == "auto" else section.workers
+        self.crews = {
+            name: self.supervisor.add(
+                PlayedEnvironment(each, keep),
+                memory_bytes=int(section.memory_gb * 2**30),
+                recycle=section.recycle,
+                count=shared if each.is_async else 0,
+            )
+            for name, each in self._loaded.items()
+        }
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # --- what is asked -----------------------------------------------------------------------------------------------
 
     def start(self, key: int, name: str, columns: Mapping[str, Any], seed: int) -> None:
         """Begin a conversation with an environment, and call its reset.
@@ -94,9 +158,8 @@ class EnvironmentPool:
             EpisodeError: if the environment could not be imported in its process.
         """
         assert key not in self._by_key, f"conversation {key} is not over"
-        conversation = Pooled(key, next(self._numbers), self._loaded[name], self._homes[name])
-        conversation.request, conversation.asked_at = Start(columns, seed), time.monotonic()
-        self._by_key[key] = self._by_number[conversation.number] = conversation
+        conversation = self._by_key[key] = _Conversation(self, key, self._loaded[name], self.crews[name])
+        conversation.ask(Start(columns, seed))
         self._waiting.append(conversation)
         self._pump(0.0)
 
@@ -138,8 +201,7 @@ class EnvironmentPool:
         conversation = self._by_key.get(key)
         if conversation is None:  # it is over, or a signal came before it was begun
             return
-        if conversation.is_placed:
-            conversation.home.release(conversation.number, 0.0 if conversation.request else _CLOSE_SECONDS)
+        self.supervisor.release(conversation, 0.0 if conversation.request else _CLOSE_SECONDS)
         self._forget(conversation)
 
     def give_up(self) -> None:
@@ -150,110 +212,34 @@ class EnvironmentPool:
     def close(self) -> None:
         """End all conversations and all processes; environments have their time to close."""
         self.give_up()
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        while any(home.is_closing for home in self._homes.values()) and (left := deadline - time.monotonic()) > 0:
-            with contextlib.suppress(EpisodeError):  # another one could not be imported, which matters no more
-                self._hear(min(left, _POLL_SECONDS))
-            for home in self._homes.values():
-                home.flush()
-        for home in self._homes.values():
-            home.close()
-        self._homes.clear()
-        self._selector.close()
-
-    # --- what the processes say --------------------------------------------------------------------------------------
-
-    def began(self, number: int) -> None:
-        """Take note that a conversation's process is there, and what it is asked first has its time."""
-        conversation = self._by_number.get(number)
-        if conversation is not None and conversation.request is not None and not conversation.has_begun:
-            conversation.has_begun = True
-            self._expect(conversation)
-
-    def went_on(self, number: int) -> None:
-        """Take note that the next call of a conversation's turn has begun, which has its own time."""
-        conversation = self._by_number.get(number)
-        if conversation is not None and conversation.has_more_calls:
-            conversation.made += 1
-            self._expect(conversation)
-
-    def answered(self, number: int, reply: Reply) -> None:
-        """Take a reply to what a conversation was asked."""
-        conversation = self._by_number.get(number)
-        if conversation is None or conversation.request is None:
-            return
-        if isinstance(reply, Ended | Failed):
-            conversation.home.release(number, _CLOSE_SECONDS)
-        self._answer(conversation, reply)
-
-    def lost(self, number: int, text: str) -> None:
-        """Take note that a conversation's process is gone."""
-        if (conversation := self._by_number.get(number)) is not None:
-            self._answer(conversation, Failed(Failure("died", text)))
-
-    # --- how it goes on ----------------------------------------------------------------------------------------------
+        self.supervisor.close(_CLOSE_SECONDS)
 
     def _ask(self, key: int, request: Request) -> None:
         conversation = self._by_key[key]
         assert conversation.request is conversation.reply is None, f"conversation {key} has not been taken"
-        conversation.request = request
-        if conversation.failed is not None:  # its process is gone since
-            self._answer(conversation, conversation.failed)
-        else:
+        conversation.ask(request)
+        if conversation.worker is not None:
             self._send(conversation)
 
-    def _send(self, conversation: Pooled) -> None:
-        assert conversation.request is not None
-        conversation.made = 0
-        self._expect(conversation)
-        conversation.home.ask(conversation.number, conversation.request, self._timeout)
+    def _send(self, conversation: _Conversation) -> None:
+        self.active_at = time.monotonic()
+        self.supervisor.ask(conversation, conversation.request, self._timeout)
 
-    def _expect(self, conversation: Pooled) -> None:
-        """Give a conversation's environment its time from now on, or its process the time to be there."""
-        conversation.asked_at = self._active_at = time.monotonic()
-        seconds = self._timeout + conversation.home.grace if conversation.has_begun else FORK_SECONDS
-        conversation.deadline = conversation.asked_at + seconds
-        heapq.heappush(self._deadlines, (conversation.deadline, conversation.number))
-
-    def _answer(self, conversation: Pooled, reply: Reply) -> None:
-        if isinstance(reply, Failed):
-            conversation.failed = reply
-        if isinstance(reply, Ended | Failed):
-            conversation.is_placed = False
-        if conversation.request is not None:
-            self._active_at = time.monotonic()
-            conversation.request, conversation.reply = None, reply
-
-    def _forget(self, conversation: Pooled) -> None:
+    def _forget(self, conversation: _Conversation) -> None:
         del self._by_key[conversation.key]
-        del self._by_number[conversation.number]
         if conversation in self._waiting:
             self._waiting.remove(conversation)
 
-    def _pump(self, seconds: float, wanted: Pooled | None = None, patience: float = 0.0) -> None:
-        """Take in what comes within ``seconds``, send what waits, and keep the deadlines.
+    def _pump(self, seconds: float, wanted: _Conversation | None = None, patience: float = 0.0) -> None:
+        """Take in what comes within ``seconds``, send what waits, and keep the deadlines."""
+        try:
+            has_heard = self.supervisor.hear(0.0)
+            self._place(wanted, patience)
+            self.supervisor.advance(0.0 if has_heard else seconds)
+        except StartError as error:
+            raise EpisodeError(str(error)) from None
 
-        What has come already is taken in before anything is judged: nobody may have looked for long.
-        """
-        has_heard = self._hear(0.0)
-        self._place(wanted, patience)
-        if any(home.is_full for home in self._homes.values()):
-            seconds = min(seconds, _FULL_SECONDS)
-        elif self._deadlines:
-            seconds = min(seconds, max(self._deadlines[0][0] - time.monotonic(), 0.0))
-        self._hear(0.0 if has_heard else seconds)
-        for home in self._homes.values():
-            home.flush()
-        self._end_late()
-
-    def _hear(self, seconds: float) -> bool:
-        """Take in what comes within ``seconds``, and say whether anything did."""
-        keys = self._selector.select(seconds)
-        for key, _ in keys:
-            key.data()
-        return bool(keys)
-
-    def _place(self, wanted: Pooled | None, patience: float) -> None:
+    def _place(self, wanted: _Conversation | None, patience: float) -> None:
         """Start the conversations that wait, in their order, as long as there are places for them.
 
         An engine begins no more than there are places for. Of another caller the one that it waits for gets a place
@@ -261,34 +247,30 @@ class EnvironmentPool:
         """
         if not self._waiting:
             return
-        held = [c for c in self._by_key.values() if c.is_placed]
-        forked = sum(isinstance(c.home, ForkedEnvironments) for c in held)
-        is_stuck = time.monotonic() >= self._active_at + patience and not any(c.request for c in held)
+        held = [each for each in self._by_key.values() if each.worker is not None]
+        alone = sum(not each.loaded.is_async for each in held)
+        is_stuck = time.monotonic() >= self.active_at + patience and not any(each.request for each in held)
         for conversation in [*self._waiting]:
-            has_place = isinstance(conversation.home, SharedEnvironments) or forked < self._places
+            has_place = conversation.loaded.is_async or alone < self._places
             if not has_place and not (conversation is wanted and is_stuck):
                 continue
-            if not conversation.home.is_ready:
-                conversation.home.starting.waited_for()
+            if not conversation.crew.is_ready:
+                conversation.crew.starting.waited_for()
                 continue
             self._waiting.remove(conversation)
-            conversation.is_placed = True
-            conversation.has_begun = isinstance(conversation.home, SharedEnvironments)
-            conversation.home.begin(conversation.number)
+            self._begin(conversation)
             self._send(conversation)
-            forked += isinstance(conversation.home, ForkedEnvironments)
+            alone += not conversation.loaded.is_async
 
-    def _end_late(self) -> None:
-        """End the conversations that have had their time."""
-        now = time.monotonic()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            deadline, number = heapq.heappop(self._deadlines)
-            conversation = self._by_number.get(number)
-            if conversation is None or conversation.request is None or conversation.deadline != deadline:
-                continue
-            if conversation.home.is_answering(number) and now < conversation.asked_at + 2 * self._timeout:
-                conversation.deadline = now + _POLL_SECONDS  # it has answered, and the answer is on its way
-                heapq.heappush(self._deadlines, (conversation.deadline, number))
-                continue
-            self._answer(conversation, Failed(conversation.lateness(self._timeout)))
-            conversation.home.late(number)
+    def _begin(self, conversation: _Conversation) -> None:
+        try:
+            conversation.crew.begin(conversation)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            have = sum(each.worker is not None for each in self._by_key.values())
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            raise EpisodeError(
+                f"each conversation with an environment needs an open file, and {have} have theirs, got "
+                f"{error.strerror}; raise the limit (ulimit -n, at most {hard} here), or set environment.workers"
+            ) from error

@@ -81,10 +81,8 @@ class KeptEnvironment:
 
     source: str
     """Its class, as path.py:Class or package.module:Class."""
-    attributes: Mapping[str, bytes]
-    """Its attributes by name, each pickled."""
-    left_out: Mapping[str, str]
-    """The attributes that could not be kept, with the reason."""
+    state: bytes
+    """Its attributes, and why some could not be kept; only a worker opens it (workers/attributes.py)."""
 
 
 @dataclass(frozen=True)

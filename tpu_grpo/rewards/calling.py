@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Float
 
 from tpu_grpo.records.episode import KeptEnvironment
-from tpu_grpo.rewards.conversations import rebuilt
+from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards.protocol import (
     EXTRAS,
     OF_ROWS,
@@ -32,6 +32,7 @@ from tpu_grpo.rewards.protocol import (
     TEXT_ARGUMENTS,
     TrainerState,
 )
+from tpu_grpo.workers.attributes import rebuilt
 
 TokenValues = Float[np.ndarray, "_"]
 """float64, a number per token; of length 0 for a completion that the reward says nothing of."""
@@ -275,7 +276,7 @@ class Caller:
         if name == "completion_ids" and name in self._call.extras:
             return list(value)
         if isinstance(value, KeptEnvironment):
-            return rebuilt(value)
+            return rebuilt(value, RewardError)
         if not self._call.messages or name not in TEXT_ARGUMENTS:
             return value
         if isinstance(value, str):

@@ -5,28 +5,33 @@ answers = run(executor, [batch, ...], seconds)     # one Answer per batch within
 executor.close()
 """
 
+import base64
 import contextlib
-import pickle
+import math
 import queue
 import threading
 import time
 import traceback
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
+from contextlib import contextmanager
+from dataclasses import dataclass
+from selectors import EVENT_READ
 from typing import Any, Protocol
+
+import numpy as np
 
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards.calling import Answer, Call, Caller, Problem, RewardBatch, failed_answer
 from tpu_grpo.rewards.feed import Feed, Served, Task
-from tpu_grpo.rewards.worker import Ready, RewardWorker, SetupFailed, WorkerJob
+from tpu_grpo.rewards.loading import find_reward
+from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError
+from tpu_grpo.workers.messages import Mode
+from tpu_grpo.workers.supervisor import Crew, Session, StartError, Supervisor
 
-START_SECONDS = 120.0
-"""A worker has this time to import and set up its reward, outside any batch's deadline."""
 _LATE = Problem("late", "did not answer")
-_POLL_SECONDS = 0.1
-"""After this time without a message, the pool looks whether its workers are still alive."""
+_CLOSE_SECONDS = 5.0
+_POLL_SECONDS = 0.5
 
 
 class Executor(Protocol):
@@ -58,21 +63,114 @@ def run(executor: Executor, batches: Sequence[RewardBatch], seconds: float) -> l
     return [answers[index] for index in range(len(batches))]
 
 
+# --- in processes ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AnswerOfWorker:
+    """An answer as a worker sends it."""
+
+    values: list[float]
+    problems: list[Problem]
+    logged: dict[str, list[float]]
+    of_tokens: list[bytes]
+    """Each row's numbers as base64 of float64, as the machine has them."""
+
+    def read(self, batch: RewardBatch) -> Answer:
+        """Return the answer about a batch.
+
+        Raises:
+            ValueError: for one that is no answer about this batch.
+        """
+        rows = (*(p.row for p in self.problems), *(p.failing_row for p in self.problems))
+        of_tokens = [np.frombuffer(base64.b64decode(data), np.float64).copy() for data in self.of_tokens]
+        numbers = [*self.values, *(value for values in self.logged.values() for value in values)]
+        lengths = [len(ids) for ids in batch.columns["completion_ids"]] if of_tokens else []
+        if (
+            len(self.values) != batch.size
+            or any(math.isinf(number) for number in numbers)
+            or not all(row is None or 0 <= row < batch.size for row in rows)
+            or len(of_tokens) != len(lengths)
+            or not all(
+                len(values_T) in (0, length) and np.isfinite(values_T).all()
+                for values_T, length in zip(of_tokens, lengths, strict=True)
+            )
+        ):
+            raise ValueError("the answer does not fit the batch")
+        return Answer(self.values, self.problems, self.logged, of_tokens)
+
+
+class CalledReward:
+    """A reward as a `Service` of workers, which are asked about one batch after the other."""
+
+    mode: Mode = "in turn"
+    start = "set up"
+    replies: tuple[type, ...] = (AnswerOfWorker,)
+    most_bytes = 2**30
+
+    def __init__(self, call: Call):
+        self.call, self.name = call, f"reward {call.name}"
+
+    def set_up(self) -> None:
+        """Find the reward and set it up; raises what that raises."""
+        self._caller = Caller(self.call, find_reward(self.call.source))
+
+    @contextmanager
+    def answering(self, went_on: Callable[[], None]) -> Iterator[Callable[[RewardBatch, float], AnswerOfWorker]]:
+        """Give what asks the reward about a batch; lets the reward close at the end."""
+
+        def answer(batch: RewardBatch, seconds: float) -> AnswerOfWorker:
+            found = self._caller.answer(batch, seconds)
+            of_tokens = [base64.b64encode(np.asarray(v, np.float64).tobytes()) for v in found.of_tokens]
+            return AnswerOfWorker(found.values, found.problems, found.logged, of_tokens)
+
+        yield answer
+        self._caller.close()
+
+    def session(self, went_on: Callable[[], None]) -> Any:
+        """Say that workers have one batch at a time."""
+        raise NotImplementedError
+
+
+class _BatchSession(Session):
+    """A task that a worker has; its answer is kept until the pool passes it on."""
+
+    def __init__(self, task: Task, answers: list[tuple[Task, Answer]], supervisor: Supervisor):
+        self._task, self._answers, self._supervisor = task, answers, supervisor
+
+    def replied(self, reply: AnswerOfWorker) -> None:
+        """Take the worker's answer."""
+        try:
+            answer = reply.read(self._task.batch)
+        except (ValueError, KeyError) as error:
+            raise BrokenChannelError(FOREIGN) from error
+        self._answers.append((self._task, answer))
+        self._supervisor.release(self, 0.0)
+
+    def late(self, *, has_begun: bool) -> None:
+        """Take note that there was no answer in time."""
+        self._answers.append((self._task, failed_answer(self._task.batch.size, _LATE)))
+
+    def lost(self, how: str) -> None:
+        """Take note that the worker is gone; the batch is not tried again."""
+        died = Problem("died", f"lost its worker, which {how}")
+        self._answers.append((self._task, failed_answer(self._task.batch.size, died)))
+
+
 class WorkerPool:
     """A pool has ``count`` worker processes of one reward.
 
     Workers are started when a feed needs them, and replaced when they die, hang, or have had ``recycle`` calls.
     """
 
-    def __init__(self, job: WorkerJob, count: int, recycle: int):
-        self._job = job
-        self._count = count
-        self._recycle = recycle
-        self._directory = Path.cwd()
-        self._workers: list[RewardWorker] = []
-        self._was_ready = False
-        self._setup_problem: Problem | None = None
-        self._finalizer = weakref.finalize(self, _kill_all, self._workers)
+    def __init__(self, call: Call, memory_bytes: int, count: int, recycle: int):
+        self._service, self._memory_bytes = CalledReward(call), memory_bytes
+        self._count, self._recycle = count, recycle
+        self._supervisor: Supervisor | None = None
+        self._crew: Crew | None = None
+        self._problem: Problem | None = None
+        """Why workers cannot be set up, of the present feed."""
+        self._answers: list[tuple[Task, Answer]] = []
         self._served = Served()
 
     def serve(self, feed: Feed) -> None:
@@ -82,131 +180,86 @@ class WorkerPool:
             RewardError: if the reward never could be set up.
         """
         with self._served(feed):
-            self._setup_problem = None
+            if self._supervisor is None or self._crew is None:
+                self._supervisor = Supervisor()
+                self._crew = self._supervisor.add(self._service, self._memory_bytes)
+            supervisor, crew, self._problem = self._supervisor, self._crew, None
+            supervisor.selector.register(feed, EVENT_READ, feed.hush)
             try:
-                self._start_workers(feed.expected)
-                self._await_setup(feed)
+                self._keep(crew, feed.expected)
+                while self._problem is None and not feed.cancelled and not all(w.is_ready for w in crew.workers):
+                    self._advance(supervisor, crew, _POLL_SECONDS, is_starting=True)
                 while not feed.over:
-                    self._advance(feed)
+                    self._go_on(feed, supervisor, crew)
             finally:
-                self._kill_busy()
-                self._stop_old()
+                supervisor.selector.unregister(feed)
+                self._end_busy(supervisor, crew)
+                for worker in [worker for worker in crew.workers if worker.begun >= self._recycle]:
+                    crew.end(worker, _CLOSE_SECONDS)
             if not feed.cancelled:
-                self._start_workers(feed.expected)
+                self._keep(crew, feed.expected)
 
     def close(self) -> None:
-        """Stop all workers; one that is at work is ended."""
+        """Let the reward close in each worker, and end them; one that is at work is ended at once."""
         self._served.give_up()
-        for worker in self._workers:
-            worker.request_close()
-        while self._workers:
-            self._workers.pop().stop()
-        self._finalizer.detach()
+        if self._supervisor is not None:
+            self._supervisor.close(_CLOSE_SECONDS)
+            self._supervisor = self._crew = None
 
-    def _advance(self, feed: Feed) -> None:
+    def _go_on(self, feed: Feed, supervisor: Supervisor, crew: Crew) -> None:
         """Hand out what waits, and take in what comes within a moment."""
         left = feed.deadline - time.monotonic()
-        if self._setup_problem or left <= 0:
-            self._kill_busy()
-            feed.answer_all(self._setup_problem or _LATE)
-            feed.wait(0.0 if feed.over else _POLL_SECONDS)
+        if self._problem or left <= 0:
+            self._end_busy(supervisor, crew)
+            feed.answer_all(self._problem or _LATE)
+            self._advance(supervisor, crew, 0.0 if feed.over else _POLL_SECONDS)
             return
-        self._hand_out(feed)
-        for worker in self._await_messages(feed, min(left, _POLL_SECONDS)):
-            self._handle_message(worker, feed)
-        self._end_late(feed)
-        self._start_workers(feed.left)
-
-    def _start_workers(self, wanted: int) -> None:
-        while len(self._workers) < min(self._count, wanted) and not self._setup_problem:
-            self._workers.append(RewardWorker(self._job, self._directory))
-
-    def _await_setup(self, feed: Feed) -> None:
-        deadline = time.monotonic() + START_SECONDS
-        while (starting := [w for w in self._workers if not w.ready]) and not feed.cancelled:
-            if time.monotonic() > deadline:
-                for worker in starting:
-                    self._kill(worker)
-                self._setup_failed(f"could not be set up in {START_SECONDS:.0f} s")
-                return
-            for worker in self._await_messages(feed, _POLL_SECONDS):
-                self._handle_message(worker, feed)
-            if self._setup_problem:
-                return
-
-    def _hand_out(self, feed: Feed) -> None:
-        """Send a task to every idle worker, as long as there are any."""
-        idle = [worker for worker in self._workers if worker.ready and worker.task is None]
+        idle = [worker for worker in crew.workers if worker.is_ready and not worker.sessions]
         for number, worker in enumerate(idle):
             if (task := feed.take(len(idle) - number)) is None:
-                return
-            worker.task = task
-            worker.calls += feed.weight * len(task.keys)
-            with contextlib.suppress(OSError):  # it died while idle, which the next _handle_message reports
-                worker.send((task.batch, task.until - time.monotonic()))
+                break
+            session = _BatchSession(task, self._answers, supervisor)
+            crew.begin(session, worker, weight=feed.weight * len(task.keys))
+            supervisor.ask(session, task.batch, task.until - time.monotonic())
+        self._advance(supervisor, crew, min(left, _POLL_SECONDS))
+        while self._answers:
+            feed.answer(*self._answers.pop(0))
+        self._keep(crew, feed.left)
 
-    def _await_messages(self, feed: Feed, seconds: float) -> list[RewardWorker]:
-        """Return the workers that have said something or have ended."""
-        speaking = feed.wait(seconds, [w.connection for w in self._workers])
-        return [w for w in self._workers if w.connection in speaking] or [w for w in self._workers if w.ended]
+    def _advance(self, supervisor: Supervisor, crew: Crew, seconds: float, *, is_starting: bool = False) -> None:
+        """Take in what comes within ``seconds``; workers that cannot be set up are a problem for this feed.
 
-    def _handle_message(self, worker: RewardWorker, feed: Feed) -> None:
-        """Receive what a worker has to say, or find that it is gone."""
+        Raises:
+            RewardError: if none ever was, as going on has no use then.
+        """
         try:
-            message = worker.receive() if worker.connection.poll() else None
-        except (EOFError, OSError, pickle.UnpicklingError):
-            message = None
-        match message:
-            case Ready():
-                worker.ready = self._was_ready = True
-            case SetupFailed(text, trace):
-                self._kill(worker)
-                self._setup_failed(f"could not be set up in its worker: {text}", trace)
-            case Answer():
-                assert worker.task is not None
-                task, worker.task = worker.task, None
-                feed.answer(task, message)
-            case _:
-                ending = self._kill(worker)
-                if not worker.ready:
-                    self._setup_failed(f"could not be set up: its worker, which {ending}, said nothing")
-                elif worker.task is not None:
-                    died = Problem("died", f"lost its worker, which {ending}")
-                    feed.answer(worker.task, failed_answer(worker.task.batch.size, died))
+            if is_starting:
+                crew.starting.waited_for()
+            supervisor.advance(0.0 if supervisor.hear(0.0) else seconds)
+        except StartError as error:
+            crew.count = 0
+            for worker in [worker for worker in crew.workers if not worker.is_ready]:
+                crew.end(worker, 0.0)
+            if not crew.starting.was_ready:
+                raise RewardError(str(error)) from None
+            text, _, trace = str(error).removeprefix(f"{self._service.name} ").partition("\n")
+            self._problem = Problem("died", text, trace=trace)
 
-    def _end_late(self, feed: Feed) -> None:
-        """End the workers that have had their task for too long."""
-        now = time.monotonic()
-        for worker in [w for w in self._workers if w.task is not None and now > w.task.until]:
-            task = worker.task
-            assert task is not None
-            self._kill(worker)
-            feed.answer(task, failed_answer(task.batch.size, _LATE))
+    def _keep(self, crew: Crew, wanted: int) -> None:
+        """Have as many workers as there is work for; none are ended for lack of it."""
+        if self._problem is None:
+            crew.count = max(len(crew.workers), min(self._count, wanted))
+            crew.fill()
 
-    def _kill(self, worker: RewardWorker) -> str:
-        """End a worker of the pool; return how it ended, in words."""
-        self._workers.remove(worker)
-        return worker.kill()
-
-    def _setup_failed(self, text: str, trace: str = "") -> None:
-        """Start no more workers for this feed; raise if none ever worked, as going on has no use then."""
-        self._setup_problem = Problem("died", text, trace=trace)
-        if not self._was_ready:
-            raise RewardError(f"reward {self._job.call.name} {text}\n{trace}".rstrip())
-
-    def _kill_busy(self) -> None:
-        for worker in [w for w in self._workers if w.task is not None]:
-            self._kill(worker)
-
-    def _stop_old(self) -> None:
-        for worker in [w for w in self._workers if w.calls >= self._recycle]:
-            self._workers.remove(worker)
-            worker.stop()
+    def _end_busy(self, supervisor: Supervisor, crew: Crew) -> None:
+        for worker in [worker for worker in crew.workers if worker.sessions]:
+            for session in [*worker.sessions.values()]:
+                supervisor.release(session, 0.0)
+            crew.end(worker, 0.0)
+        self._answers.clear()
 
 
-def _kill_all(workers: list[RewardWorker]) -> None:
-    for worker in workers:
-        worker.kill()
+# --- on a thread -----------------------------------------------------------------------------------------------------
 
 
 class ThreadExecutor:

@@ -12,13 +12,13 @@ or thread. All batches must be answered ``timeout`` seconds after the executor f
 
 import math
 import os
+import select
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
 from tpu_grpo.rewards.calling import Answer, Problem, RewardBatch, failed_answer
@@ -137,14 +137,22 @@ class Feed:
                 self._rung = True
                 os.write(self._button, b"\0")
 
-    def wait(self, seconds: float | None, others: Sequence[Connection] = ()) -> list[Connection]:
-        """Wait until the feed rings or one of the others has something to say; return these."""
-        found = wait([self._bell, *others], None if seconds is None else max(0.0, seconds))
-        if self._bell in found:
-            with self._lock:
-                self._rung = False
-                os.read(self._bell, 1)
-        return [other for other in others if other in found]
+    def fileno(self) -> int:
+        """Return the descriptor by which a selector knows that the feed rang."""
+        return self._bell
+
+    def hush(self) -> None:
+        """Take note that the feed rang."""
+        with self._lock:
+            self._rung = False
+            os.read(self._bell, 1)
+
+    def wait(self, seconds: float | None) -> None:
+        """Wait until the feed rings, for so many seconds at most."""
+        poll = select.poll()
+        poll.register(self._bell, select.POLLIN)
+        if poll.poll(None if seconds is None else max(0.0, 1000 * seconds)):
+            self.hush()
 
     @property
     def over(self) -> bool:

@@ -60,6 +60,7 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
     Raises:
         RewardError: for a name that leads nowhere (see ``find_reward``), a parameter that nothing fills, or an option
             it does not take.
+        ConfigError: for a reward that takes environments in the main process.
     """
     target = target_of(spec)
     function, constructor = target, None
@@ -74,6 +75,7 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
     extras = form.extras((*columns, *call_options))
     _check_options(spec, constructor or signature, takes_all="options" in extras)
     per_token = gives_tokens(function)
+    _check_environments(spec, extras)
     if per_token:
         _check_per_token(spec, extras)
     offered = form.offered(columns)
@@ -195,6 +197,15 @@ def _check_per_token(spec: RewardSpec, extras: Collection[str]) -> None:
         raise RewardError(
             f"reward {spec.name} gives a number per token (@per_token), so its error_value must be 0, got "
             f"{spec.error_value}; one number says nothing of single tokens: leave it out, or use on_error: skip"
+        )
+
+
+def _check_environments(spec: RewardSpec, extras: Collection[str]) -> None:
+    if "environments" in extras and workers_of(spec) == 0:
+        remedy = "put it in a file and name path.py:function" if spec.function is not None else "set workers: 1 or more"
+        raise ConfigError(
+            f"reward {spec.shown} takes environments, whose attributes only a worker process opens, so its workers "
+            f"must be >= 1, got 0; {remedy}, or take environment_rewards alone"
         )
 
 

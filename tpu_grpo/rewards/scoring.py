@@ -40,7 +40,6 @@ from tpu_grpo.rewards.asking import Groups, OpenReward, RewardResult, Table, ask
 from tpu_grpo.rewards.calling import TokenValues
 from tpu_grpo.rewards.executors import ThreadExecutor, WorkerPool
 from tpu_grpo.rewards.loading import load_reward, target_of, workers_of
-from tpu_grpo.rewards.worker import WorkerJob
 
 LOG = logging.getLogger("tpu_grpo.rewards")
 UNSCORED = "rewards/unscored"
@@ -67,7 +66,7 @@ def open_rewards(specs: Sequence[RewardSpec], columns: Collection[str], max_step
 def _open(spec: RewardSpec, columns: Collection[str], max_steps: int) -> OpenReward:
     call = load_reward(spec, columns, max_steps)
     if count := workers_of(spec):
-        return OpenReward(spec, call, WorkerPool(WorkerJob(call, int(spec.memory_gb * 2**30)), count, spec.recycle))
+        return OpenReward(spec, call, WorkerPool(call, int(spec.memory_gb * 2**30), count, spec.recycle))
     return OpenReward(spec, call, ThreadExecutor(call, target_of(spec)))
 
 

@@ -1,21 +1,30 @@
-"""Messages with a process that the main process never waits for.
+"""Messages between the main process and others over a socket, for which the main process never waits.
 
-    channel = Channel(ours)         # the other end has a multiprocessing.connection.Connection
+    channel = WorkerChannel(ours, (Ready, Answered), largest=2**20)     # in the main process
     channel.send(message)           # what does not fit into the socket goes out with a later flush
-    channel.flush()
     channel.receive()               # the messages that have come in whole, in order
 
-A message is the length of its pickle as a signed 32-bit number, most significant byte first, and the pickle, as
-``Connection`` writes them.
+    channel = MainChannel(theirs)   # in a fork server or a worker
+    message = channel.wait()        # waits for the next message
+    channel.say(Ready())            # waits until the message is out
+
+A message is its length as an unsigned 32-bit number, most significant byte first, and its bytes (messages.py).
 """
 
+import collections
 import contextlib
+import errno
+import os
 import pickle
+import select
 import socket
 import struct
+from abc import abstractmethod
 from typing import Any
 
-_LENGTH = struct.Struct("!i")
+from tpu_grpo.workers.messages import decode, encode
+
+_LENGTH = struct.Struct("!I")
 _READ_BYTES = 2**18
 FOREIGN = "wrote something of its own into its connection"
 """What is said of an end that has written what is no message."""
@@ -28,12 +37,12 @@ class BrokenChannelError(Exception):
 class Channel:
     """One end of a socket between two processes."""
 
-    def __init__(self, end: socket.socket, largest: int):
+    def __init__(self, end: socket.socket, largest: int = 2**32 - 1):
         """Take a socket's end, for messages of up to ``largest`` bytes from the other end."""
         end.setblocking(False)
         self._socket = end
         self._largest = largest
-        self._leaving = bytearray()
+        self._leaving: collections.deque[tuple[memoryview, int | None]] = collections.deque()
         self._coming = bytearray()
 
     def fileno(self) -> int:
@@ -42,28 +51,33 @@ class Channel:
 
     @property
     def is_full(self) -> bool:
-        """Say whether something still waits to go out."""
+        """Whether something still waits to go out."""
         return bool(self._leaving)
 
     @property
     def is_receiving(self) -> bool:
-        """Say whether a part of a message has come in."""
+        """Whether a part of a message has come in."""
         return bool(self._coming)
-
-    def send(self, message: Any) -> None:
-        """Send a message, as far as the socket takes it."""
-        data = pickle.dumps(message)
-        self._leaving += _LENGTH.pack(len(data)) + data
-        self.flush()
 
     def flush(self) -> None:
         """Send what waits to go out, as far as the socket takes it; what a closed end gets is dropped."""
-        with contextlib.suppress(BlockingIOError):
-            try:
-                while self._leaving:
-                    del self._leaving[: self._socket.send(self._leaving)]
-            except (BrokenPipeError, ConnectionResetError):  # whoever reads here learns of it
-                self._leaving.clear()
+        try:
+            while self._leaving:
+                data, descriptor = self._leaving[0]
+                if descriptor is None:
+                    sent = self._socket.send(data)
+                else:
+                    sent = socket.send_fds(self._socket, [data], [descriptor])
+                    os.close(descriptor)
+                if sent < len(data):
+                    self._leaving[0] = data[sent:], None
+                else:
+                    self._leaving.popleft()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:  # too many descriptors are on their way, which is no end
+                self._drop()  # the other end is gone: whoever reads here learns of it
 
     def receive(self) -> list[Any]:
         """Return the messages that have come in.
@@ -71,41 +85,120 @@ class Channel:
         Raises:
             BrokenChannelError: if there are none, and the other end is closed or has written something else.
         """
-        is_open = self._read()
-        messages = []
-        while (message := self._next()) is not None:
-            messages.append(message[0])
+        is_open, messages = self._read(), []
+        while len(self._coming) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._coming)
+            if length > self._largest:
+                raise BrokenChannelError(FOREIGN)
+            if len(self._coming) < _LENGTH.size + length:
+                break
+            data = bytes(memoryview(self._coming)[_LENGTH.size : _LENGTH.size + length])
+            del self._coming[: _LENGTH.size + length]
+            messages.append(self._message(data))
         if not messages and not is_open:
             raise BrokenChannelError("closed its connection")
         return messages
 
     def close(self) -> None:
         """Close this end."""
+        self._drop()
         self._socket.close()
 
+    def _send(self, data: bytes, descriptor: int | None = None) -> None:
+        self._leaving.append((memoryview(_LENGTH.pack(len(data)) + data), descriptor))
+        self.flush()
+
     def _read(self) -> bool:
-        """Take in what is there; return whether the other end is open."""
+        """Take in what is there, of which a single message is enough; return whether the other end is open."""
         try:
-            while data := self._socket.recv(_READ_BYTES):
+            while len(self._coming) < _LENGTH.size + self._largest:
+                if not (data := self._received()):
+                    return False
                 self._coming += data
         except BlockingIOError:
-            return True
-        except ConnectionResetError:
             pass
-        return False
+        except ConnectionResetError:
+            return False
+        return True
 
-    def _next(self) -> tuple[Any] | None:
-        """Take the first message off what has come in, if it is there whole."""
-        if len(self._coming) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._coming)
-        if not 0 <= length <= self._largest:
-            raise BrokenChannelError(FOREIGN)
-        if len(self._coming) < _LENGTH.size + length:
-            return None
-        data = bytes(self._coming[_LENGTH.size : _LENGTH.size + length])
-        del self._coming[: _LENGTH.size + length]
+    def _received(self) -> bytes:
+        return self._socket.recv(_READ_BYTES)  # drops descriptors that come along
+
+    @abstractmethod
+    def _message(self, data: bytes) -> Any: ...
+
+    def _drop(self) -> None:
+        for _, descriptor in self._leaving:
+            if descriptor is not None:
+                os.close(descriptor)
+        self._leaving.clear()
+
+
+class WorkerChannel(Channel):
+    """The main process's end, which gets pairs of a session's number and a record of one of the types."""
+
+    def __init__(self, end: socket.socket, types: tuple[type, ...], largest: int):
+        super().__init__(end, largest)
+        self._types = types
+
+    def send(self, message: Any, descriptor: int | None = None) -> None:
+        """Send a message as far as the socket takes it, and a descriptor along with it, which is closed here."""
+        self._send(pickle.dumps(message), descriptor)
+
+    def _message(self, data: bytes) -> tuple[int, Any]:
         try:
-            return (pickle.loads(data),)
-        except Exception as error:  # bytes that are no message: anything can come
+            return decode(data, self._types)
+        except ValueError as error:
             raise BrokenChannelError(FOREIGN) from error
+
+
+class MainChannel(Channel):
+    """The end of a fork server or a worker."""
+
+    def __init__(self, end: socket.socket):
+        super().__init__(end)
+        self.descriptors: collections.deque[int] = collections.deque()
+        """Those that have come along with messages, in order."""
+        self.queued: collections.deque[Any] = collections.deque()
+        """Messages that have come together with one that was waited for."""
+
+    def wait(self) -> Any:
+        """Wait for the next message, and return it; raises EOFError if the main process is gone or wants no more."""
+        while not self.queued:
+            self._poll(select.POLLIN)
+            try:
+                self.queued.extend(self.receive())
+            except BrokenChannelError as error:
+                raise EOFError from error
+        return self.queued.popleft()
+
+    def say(self, record: Any, number: int = 0) -> None:
+        """Send a record of a session, and wait until it is out."""
+        self.send(record, number)
+        while self.is_full:
+            self._poll(select.POLLOUT)
+            self.flush()
+
+    def send(self, record: Any, number: int = 0) -> None:
+        """Send a record of a session as far as the socket takes it."""
+        self._send(encode(number, record))
+
+    def close(self) -> None:
+        """Close this end, and the descriptors that nobody has taken."""
+        while self.descriptors:
+            with contextlib.suppress(OSError):
+                os.close(self.descriptors.popleft())
+        super().close()
+
+    def _poll(self, event: int) -> None:
+        poll = select.poll()  # select.select() takes no descriptor above 1023
+        poll.register(self._socket, event)
+        poll.poll()
+
+    def _received(self) -> bytes:
+        data, descriptors, _, _ = socket.recv_fds(self._socket, _READ_BYTES, 8)
+        self.descriptors.extend(descriptors)
+        return data
+
+    def _message(self, data: bytes) -> Any:
+        return pickle.loads(data)  # the main process wrote it

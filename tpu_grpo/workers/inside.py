@@ -1,4 +1,4 @@
-"""What a process of users' code does before it runs any of it."""
+"""What fork servers and workers do to their own process: its end, its output, its limits, its children."""
 
 import atexit
 import contextlib
@@ -21,6 +21,7 @@ from tpu_grpo.workers.streams import lasting
 _libc = ctypes.CDLL(None, use_errno=True)
 _SET_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36
 """PR_SET_PDEATHSIG and PR_SET_CHILD_SUBREAPER of Linux's prctl.h."""
+_ENOUGH_FILES = 2**16
 
 
 def end_with_parent(lifeline: int) -> None:
@@ -87,6 +88,18 @@ def limit_memory(memory_bytes: int) -> None:
     """Let this process and each of those it starts allocate so many bytes, and write no core files."""
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def allow_many_files() -> int:
+    """Raise this process's limit on open files as far as it may and has use for, and return what it was."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _ENOUGH_FILES)), hard))
+    return soft
+
+
+def allow_files(soft: int) -> None:
+    """Set this process's limit on open files, up to what it may raise it to."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 
 
 def die_with(parent: int) -> None:

@@ -16,13 +16,11 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 import psutil
 
 WORKER_MARK = "TPU_GRPO_WORKER"
 """This environment variable holds a process's mark; everything that the process starts inherits it."""
-_NONE: Mapping[str, str] = MappingProxyType({})
 _STARTING_SECONDS = 5.0
 _KERNEL_THREADS = 2
 """The process whose children are the kernel's own and have no environment."""
@@ -32,7 +30,7 @@ _ACCELERATOR, _OURS = ("JAX_", "XLA_", "LIBTPU", "TPU_", "PJRT_"), "TPU_GRPO_"
 class WorkerProcess:
     """A process of users' code. Its program gets two descriptors as arguments: its socket's, and the lifeline's."""
 
-    def __init__(self, program: str, theirs: socket.socket, directory: Path, variables: Mapping[str, str] = _NONE):
+    def __init__(self, program: str, theirs: socket.socket, directory: Path):
         """Start Python with the source text ``program``; ``theirs`` goes to it, and is closed here."""
         lifeline, self._lifeline = os.pipe()
         self._mark = secrets.token_hex(8)
@@ -41,7 +39,7 @@ class WorkerProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program, str(theirs.fileno()), str(lifeline)],
                 stdin=subprocess.DEVNULL,
-                env={**_environment(self._mark), **variables},
+                env=_environment(self._mark),
                 cwd=directory,
                 pass_fds=(theirs.fileno(), lifeline),
                 start_new_session=True,
@@ -64,7 +62,8 @@ class WorkerProcess:
     def kill(self) -> str:
         """End the process and what it started; return how it ended, in words."""
         if self._process.returncode is None and not self.ended:
-            _kill_group(self._process.pid)
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
         if self._lifeline >= 0:
             os.close(self._lifeline)
             self._lifeline = -1
@@ -83,7 +82,8 @@ def _environment(mark: str) -> dict[str, str]:
         name: value for name, value in os.environ.items() if name.startswith(_OURS) or not name.startswith(_ACCELERATOR)
     }
     search = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": search, WORKER_MARK: mark}
+    # sets of texts have the same order in every process, and so on every host and after a restart
+    return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": search, "PYTHONHASHSEED": "0", WORKER_MARK: mark}
 
 
 def environment_of(process: psutil.Process) -> Mapping[str, str]:
@@ -102,12 +102,7 @@ def environment_of(process: psutil.Process) -> Mapping[str, str]:
         if (variables := process.environ()) or is_in_place:
             return variables
         time.sleep(0.001)
-    return _NONE
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+    return {}
 
 
 def _kill_marked(mark: str) -> None:

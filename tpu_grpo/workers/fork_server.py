@@ -1,21 +1,20 @@
-"""The program that has imported an environment's class, and forks a process for each conversation.
+"""The program that forks a service's workers, and ends each with all that it started.
 
-    main process                        fork server                     a conversation's process
-    Job                         ->      imports the class
+    main process                        fork server                     a worker
+    Job                         ->      sets users' code up, if "alone"
                                 <-      Ready or SetupFailed
-    Fork(7), with a socket      ->      forks                     ->    limits, session; then forked_process.py
+    Fork(7), with a socket      ->      forks                     ->    serving.py
     Finish(7, 5.0)              ->      kills it if it is late
                                 <-      Exited(7, ...)
 
 It is one thread and runs no users' code after the import, so that forking is safe and it always answers. It adopts
-what a conversation's process leaves behind, and ends it.
+what a worker leaves behind, and ends it.
 """
 
 import contextlib
 import gc
 import importlib
 import os
-import pickle
 import selectors
 import signal
 import socket
@@ -24,16 +23,13 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from tpu_grpo.environments.finding import find_environment, import_beforehand
-from tpu_grpo.environments.forked_process import converse
-from tpu_grpo.environments.playing import Played
-from tpu_grpo.environments.requests import Exited, Finish, Fork, Job, Ready, SetupFailed
-from tpu_grpo.records.errors import EpisodeError
+from tpu_grpo.workers.channel import BrokenChannelError, MainChannel
 from tpu_grpo.workers.inside import (
     adopt_orphans,
+    allow_files,
+    allow_many_files,
     children,
     die_with,
     end_with_parent,
@@ -44,13 +40,13 @@ from tpu_grpo.workers.inside import (
     print_by_line,
     start_afresh,
 )
-from tpu_grpo.workers.open_files import allow_files, allow_many_files
+from tpu_grpo.workers.messages import Exited, Finish, Fork, Job, Ready, Service
 from tpu_grpo.workers.process import how_it_ended
+from tpu_grpo.workers.serving import serve, set_up
 
-PROGRAM = "from tpu_grpo.environments.fork_server import main; main()"
-MOST_BYTES = 2**16
-"""The longest message between the main process and the server."""
+PROGRAM = "from tpu_grpo.workers.fork_server import main; main()"
 _POLL_SECONDS = 1.0
+_FULL_SECONDS = 0.02
 
 
 @dataclass
@@ -64,97 +60,75 @@ class _Child:
 
 def main() -> None:
     """Serve on the socket whose descriptor is the first argument; the second is the lifeline's."""
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError, EOFError):  # the main process wants no more
-        _serve()
-
-
-def _serve() -> None:
-    control = socket.socket(fileno=int(sys.argv[1]))
-    lifeline = int(sys.argv[2])
+    channel, lifeline = MainChannel(socket.socket(fileno=int(sys.argv[1]))), int(sys.argv[2])
     end_with_parent(lifeline)
     print_by_line()
-    job = _received_job(control)
-    limit_memory(job.memory_bytes)
-    try:
-        target = find_environment(job.loaded.source)
-        import_beforehand(target)
-    except EpisodeError as error:
-        trace = "".join(traceback.format_exception(error))
-        control.send(pickle.dumps(SetupFailed(str(error)[: MOST_BYTES // 4], trace[-MOST_BYTES // 4 :])))
-        return
-    adopt_orphans()
-    warnings.filterwarnings("ignore", r"os\.fork\(\) was called")  # jax says so, whose threads are not started here
-    _ForkServer(control, lifeline, job, target).serve()
-
-
-def _received_job(control: socket.socket) -> Job:
-    _, descriptors, _, _ = socket.recv_fds(control, MOST_BYTES, 1)
-    if not descriptors:
-        raise EOFError
-    with open(descriptors[0], "rb") as file:
-        file.seek(0)
-        return pickle.load(file)
+    with contextlib.suppress(EOFError):  # the main process wants no more
+        job: Job = channel.wait()
+        limit_memory(job.memory_bytes)
+        if job.service.mode == "alone" and not set_up(channel, job.service):
+            return
+        adopt_orphans()
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called")  # jax says so, whose threads are not started here
+        _ForkServer(channel, lifeline, job.service).run()
 
 
 class _ForkServer:
-    def __init__(self, control: socket.socket, lifeline: int, job: Job, target: Any):
-        self._control, self._lifeline, self._played = control, lifeline, Played(job, target)
+    def __init__(self, channel: MainChannel, lifeline: int, service: Service):
+        self._channel, self._lifeline, self._service = channel, lifeline, service
         self._children: dict[int, _Child] = {}
         self._helpers = frozenset(children())  # processes that the import has started
         self._files = allow_many_files()
         self._woken, self._wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector = selectors.DefaultSelector()
 
-    def serve(self) -> None:
-        flush_output()  # each process would write the rest of a line once more
+    def run(self) -> None:
+        flush_output()  # each worker would write the rest of a line once more
         if "numpy" in sys.modules:
-            importlib.import_module("numpy.random")  # each process seeds it, and would import it by itself
+            importlib.import_module("numpy.random")  # each conversation seeds it, and would import it by itself
         gc.collect()
-        gc.freeze()  # the memory that children share with this process stays shared
+        gc.freeze()  # the memory that workers share with this process stays shared
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wakes)
-        self._selector.register(self._control, selectors.EVENT_READ)
+        self._selector.register(self._channel, selectors.EVENT_READ)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        outlive_parent(self._lifeline)  # it learns of it here, and first ends what conversations have started
-        self._say(Ready())
+        outlive_parent(self._lifeline)  # it learns of it here, and first ends what workers have started
         try:
-            while self._advance():
-                pass
+            self._channel.send(Ready())
+            while self._channel.queued:
+                self._do(self._channel.queued.popleft())
+            while True:
+                self._advance()
+        except BrokenChannelError:  # the main process wants no more
+            pass
         finally:
             self._kill_all()
 
-    def _advance(self) -> bool:
-        """Do what is asked, and see who has ended; return whether the main process is still there."""
-        deadlines = [child.deadline for child in self._children.values()]
-        left = min([time.monotonic() + _POLL_SECONDS, *deadlines]) - time.monotonic()
-        for key, _ in self._selector.select(max(left, 0.0)):
-            if key.fileobj is self._control and not self._hear():
-                return False
-            if key.fileobj == self._woken:
-                os.read(self._woken, MOST_BYTES)
+    def _advance(self) -> None:
+        """Do what is asked, and see who has ended."""
+        until = min([time.monotonic() + _POLL_SECONDS, *(child.deadline for child in self._children.values())])
+        left = _FULL_SECONDS if self._channel.is_full else max(until - time.monotonic(), 0.0)
+        for key, _ in self._selector.select(left):
+            if key.fileobj is self._channel:
+                for message in self._channel.receive():
+                    self._do(message)
+            else:
+                os.read(self._woken, 2**16)
         now = time.monotonic()
         for pid, child in self._children.items():
             if child.deadline <= now:
                 child.deadline, child.forced = float("inf"), True
                 _kill_group(pid)
         self._reap()
-        return True
+        self._channel.flush()
 
-    def _say(self, message: Any) -> None:
-        self._control.send(pickle.dumps(message))
-
-    def _hear(self) -> bool:
-        data, descriptors, _, _ = socket.recv_fds(self._control, MOST_BYTES, 1)
-        if not data:
-            return False
-        match pickle.loads(data):
-            case Fork(number):
-                self._fork(number, *descriptors)
-            case Finish(number, seconds):
-                for child in self._children.values():
-                    if child.number == number:
-                        child.deadline = min(child.deadline, time.monotonic() + seconds)
-        return True
+    def _do(self, message: Fork | Finish) -> None:
+        if isinstance(message, Fork):
+            self._fork(message.number, self._channel.descriptors.popleft())
+            return
+        for child in self._children.values():
+            if child.number == message.number:
+                child.deadline = min(child.deadline, time.monotonic() + message.seconds)
 
     def _fork(self, number: int, descriptor: int) -> None:
         server, leash = os.getpid(), None
@@ -164,18 +138,17 @@ class _ForkServer:
         except OSError as error:
             for unused in (descriptor, *(() if leash is None else (leash,))):
                 os.close(unused)
-            self._say(Exited(number, f"could not be started: {error.strerror}", forced=False))
+            self._channel.send(Exited(number, f"could not be started: {error.strerror}", forced=False))
             return
         if pid == 0:
-            self._become(descriptor, leash, server)
+            self._become_worker(descriptor, leash, server)
         os.close(descriptor)
         self._children[pid] = _Child(number, leash)
 
-    def _become(self, descriptor: int, leash: int, server: int) -> NoReturn:
-        """Go on as the process of a conversation."""
+    def _become_worker(self, descriptor: int, leash: int, server: int) -> NoReturn:
         try:
             self._leave_server(leash, server)
-            converse(Connection(descriptor), self._played)
+            serve(MainChannel(socket.socket(fileno=descriptor)), self._service)
             leave(0)
         finally:
             try:
@@ -192,13 +165,13 @@ class _ForkServer:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
-        self._control.close()
+        self._channel.close()
         for unused in (self._woken, self._wakes, self._lifeline, *(c.leash for c in self._children.values())):
             os.close(unused)
         allow_files(self._files)
 
     def _reap(self) -> None:
-        """Take in the processes that have ended, and end what they have left behind."""
+        """Take in the workers that have ended, and end what they have left behind."""
         has_reaped = False
         while (ended := _ended_child()) is not None:
             has_reaped = True
@@ -208,7 +181,8 @@ class _ForkServer:
             _, status = os.waitpid(ended, 0)
             if child is not None:
                 os.close(child.leash)
-                self._say(Exited(child.number, how_it_ended(os.waitstatus_to_exitcode(status)), child.forced))
+                how = how_it_ended(os.waitstatus_to_exitcode(status))
+                self._channel.send(Exited(child.number, how, child.forced))
         if has_reaped:
             for pid in {*children()} - self._helpers - {*self._children}:
                 with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,0 +1,84 @@
+"""The attributes of an environment, which rewards may read: bytes that only a worker makes and opens.
+
+An environment is played in a process of its own, which is over when a reward is asked. Its attributes are kept one by
+one, and the reward's process makes an object of its class from them, so that rewards read ``environment.counter`` and
+call its methods. What could not be kept, such as a connection, is not there; reading it says why. For other names a
+class that has ``__getattr__`` answers itself.
+"""
+
+import base64
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+from tpu_grpo.config.plugins import find_function
+from tpu_grpo.records.episode import KeptEnvironment
+from tpu_grpo.records.errors import TpuGrpoError
+
+MOST_BYTES = 2**20
+"""A larger attribute is left out."""
+MOST_BYTES_TOGETHER = 2**24
+"""Attributes beyond so many bytes together are left out."""
+
+
+def keep(source: str, instance: Any) -> KeptEnvironment:
+    """Pickle the attributes of an environment of the class ``source``; what cannot be kept is named with its reason."""
+    attributes: dict[str, bytes] = {}
+    left_out: dict[str, str] = {}
+    together = 0
+    for name, value in _attributes(instance).items():
+        try:
+            data = pickle.dumps(value)
+        except Exception as error:  # user code: anything can come
+            left_out[name] = f"it cannot be pickled: {type(error).__name__}: {error}"[:500]
+            continue
+        if len(data) > MOST_BYTES:
+            left_out[name] = f"it takes {len(data):,} bytes, and an attribute may have {MOST_BYTES:,}"
+        elif together + len(data) > MOST_BYTES_TOGETHER:
+            left_out[name] = f"the attributes before it take {together:,} of {MOST_BYTES_TOGETHER:,} bytes"
+        else:
+            attributes[name] = data
+            together += len(data)
+    return KeptEnvironment(source, base64.b64encode(pickle.dumps((attributes, left_out))))
+
+
+def _attributes(instance: Any) -> Mapping[str, Any]:
+    """Return the attributes of an instance, those in its slots too."""
+    state: Any = object.__getstate__(instance)
+    parts = state if isinstance(state, tuple) else (state,)
+    return {name: value for part in parts if part for name, value in part.items()}
+
+
+def opened(kept: KeptEnvironment) -> tuple[Mapping[str, bytes], Mapping[str, str]]:
+    """Return the attributes that were kept, each pickled, and the reasons for those that were not; not in main."""
+    return pickle.loads(base64.b64decode(kept.state))
+
+
+def rebuilt(kept: KeptEnvironment, error_type: type[TpuGrpoError]) -> Any:
+    """Make an object of an environment's class with the attributes that were kept. Only a worker may.
+
+    Raises:
+        TpuGrpoError: of this type, for a class that cannot be found any more, or attributes that cannot be read.
+    """
+    found = find_function(kept.source, "environment", error_type)
+    own = getattr(found, "__getattr__", None)
+    attributes, left_out = opened(kept)
+
+    def missing(self: Any, name: str) -> Any:
+        if own is not None and name not in left_out:
+            return own(self, name)
+        if name in left_out:
+            raise AttributeError(f"{name!r} was not kept of the environment: {left_out[name]}")
+        raise AttributeError(f"the environment has no attribute {name!r}")
+
+    shown = type(found.__name__, (found,), {"__getattr__": missing}) if isinstance(found, type) else found
+    instance = object.__new__(shown)
+    for name, value in attributes.items():
+        try:
+            object.__setattr__(instance, name, pickle.loads(value))
+        except Exception as error:  # user code: anything can come
+            raise error_type(
+                f"the attribute {name!r} of environment {kept.source} must be readable in another process, got "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return instance

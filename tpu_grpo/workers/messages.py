@@ -1,0 +1,156 @@
+"""What the main process, fork servers and workers say to each other.
+
+The main process sends pickles. What it receives is never unpickled: a line with the session's number and the record's
+name, and the record's fields as JSON, which are checked against their types. JSON has a form for integers beyond 64
+bits and for NaN; bytes are base64 text, which their reader decodes, and halves of surrogate pairs are replaced.
+"""
+
+import json
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, is_dataclass
+from functools import cache
+from typing import Any, Literal, Protocol
+
+from pydantic import TypeAdapter
+
+Mode = Literal["alone", "in turn", "shared"]
+
+
+class Service(Protocol):
+    """What workers do for their sessions; it is pickled for them.
+
+    In ``mode`` "alone" each session has a worker of its own, forked after ``set_up``, as conversations have. "in turn"
+    workers have one session after the other, as batches of rewards; a worker that is "shared" has many at a time on an
+    event loop.
+    """
+
+    name: str
+    """What it is called in errors, such as "reward length"."""
+    mode: Mode
+    start: str
+    """What ``set_up`` is called in errors, such as "imported"."""
+    replies: tuple[type, ...]
+    """The dataclasses that a worker may reply."""
+    most_bytes: int
+    """A longer message of a worker is none."""
+
+    def set_up(self) -> None:
+        """Import users' code, and build what sessions share; may raise anything."""
+        ...
+
+    def answering(self, went_on: Callable[[], None]) -> AbstractContextManager[Callable[[Any, float], Any]]:
+        """Give what answers a request within so many seconds; ``went_on`` begins the time anew. Not if "shared"."""
+        ...
+
+    def session(self, went_on: Callable[[], None]) -> "LoopSession":
+        """Begin a session of a worker that is "shared"."""
+        ...
+
+
+class LoopSession(Protocol):
+    """One of the sessions of a worker that is "shared"."""
+
+    def reply(self, request: Any) -> Coroutine[Any, Any, Any]:
+        """Return the reply to a request."""
+        ...
+
+    def late(self, request: Any, seconds: float) -> Any:
+        """Return the reply to a request that was cancelled after so many seconds."""
+        ...
+
+    def close(self) -> Coroutine[Any, Any, None]:
+        """End the session."""
+        ...
+
+
+# --- from the main process ---
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a fork server and its workers are for."""
+
+    service: Service
+    memory_bytes: int
+    """Each of them, and each process that it starts, may allocate so many bytes."""
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Fork a worker; its socket comes along."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Finish:
+    """End a worker if it has not ended by itself in so many seconds."""
+
+    number: int
+    seconds: float
+
+
+# --- from servers and workers ---
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The first message: users' code is set up, or the worker of a single session is there."""
+
+
+@dataclass(frozen=True)
+class SetupFailed:
+    """The last message: users' code could not be set up."""
+
+    text: str
+    trace: str
+
+
+@dataclass(frozen=True)
+class Exited:
+    """A worker is gone."""
+
+    number: int
+    text: str
+    """How it ended, in words."""
+    forced: bool
+    """Whether it had to be ended."""
+
+
+@dataclass(frozen=True)
+class WentOn:
+    """The next part of what a session is asked begins, which has its own time; a reply follows the last."""
+
+
+def encode(number: int, record: Any) -> bytes:
+    """Write a record of a session as bytes."""
+    fields = json.dumps(vars(record), ensure_ascii=False, default=_as_json)
+    return f"{number} {type(record).__name__}\n{fields}".encode("utf-8", "replace")
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, bytes):
+        return value.decode("ascii")
+    if is_dataclass(value) or isinstance(value, Mapping):
+        return dict(value if isinstance(value, Mapping) else vars(value))
+    raise TypeError(f"{type(value).__name__} has no form in a message")
+
+
+def decode(data: bytes, types: tuple[type, ...]) -> tuple[int, Any]:
+    """Read the number of a session, and a record of one of the types.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    head, _, fields = data.partition(b"\n")
+    number, name = head.decode("ascii").split(" ")
+    of_name = [kind for kind in types if kind.__name__ == name]
+    if not of_name:
+        raise ValueError(f"a message must be one of {', '.join(kind.__name__ for kind in types)}, got {name!r}")
+    return int(number), _adapter(of_name[0]).validate_json(fields, strict=True)
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)

@@ -1,0 +1,504 @@
+"""The processes of users' code as the main process sees them: who is asked what, until when, and how each ends.
+
+    supervisor = Supervisor()
+    crew = supervisor.add(service, memory_bytes=2**30)      # a fork server, and the workers of one service
+    crew.begin(session)                                     # a worker has it; see ``Session`` for what it is told
+    supervisor.ask(session, request, seconds)
+    supervisor.advance(0.1)                                 # takes in what has come, and keeps the deadlines
+    supervisor.release(session, 5.0)                        # the session is over
+    supervisor.close(5.0)
+
+It has no thread, and is used by one at a time: what comes in is taken in when it is asked to, and deadlines are kept
+then. A reply that came before anybody looked is no late one. What a worker writes is data (messages.py): whatever it
+is, it ends that worker at most.
+"""
+
+import contextlib
+import heapq
+import itertools
+import socket
+import time
+from functools import partial
+from pathlib import Path
+from selectors import EVENT_READ, DefaultSelector
+from typing import Any
+
+from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError, WorkerChannel
+from tpu_grpo.workers.fork_server import PROGRAM
+from tpu_grpo.workers.messages import Exited, Finish, Fork, Job, Ready, Service, SetupFailed, WentOn
+from tpu_grpo.workers.process import WorkerProcess
+
+START_SECONDS = 120.0
+"""Users' code may take so long to be set up, from when somebody waits for it, outside of any other deadline."""
+FORK_SECONDS = 120.0
+"""A session's own worker must be forked within this time, after those of others; the session's time begins then."""
+_MOST_FAILURES = 3
+"""After so many processes in a row that ended before they were ready, the set-up is at fault, and no accident."""
+_GRACE_SECONDS = 2.0
+"""A shared worker has this time beyond a deadline to say itself that a reply is late; its loop is blocked if not."""
+_DYING_SECONDS = 1.0
+"""A worker whose connection is gone has this time to end by itself, so that its exit code can be told."""
+_TIDY_SECONDS = 2.0
+_LOOP_SECONDS = 5.0
+_POLL_SECONDS = 0.5
+_FULL_SECONDS = 0.005
+"""What does not fit into a socket is tried again after this time."""
+_SERVER_BYTES = 2**26
+_BLOCKED = "was ended with its process, where another environment had blocked the event loop"
+
+
+class StartError(Exception):
+    """Users' code cannot be set up in its process; the text says how it went, and what to do."""
+
+
+class Session:
+    """What a worker does for somebody: a conversation, or one batch of a reward. Its class says what comes of it."""
+
+    number = 0
+    worker: "Worker | None" = None
+    """The worker that has it; None before it began, and when it is over."""
+    is_asked = False
+    seconds = asked_at = 0.0
+    deadline = float("inf")
+
+    def replied(self, reply: Any) -> None:
+        """Take the reply to what was asked; raises BrokenChannelError for one that does not fit that."""
+        raise NotImplementedError
+
+    def went_on(self) -> bool:
+        """Take note that the next part of what was asked begins; return whether there is one, for its own time."""
+        return False
+
+    def late(self, *, has_begun: bool) -> None:
+        """Take note that the worker was ended as no reply came in time, or as it was not even forked in time."""
+        raise NotImplementedError
+
+    def lost(self, how: str) -> None:
+        """Take note that the worker is gone; ``how`` follows its name, such as "exited with code 1"."""
+        raise NotImplementedError
+
+
+class Server:
+    """A fork server."""
+
+    def __init__(self, job: Job, directory: Path):
+        ours, theirs = socket.socketpair()
+        self.process = WorkerProcess(PROGRAM, theirs, directory)
+        self.channel = WorkerChannel(ours, (Ready, SetupFailed, Exited), _SERVER_BYTES)
+        self.channel.send(job)
+        self.workers: dict[int, Worker] = {}
+        """Those whose process has not ended, also if they are of no more use."""
+        self.begun = 0
+        self.is_ready = False
+
+
+class Worker:
+    """A process that was forked for sessions."""
+
+    def __init__(self, number: int, crew: "Crew", server: Server, channel: WorkerChannel):
+        self.number, self.crew, self.server, self.channel = number, crew, server, channel
+        self.sessions: dict[int, Session] = {}
+        self.begun = 0.0
+        """How many sessions it has had, as ``recycle`` counts them."""
+        self.is_ready = False
+        self.broke = ""
+        """Why its connection is gone, if that was not closed here."""
+
+
+class Starting:
+    """How a crew's processes start: how long one may take, and how often one may end before it is ready."""
+
+    def __init__(self, service: Service):
+        self._service = service
+        self.was_ready = False
+        self._failures = 0
+        self._waited_since: float | None = None
+
+    def ready(self) -> None:
+        """Take note that users' code is set up in a process."""
+        self.was_ready, self._failures, self._waited_since = True, 0, None
+
+    def waited_for(self) -> None:
+        """Take note that somebody waits, and no process is ready; raises StartError if one has for long."""
+        now = time.monotonic()
+        if self._waited_since is None:
+            self._waited_since = now
+        if now > self._waited_since + START_SECONDS:
+            self._waited_since = None
+            raise StartError(
+                f"{self._service.name} must be {self._service.start} in its process within {START_SECONDS:.0f} s, got "
+                "no answer; see what its file does then"
+            )
+
+    def failed(self, how: str) -> StartError | None:
+        """Take note that a process has ended before it was ready; return an error if there is no use in another."""
+        self._failures += 1
+        self._waited_since = None  # the next has its own time
+        if not self.was_ready:
+            return StartError(
+                f"{self._service.name} must be {self._service.start} in its process, which {how} instead; import its "
+                "file by hand to see why"
+            )
+        if self._failures >= _MOST_FAILURES:
+            return StartError(
+                f"{self._service.name} must be {self._service.start} in each of its processes, which it was at first, "
+                f"got {self._failures} in a row that ended before, and the last {how}; see what its file needs then "
+                "that is gone since: memory, files, a server"
+            )
+        return None
+
+    def refused(self, text: str, trace: str) -> StartError:
+        """Return the error for a process that says why it could not set users' code up."""
+        start = f"{self._service.name} could not be {self._service.start} in its process: {text}"
+        return StartError(f"{start}\n{trace}".rstrip())
+
+
+class Supervisor:
+    """The processes of users' code that one thread asks."""
+
+    def __init__(self) -> None:
+        self.selector = DefaultSelector()
+        self.crews: list[Crew] = []
+        self.numbers = itertools.count(1)
+        self._asked: dict[int, Session] = {}
+        self._deadlines: list[tuple[float, int]] = []
+
+    def add(self, service: Service, memory_bytes: int, recycle: float = float("inf"), count: int = 0) -> "Crew":
+        """Start a fork server for a service, without waiting for it; see ``Crew``."""
+        self.crews.append(crew := Crew(self, Job(service, memory_bytes), recycle, count))
+        return crew
+
+    def ask(self, session: Session, request: Any, seconds: float) -> None:
+        """Ask the worker of a session, which has so many seconds to reply."""
+        assert session.worker is not None, "the session has no worker"
+        session.is_asked, session.seconds = True, seconds
+        self._asked[session.number] = session
+        self.expect(session)
+        session.worker.channel.send((session.number, request, seconds))
+
+    def expect(self, session: Session) -> None:
+        """Give a session its time from now on, or its worker the time to be forked."""
+        assert session.worker is not None, "the session has no worker"
+        grace = _GRACE_SECONDS if session.worker.crew.service.mode == "shared" else 0.0
+        session.asked_at = time.monotonic()
+        session.deadline = session.asked_at + (session.seconds + grace if session.worker.is_ready else FORK_SECONDS)
+        heapq.heappush(self._deadlines, (session.deadline, session.number))
+
+    def settled(self, session: Session) -> None:
+        """Take note that a session is asked nothing any more."""
+        session.is_asked = False
+        self._asked.pop(session.number, None)
+
+    def release(self, session: Session, seconds: float) -> None:
+        """End a session; its own worker has so many seconds to end, and is ended then with all it started."""
+        if (worker := session.worker) is None:
+            return
+        self.settled(session)
+        session.worker = None
+        del worker.sessions[session.number]
+        if worker.crew.service.mode == "alone":
+            worker.crew.end(worker, seconds)
+        elif worker.crew.service.mode == "shared":
+            worker.channel.send((session.number, None, 0.0))
+            if worker.begun >= worker.crew.recycle and not worker.sessions:
+                worker.crew.end(worker, _LOOP_SECONDS)
+
+    def hear(self, seconds: float) -> bool:
+        """Take in what comes within ``seconds``, and return whether anything did.
+
+        Raises:
+            StartError: for users' code that cannot be set up in its process.
+        """
+        keys = self.selector.select(seconds)
+        for key, _ in keys:
+            key.data()
+        for crew in self.crews:
+            if (problem := crew.problem) is not None:
+                crew.problem = None
+                raise problem
+        return bool(keys)
+
+    def advance(self, seconds: float) -> None:
+        """Take in what comes within ``seconds``, send what waits, and keep the deadlines; raises as ``hear``.
+
+        Call ``hear(0.0)`` before: nobody may have looked for long, and what has come is taken in before it is judged.
+        """
+        if any(crew.is_full for crew in self.crews):
+            seconds = min(seconds, _FULL_SECONDS)
+        elif self._deadlines:
+            seconds = min(seconds, max(self._deadlines[0][0] - time.monotonic(), 0.0))
+        self.hear(seconds)
+        for crew in self.crews:
+            crew.flush()
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            deadline, number = heapq.heappop(self._deadlines)
+            session = self._asked.get(number)
+            if session is None or session.worker is None or session.deadline != deadline:
+                continue
+            if session.worker.channel.is_receiving and now < session.asked_at + 2 * session.seconds:
+                session.deadline = now + _POLL_SECONDS  # it has replied, and the reply is on its way
+                heapq.heappush(self._deadlines, (session.deadline, number))
+            else:
+                session.worker.crew.end_late(session)
+
+    def close(self, seconds: float) -> None:
+        """End all processes; workers that are not asked anything have so many seconds to end by themselves."""
+        for crew in self.crews:
+            crew.count = 0
+            for worker in [*crew.workers]:
+                is_busy = any(session.is_asked for session in worker.sessions.values())
+                crew.end(worker, seconds if worker.is_ready and not is_busy else 0.0)
+        deadline = time.monotonic() + seconds
+        while any(server.workers for crew in self.crews for server in crew.servers):
+            if (left := deadline - time.monotonic()) <= 0:
+                break
+            with contextlib.suppress(StartError):  # another one could not be set up, which matters no more
+                self.hear(min(left, _POLL_SECONDS))
+            for crew in self.crews:
+                crew.flush()
+        for crew in self.crews:
+            crew.close()
+        self.crews.clear()
+        self.selector.close()
+
+
+class Crew:
+    """The fork servers and workers of one service.
+
+    A server of mode "alone" that has had ``recycle`` sessions is replaced once the next is ready, and ends with the
+    last of its own; so is a worker of mode "shared". Of workers that are not "alone" there are ``count``, which may be
+    changed: ``fill`` starts those that are missing.
+    """
+
+    def __init__(self, supervisor: Supervisor, job: Job, recycle: float, count: int):
+        self.service = job.service
+        self.recycle, self.count = recycle, count
+        self.servers: list[Server] = []
+        self.workers: list[Worker] = []
+        """Those with a connection."""
+        self.ending: list[tuple[WorkerProcess, float]] = []
+        """Servers that end by themselves, and when each is ended if it has not."""
+        self.starting = Starting(job.service)
+        self.problem: StartError | None = None
+        """Is raised once all that has come is taken in."""
+        self._supervisor, self._job, self._directory = supervisor, job, Path.cwd()
+        self._add_server()
+        self.fill()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a session can begin at once."""
+        return any(each.is_ready for each in (self.servers if self.service.mode == "alone" else self.workers))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether something waits to be sent."""
+        return any(each.channel.is_full for each in (*self.servers, *self.workers))
+
+    def flush(self) -> None:
+        """Send what waits."""
+        for each in (*self.servers, *self.workers):
+            each.channel.flush()
+        for process, until in [*self.ending]:
+            if process.ended or time.monotonic() >= until:
+                self.ending.remove((process, until))
+                process.kill()
+
+    def fill(self) -> None:
+        """Start the workers that are missing."""
+        while sum(worker.begun < self.recycle for worker in self.workers) < self.count:
+            self._add_worker()
+
+    def begin(self, session: Session, worker: Worker | None = None, weight: float = 1.0) -> None:
+        """Begin a session, which counts as ``weight``, in a worker, or in the one that the mode finds for it.
+
+        Raises:
+            OSError: if there are too few open files for another worker.
+        """
+        if worker is None and self.service.mode == "alone":
+            worker = self._add_worker()
+        elif worker is None:
+            ready = [worker for worker in self.workers if worker.is_ready]
+            fresh = [worker for worker in ready if worker.begun < self.recycle] or ready
+            worker = min(fresh, key=lambda worker: len(worker.sessions))
+        session.number, session.worker = next(self._supervisor.numbers), worker
+        worker.sessions[session.number] = session
+        worker.begun += weight
+        self.fill()
+
+    def end(self, worker: Worker, seconds: float) -> None:
+        """Let a worker end, which is ended with all it started if it takes longer than ``seconds``."""
+        if worker in self.workers:
+            self._disconnect(worker)
+            worker.server.channel.send(Finish(worker.number, seconds))
+
+    def end_late(self, session: Session) -> None:
+        """End the worker of a session that had no reply in time."""
+        worker = session.worker
+        assert worker is not None, "the session has no worker"
+        self.end(worker, 0.0)
+        sessions = self._parted(worker)
+        self.fill()
+        for each in sessions:
+            if each is session:
+                session.late(has_begun=worker.is_ready)
+            else:
+                each.lost(_BLOCKED)
+
+    def close(self) -> None:
+        """End all processes."""
+        while self.servers:
+            self._let_go(self.servers.pop())
+        for process, _ in self.ending:
+            process.wait(_TIDY_SECONDS)
+            process.kill()
+        self.ending.clear()
+
+    # --- processes come and go ---------------------------------------------------------------------------------------
+
+    def _add_server(self) -> None:
+        server = Server(self._job, self._directory)
+        self.servers.append(server)
+        self._supervisor.selector.register(server.channel, EVENT_READ, partial(self._hear_server, server))
+
+    def _add_worker(self) -> Worker:
+        if not self.servers:
+            self._add_server()
+        server = next((server for server in reversed(self.servers) if server.is_ready), self.servers[-1])
+        if self.service.mode == "alone" and server is self.servers[-1] and server.begun + 1 >= self.recycle:
+            self._add_server()
+        ours, theirs = socket.socketpair()
+        types = (Ready, SetupFailed, WentOn, *self.service.replies)
+        channel = WorkerChannel(ours, types, self.service.most_bytes)
+        worker = Worker(next(self._supervisor.numbers), self, server, channel)
+        self.workers.append(worker)
+        server.workers[worker.number] = worker
+        server.begun += 1
+        self._supervisor.selector.register(channel, EVENT_READ, partial(self._hear, worker))
+        server.channel.send(Fork(worker.number), theirs.detach())
+        return worker
+
+    def _disconnect(self, worker: Worker) -> None:
+        if worker in self.workers:
+            self.workers.remove(worker)
+            self._supervisor.selector.unregister(worker.channel)
+            worker.channel.close()
+
+    def _parted(self, worker: Worker) -> list[Session]:
+        """Take a worker's sessions from it, and return them."""
+        sessions = [*worker.sessions.values()]
+        worker.sessions.clear()
+        for session in sessions:
+            self._supervisor.settled(session)
+            session.worker = None
+        return sessions
+
+    def _retire(self) -> None:
+        """Let the servers end that have been replaced, once the last of their workers has ended."""
+        newest = max((i for i, server in enumerate(self.servers) if server.is_ready), default=0)
+        for server in [server for server in self.servers[:newest] if not server.workers]:
+            self.servers.remove(server)
+            self._let_go(server)
+
+    def _let_go(self, server: Server) -> None:
+        """Let a server end its workers, and itself, without waiting for it."""
+        self._forget(server)
+        if server.is_ready:
+            self.ending.append((server.process, time.monotonic() + _TIDY_SECONDS))
+        else:
+            server.process.kill()
+
+    def _forget(self, server: Server) -> None:
+        for worker in server.workers.values():
+            self._disconnect(worker)
+        self._supervisor.selector.unregister(server.channel)
+        server.channel.close()
+
+    # --- what they say -----------------------------------------------------------------------------------------------
+
+    def _hear(self, worker: Worker) -> None:
+        """Take in what a worker says."""
+        if worker not in self.workers:
+            return
+        try:
+            for number, record in worker.channel.receive():
+                self._told(worker, number, record)
+        except BrokenChannelError as error:
+            worker.broke = str(error)
+            self.end(worker, 0.0 if worker.broke == FOREIGN else _DYING_SECONDS)  # how it ended is told then
+
+    def _told(self, worker: Worker, number: int, record: Any) -> None:
+        session = worker.sessions.get(number)
+        match record:
+            case Ready() if not worker.is_ready:
+                worker.is_ready = True
+                if self.service.mode != "alone":
+                    self.starting.ready()
+                for each in worker.sessions.values():
+                    self._supervisor.expect(each)
+            case SetupFailed(text, trace) if not worker.is_ready and self.service.mode != "alone":
+                self.end(worker, _DYING_SECONDS)
+                self.problem = self.starting.refused(text, trace)
+            case Ready() | SetupFailed():
+                raise BrokenChannelError(FOREIGN)
+            case WentOn():
+                if session is not None and session.is_asked and session.went_on():
+                    self._supervisor.expect(session)
+            case reply:
+                if session is not None and session.is_asked:
+                    self._supervisor.settled(session)
+                    session.replied(reply)
+
+    def _hear_server(self, server: Server) -> None:
+        """Take in what a server says."""
+        if server not in self.servers:
+            return
+        try:
+            for _, message in server.channel.receive():
+                match message:
+                    case Ready():
+                        server.is_ready = True
+                        if self.service.mode == "alone":
+                            self.starting.ready()
+                        self._retire()
+                    case SetupFailed(text, trace):
+                        self.problem = self.starting.refused(text, trace)
+                    case Exited(number, text, forced) if number in server.workers:
+                        self._lost(server.workers.pop(number), text, forced=forced)
+                if server not in self.servers:  # it had been replaced, and its last worker is gone
+                    return
+        except BrokenChannelError:
+            self._lost_server(server)
+
+    def _lost(self, worker: Worker, how: str, *, forced: bool) -> None:
+        """Take note that a worker is gone, which was ended if that was ``forced``."""
+        self._hear(worker)  # it may have replied before
+        is_wanted = bool(worker.broke) or worker in self.workers
+        self._disconnect(worker)
+        self._retire()
+        if worker.broke == FOREIGN or (forced and worker.broke):
+            how = f"{worker.broke}, and was ended"
+        for session in self._parted(worker):
+            session.lost(how)
+        if is_wanted and not worker.is_ready and self.service.mode != "alone":
+            self.problem = self.problem or self.starting.failed(how)
+        if self.problem is None:
+            self.fill()
+
+    def _lost_server(self, server: Server) -> None:
+        """Go on without a server that has ended."""
+        self.servers.remove(server)
+        self._forget(server)
+        if server.is_ready:
+            server.process.wait(_TIDY_SECONDS)  # it ends its workers
+        how = server.process.kill()
+        if not server.is_ready:
+            self.problem = self.problem or self.starting.failed(how)
+        if self.problem is None and not self.servers:
+            self._add_server()
+        for worker in server.workers.values():
+            for session in self._parted(worker):
+                session.lost(f"lost the process that had forked it, which {how}")
+        if self.problem is None:
+            self.fill()
