@@ -94,7 +94,7 @@ def test_environments_are_there_as_they_were(reward_file: MakeFile, tmp_path: Pa
 
 
 def test_environments_are_opened_in_workers_only(reward_file: MakeFile) -> None:
-    path = reward_file("def f(environments):\n    return [1.0]\n\n\ndef g(environment_reward):\n    return 1.0\n")
+    path = reward_file("def f(environments):\n    return [1.0]\n\n\ndef g(environment_rewards):\n    return [1.0]\n")
     said = r"reward f takes environments, .* its workers must be >= 1, got 0; set workers: 1 or more, or take"
     with pytest.raises(ConfigError, match=said):
         open_rewards([RewardSpec(name=f"{path}:f", workers=0)], [])

@@ -83,7 +83,7 @@ class AnswerOfWorker:
             ValueError: for one that is no answer about this batch.
         """
         rows = (*(p.row for p in self.problems), *(p.failing_row for p in self.problems))
-        of_tokens = [np.frombuffer(base64.b64decode(data), np.float64).copy() for data in self.of_tokens]
+        of_tokens = [np.frombuffer(base64.b64decode(data, validate=True), np.float64).copy() for data in self.of_tokens]
         numbers = [*self.values, *(value for values in self.logged.values() for value in values)]
         lengths = [len(ids) for ids in batch.columns["completion_ids"]] if of_tokens else []
         if (
@@ -127,10 +127,6 @@ class CalledReward:
         yield answer
         self._caller.close()
 
-    def session(self, went_on: Callable[[], None]) -> Any:
-        """Say that workers have one batch at a time."""
-        raise NotImplementedError
-
 
 class _BatchSession(Session):
     """A task that a worker has; its answer is kept until the pool passes it on."""
@@ -167,7 +163,6 @@ class WorkerPool:
         self._service, self._memory_bytes = CalledReward(call), memory_bytes
         self._count, self._recycle = count, recycle
         self._supervisor: Supervisor | None = None
-        self._crew: Crew | None = None
         self._problem: Problem | None = None
         """Why workers cannot be set up, of the present feed."""
         self._answers: list[tuple[Task, Answer]] = []
@@ -180,10 +175,10 @@ class WorkerPool:
             RewardError: if the reward never could be set up.
         """
         with self._served(feed):
-            if self._supervisor is None or self._crew is None:
+            if self._supervisor is None:
                 self._supervisor = Supervisor()
-                self._crew = self._supervisor.add(self._service, self._memory_bytes)
-            supervisor, crew, self._problem = self._supervisor, self._crew, None
+                self._supervisor.add(self._service, self._memory_bytes)
+            supervisor, (crew,), self._problem = self._supervisor, self._supervisor.crews, None
             supervisor.selector.register(feed, EVENT_READ, feed.hush)
             try:
                 self._keep(crew, feed.expected)
@@ -204,7 +199,7 @@ class WorkerPool:
         self._served.give_up()
         if self._supervisor is not None:
             self._supervisor.close(_CLOSE_SECONDS)
-            self._supervisor = self._crew = None
+            self._supervisor = None
 
     def _go_on(self, feed: Feed, supervisor: Supervisor, crew: Crew) -> None:
         """Hand out what waits, and take in what comes within a moment."""

@@ -6,7 +6,7 @@ bits and for NaN; bytes are base64 text, which their reader decodes, and halves 
 """
 
 import json
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, is_dataclass
 from functools import cache
@@ -40,27 +40,11 @@ class Service(Protocol):
         ...
 
     def answering(self, went_on: Callable[[], None]) -> AbstractContextManager[Callable[[Any, float], Any]]:
-        """Give what answers a request within so many seconds; ``went_on`` begins the time anew. Not if "shared"."""
-        ...
+        """Give what answers a request within so many seconds; ``went_on`` begins the time anew.
 
-    def session(self, went_on: Callable[[], None]) -> "LoopSession":
-        """Begin a session of a worker that is "shared"."""
-        ...
-
-
-class LoopSession(Protocol):
-    """One of the sessions of a worker that is "shared"."""
-
-    def reply(self, request: Any) -> Coroutine[Any, Any, Any]:
-        """Return the reply to a request."""
-        ...
-
-    def late(self, request: Any, seconds: float) -> Any:
-        """Return the reply to a request that was cancelled after so many seconds."""
-        ...
-
-    def close(self) -> Coroutine[Any, Any, None]:
-        """End the session."""
+        A service that is "shared" has ``session(went_on)`` instead, which gives an object with coroutines
+        ``reply(request)`` and ``close()``, and ``late(request, seconds)`` for the reply to a request that was cancelled.
+        """
         ...
 
 

@@ -17,7 +17,7 @@ from typing import Any
 from tpu_grpo.records.errors import TpuGrpoError
 from tpu_grpo.workers.channel import BrokenChannelError, MainChannel
 from tpu_grpo.workers.inside import allow_many_files, leave
-from tpu_grpo.workers.messages import LoopSession, Ready, Service, SetupFailed, WentOn
+from tpu_grpo.workers.messages import Ready, Service, SetupFailed, WentOn
 
 _TIDY_SECONDS = 5.0
 
@@ -66,9 +66,9 @@ class _Loop:
     What is not done in time is cancelled, and late. The main process ends the worker if its loop is blocked.
     """
 
-    def __init__(self, channel: MainChannel, service: Service):
+    def __init__(self, channel: MainChannel, service: Any):
         self._channel, self._service = channel, service
-        self._sessions: dict[int, LoopSession] = {}
+        self._sessions: dict[int, Any] = {}
         self._tasks: dict[int, asyncio.Task[Any]] = {}
         self._began: dict[int, float] = {}
         """When what a session is asked began, by the loop's clock."""
