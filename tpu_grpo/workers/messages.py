@@ -43,7 +43,7 @@ class Service(Protocol):
         """Give what answers a request within so many seconds; ``went_on`` begins the time anew.
 
         A service that is "shared" has ``session(went_on)`` instead, which gives an object with coroutines
-        ``reply(request)`` and ``close()``, and ``late(request, seconds)`` for the reply to a request that was cancelled.
+        ``reply(request)`` and ``close()``, and with ``late(request, seconds)``: the reply to what was cancelled.
         """
         ...
 
