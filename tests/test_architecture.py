@@ -40,8 +40,6 @@ ONLY_IN = {"sgl_jax": ("engine",), "tunix.rl": ("tunix_loop", "learner/forward.p
 PICKLES = {
     "tpu_grpo/workers/channel.py": "the main process pickles for workers, which unpickle that; never the other way",
     "tpu_grpo/workers/attributes.py": "one worker pickles an environment's attributes, and another opens them",
-    "tpu_grpo/engine/waves.py": "what this package's own hosts tell each other",
-    "tpu_grpo/engine/exchange.py": "what this package's own hosts tell each other",
 }
 """Files that may import pickle, or what pickles by itself, and why: to unpickle is to run what somebody wrote."""
 PICKLING = ("pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing.connection")

@@ -21,7 +21,7 @@ from tests.rewards.conftest import make_rollout
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards import RewardSet, open_rewards
-from tpu_grpo.rewards.batches import Problem, RewardBatch
+from tpu_grpo.rewards.calling import Problem, RewardBatch
 from tpu_grpo.rewards.executors import AnswerOfWorker, WorkerPool
 
 ROLLOUT = make_rollout(["p0", "p1"], ["a", "bb", "ccc", "dddd"])
