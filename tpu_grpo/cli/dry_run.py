@@ -39,7 +39,7 @@ def check(config: RunConfig, devices: Sequence[Any] | None = None, inputs: Input
                 for p in task.prompts.parts
             ),
             *([] if task.environments is None else _episodes(task.environments)),
-            f"rewards    {', '.join(task.rewards.names)}",
+            f"rewards    {', '.join(inputs.rewards.names)}",
             f"algorithm  {config.algorithm.name}, {algorithm.aggregation}",
             f"objective  {objective_line(config, algorithm)}",
             *(f"note       {notice}" for notice in notices(config)),
