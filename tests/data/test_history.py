@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tpu_grpo.data.history import PASSES, PromptHistory
+from tpu_grpo.data.prompt_draw import PASSES, PromptHistory
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.observe.run_files import HISTORY_FILE
 from tpu_grpo.records.errors import DataError

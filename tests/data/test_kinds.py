@@ -10,7 +10,8 @@ import pytest
 from pyarrow import parquet
 
 from tpu_grpo.config import ReadingSection
-from tpu_grpo.data import Source, hub, read_records
+from tpu_grpo.data import sources as hub
+from tpu_grpo.data.sources import Source, read_records
 from tpu_grpo.records.errors import ConfigError, DataError, TpuGrpoError
 
 needs_datasets = pytest.mark.skipif(

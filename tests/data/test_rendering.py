@@ -7,8 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import DataSection
-from tpu_grpo.data import PromptRenderer
-from tpu_grpo.data.rendered import render_records
+from tpu_grpo.data.rendering import PromptRenderer, render_records
 from tpu_grpo.records.errors import ConfigError, DataError
 
 RECORD = {"question": "2+3=", "answer": 5}

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tpu_grpo.data import Source, read_records
+from tpu_grpo.data.sources import Source, read_records
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.tasks import TASKS, addition
 

@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.data.conftest import WriteJsonl
 from tpu_grpo.config import DataSection, EvaluationSection, SourceSpec
-from tpu_grpo.data import Part, PromptStream, open_evaluation_prompts, open_prompts
-from tpu_grpo.data.rendered import RenderedPrompts
+from tpu_grpo.data.rendering import RenderedPrompts
+from tpu_grpo.data.stream import Part, PromptStream, open_evaluation_prompts, open_prompts
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Prompt
 
@@ -131,7 +131,7 @@ def test_evaluation_of_the_builtin_task_holds_nothing_it_trains_on(tokenizer: Pr
 
 
 def test_importing_prompts_does_not_import_jax():
-    code = "import sys, tpu_grpo.data; assert not {'jax', 'grain', 'transformers'} & set(sys.modules)"
+    code = "import sys, tpu_grpo.data.stream; assert not {'jax', 'grain', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -20,7 +20,7 @@ from tpu_grpo.records.errors import ConfigError, without_controls
 
 if TYPE_CHECKING:
     from tpu_grpo.cli.playing import Game, Model
-    from tpu_grpo.data import PromptStream
+    from tpu_grpo.data.stream import PromptStream
     from tpu_grpo.records.stages import Completion, Prompt
 
 ABOUT = """Plays an environment of a config: you write what the policy would write, or let a model do it.

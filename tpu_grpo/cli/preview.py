@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.data import PromptStream
+from tpu_grpo.data.stream import PromptStream
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.run.inputs import open_inputs
 

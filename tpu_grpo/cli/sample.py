@@ -115,7 +115,7 @@ def _sample(options: argparse.Namespace) -> None:
 
 def _records(model: NamedModel, file: str, rows: Sequence[int]) -> list[Any]:
     """Read records of a model's data, or of another file that is read as it."""
-    from tpu_grpo.data import Source, read_records
+    from tpu_grpo.data.sources import Source, read_records
 
     data = model.config.data
     if not file and data.sources:

@@ -6,19 +6,27 @@
     user       the record itself, by data.prompt_template
 
 With data.messages, what that column of the record holds comes after the system prompt and the examples instead; so it
-does where the template is nothing but a column that holds messages.
+does where the template is nothing but a column that holds messages. Messages of a column become what a chat template
+takes, with text contents, and tool calls with their arguments as an object:
+
+    {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "3?"}], "name": None}
+    becomes {"role": "user", "content": "2+3?"}
 """
 
+import json
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpu_grpo.config import DataSection
-from tpu_grpo.data.turns import Message, looks_like_messages, read_messages
 from tpu_grpo.records.errors import ConfigError, DataError
 
 Record = Mapping[str, Any]
+Message = dict[str, Any]
+ROLES = ("system", "user", "assistant", "tool")
+MORE_KEYS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
+"""Chat templates may use these beside role and content."""
 QUESTION, PROMPT = "question", "prompt"
 """The default template writes the first column, or the second where there is no such."""
 
@@ -117,17 +125,13 @@ class Template:
     def __init__(self, setting: str, text: str):
         self._setting = setting
         self._text = text
-        self._fields = _fields(setting, text)
+        self.fields = _fields(setting, text)
+        """The columns that it uses."""
 
     @property
     def only_column(self) -> str | None:
         """Return the column that is the whole template, such as question of ``{question}``; None for any other."""
-        return self._fields[0] if len(self._fields) == 1 and self._text == f"{{{self._fields[0]}}}" else None
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The columns that it uses."""
-        return self._fields
+        return self.fields[0] if len(self.fields) == 1 and self._text == f"{{{self.fields[0]}}}" else None
 
     def fill(self, record: Record, where: str) -> str:
         """Return the text for a record, which errors call ``where``.
@@ -136,7 +140,7 @@ class Template:
             ConfigError: for a field that is not a column, or a format that does not suit its value.
             DataError: for a null field.
         """
-        for name in self._fields:
+        for name in self.fields:
             if name not in record:
                 raise ConfigError(
                     f"{self._setting} uses the column {name!r}, which {where} lacks; available: {', '.join(record)}"
@@ -178,3 +182,66 @@ def _fields(setting: str, text: str) -> tuple[str, ...]:
             "literal braces as {{ and }}"
         )
     return tuple(dict.fromkeys(names))
+
+
+# --- messages as data has them ---------------------------------------------------------------------------------------
+
+
+def looks_like_messages(value: Any) -> bool:
+    """Say whether a column's value is a list of messages, each a mapping with a role."""
+    return isinstance(value, list) and bool(value) and all(isinstance(m, Mapping) and "role" in m for m in value)
+
+
+def read_messages(value: Any, column: str, where: str) -> list[Message]:
+    """Return the messages that a column of a record holds, which errors call ``where``.
+
+    Raises:
+        DataError: for anything but a list of messages with text, and for images and the like, which are named.
+    """
+    if not looks_like_messages(value) or any(message["role"] not in ROLES for message in value):
+        raise DataError(
+            f"the column {column!r} must hold messages {{role, content}} with roles of {', '.join(ROLES)}, got "
+            f"{value!r:.300} in {where}"
+        )
+    return [_message(message, column, where) for message in value]
+
+
+def _message(given: Mapping[str, Any], column: str, where: str) -> Message:
+    more = {
+        key: given[key] for key in MORE_KEYS if given.get(key) is not None
+    }  # tables have null for what is not there
+    if "tool_calls" in more:
+        more["tool_calls"] = [_with_arguments(call) for call in more["tool_calls"]]
+    content = given.get("content")
+    if content is None and more.get("tool_calls"):
+        content = ""
+    return {"role": given["role"], "content": _text(content, column, where), **more}
+
+
+def _text(content: Any, column: str, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence) or not all(isinstance(part, Mapping) and "type" in part for part in content):
+        raise DataError(
+            f"the column {column!r} must hold messages whose content is a text or a list of parts "
+            f"{{type: text, text}}, got {content!r:.200} in {where}"
+        )
+    for part in content:
+        if part["type"] != "text" or not isinstance(part.get("text"), str):
+            raise DataError(
+                f"a prompt must be text, because the models here read nothing else, got a part of the type "
+                f"{part['type']!r} in the column {column!r} of {where}; leave out records with images, sound or video"
+            )
+    return "".join(part["text"] for part in content)
+
+
+def _with_arguments(call: Any) -> Any:
+    """Give a tool call's arguments as an object; some data has them as its JSON, which templates would quote again."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except json.JSONDecodeError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}

@@ -5,29 +5,33 @@ builtin:environment               empty messages, for environments that give pro
 reasoning_gym:TASK                problems that reasoning-gym makes
 hf:NAME, or a directory           a Hugging Face dataset, of the hub or on disk
 path.py:function, module:function what a function of the user's own returns
-anything else                     files, of the formats in formats.py: a path, a pattern, an address, or a list of these
+anything else                     files, see record_files.py: a path, a pattern, an address, or a list of these
 
 All end as a sequence of mappings with the same keys, the columns; ``columns`` of the config then renames them.
 """
 
+import difflib
+import inspect
+import os
 import random
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from tpu_grpo.config import BUILTIN, GYM, HUB, NO_DATA, ReadingSection
-from tpu_grpo.config.plugins import source_file
-from tpu_grpo.data.files import first_record, is_file_name, read_files
-from tpu_grpo.data.functions import call_function, make_puzzles
-from tpu_grpo.data.hub import read_dataset
-from tpu_grpo.data.locations import is_address
-from tpu_grpo.data.records import Mapped, Record, Records
+from tpu_grpo.config.plugins import find_function, source_file
+from tpu_grpo.data.lazy_records import ArrowRows, Mapped, Record, Records, check_keys
+from tpu_grpo.data.record_files import first_record, is_address, is_file_name, read_files
 from tpu_grpo.records.errors import ConfigError, DataError
 from tpu_grpo.tasks import TASKS
 
 OWN_TASKS = 10_000
 """An epoch of prompts that environments give by themselves has so many; held-out ones are numbered from here on."""
+OLDEST_DATASETS = 4
+"""The oldest major release of the library datasets that imports beside the pyarrow that is pinned."""
 PLAIN = ReadingSection()
 """A source is read so by default."""
 
@@ -189,3 +193,129 @@ def _builtin(source: Source) -> Records:
     if source.use == "heldout":
         random.Random(0).shuffle(records)  # 0: the same for every run
     return records
+
+
+# --- records that are made -------------------------------------------------------------------------------------------
+
+
+def call_function(name: str, options: Mapping[str, Any], setting: str) -> list[dict[str, Any]]:
+    """Return the records that ``path.py:function`` or ``module:function`` returns, called with the options.
+
+    It must return the same records whenever and on whichever host it is called: hosts compare them.
+
+    Raises:
+        DataError: for a function that is not there, raises, or returns anything but mappings with the same keys.
+        ConfigError: for options that it does not take.
+    """
+    function = find_function(name, "data", DataError)
+    try:
+        inspect.signature(function).bind(**options)
+    except TypeError as error:
+        raise ConfigError(
+            f"{setting}={name} must take the options {dict(options)}, but {error}; its signature is "
+            f"{inspect.signature(function)}"
+        ) from None
+    try:
+        records = function(**options)
+        records = list(records) if isinstance(records, Iterable) else records
+    except Exception as error:  # user code: anything can come
+        raise DataError(f"{setting}={name} failed: {type(error).__name__}: {error}") from error
+    if not isinstance(records, list) or not records:
+        got = "none" if records == [] else f"a {type(records).__name__}"
+        raise DataError(f"{setting}={name} must return at least one record, a mapping of columns each, got {got}")
+    for index, record in enumerate(records):
+        where = f"record {index} (from 0) of {name}"
+        if not isinstance(record, Mapping) or not record:
+            raise DataError(f"{where} must be a mapping of columns, got {record!r}")
+        check_keys(record, records[0], where, "record 0")
+    return [dict(record) for record in records]
+
+
+def make_puzzles(task: str, options: Mapping[str, Any], setting: str, *, heldout: bool) -> list[dict[str, Any]]:
+    """Make the problems of a reasoning-gym task, with the columns question, answer and metadata.
+
+    ``options`` are its own, size and seed among them. The seed is 0 for training and 1 for an evaluation unless given.
+
+    Raises:
+        ConfigError: for a task that is not there, or options that it does not take.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of a package it imports
+        from reasoning_gym import create_dataset  # seconds to import
+        from reasoning_gym.factory import DATASETS
+
+    if task not in DATASETS:
+        near = difflib.get_close_matches(task, DATASETS, n=1, cutoff=0.5)
+        raise ConfigError(
+            f"{setting} must name a task of reasoning-gym, got {task!r}; "
+            + (f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(DATASETS))}")
+        )
+    try:
+        dataset = create_dataset(task, **{"seed": int(heldout), **options})
+    except (TypeError, ValueError, AssertionError) as error:
+        raise ConfigError(
+            f"{setting}: reasoning-gym's {task} does not take the options {dict(options)}: {error}"
+        ) from error
+    return [dict(dataset[index]) for index in range(len(dataset))]
+
+
+# --- Hugging Face datasets -------------------------------------------------------------------------------------------
+
+
+def read_dataset(path: str, split: str, reading: ReadingSection, setting: str) -> Records:
+    """Open all records of one split; each is read from disk when it is asked for.
+
+    ``path`` is hf:NAME, a directory that ``save_to_disk`` wrote (of a dataset, which has no splits, or of several by
+    split), or a directory of data files as ``load_dataset`` takes it. A dataset of the hub is downloaded
+    on first use; with HF_HUB_OFFLINE=1 in the environment it comes from the local cache only.
+
+    Raises:
+        DataError: for a dataset, subset or split that is not there.
+        ConfigError: for settings that this kind of directory does not have.
+    """
+    if int((installed := metadata.version("datasets")).split(".")[0]) < OLDEST_DATASETS:
+        raise ConfigError(
+            f"datasets must be {OLDEST_DATASETS}.0 or later, got {installed}; install what pyproject.toml pins"
+        )
+    datasets: Any = import_module("datasets")  # two seconds to import
+
+    directory = None if path.startswith(HUB) else Path(path).expanduser()
+    saved = directory is not None and any((directory / n).is_file() for n in ("state.json", "dataset_dict.json"))
+    if saved:
+        section = setting.rpartition(".")[0]
+        for name in ("subset", "options"):
+            if value := getattr(reading, name):
+                raise ConfigError(
+                    f"{section}.{name} means nothing for a directory of save_to_disk, got {value!r}; drop it"
+                )
+    datasets.disable_progress_bars()
+    try:
+        if saved:
+            found = _load_saved(datasets, directory, split, reading)
+        else:
+            name = path.removeprefix(HUB) if directory is None else str(directory)
+            found = datasets.load_dataset(name, reading.subset, split=split, **reading.options)
+    except (OSError, ValueError, TypeError, datasets.exceptions.DatasetsError) as error:
+        subset = f" and the subset {reading.subset!r}" if reading.subset else ""
+        offline = directory is None and os.environ.get("HF_HUB_OFFLINE") == "1"
+        raise DataError(
+            f"{setting}={path} must be a Hugging Face dataset with the split {split!r}{subset}, got "
+            f"{type(error).__name__}: {error}"
+            + "; HF_HUB_OFFLINE=1 is set, so that the hub is not asked: unset it, or load the dataset once without it"
+            * offline
+        ) from error
+    if not len(found):
+        raise DataError(f"{setting}={path}: the split {split!r} must hold at least one record, got none")
+    rows: Any = found.with_format("arrow")  # what it would decode, such as an image, stays as it is stored
+    return ArrowRows(len(rows), lambda first, end: rows[first:end])
+
+
+def _load_saved(datasets: Any, directory: Path | None, split: str, reading: ReadingSection) -> Any:
+    found = datasets.load_from_disk(str(directory))
+    if isinstance(found, datasets.Dataset):
+        if reading.split not in (None, str(found.split)):
+            raise ValueError(f"it was saved as the split {str(found.split)!r}; leave the split out")
+        return found
+    if split not in found:
+        raise ValueError(f"unknown split {split!r}; there are {list(found)}")
+    return found[split]

@@ -1,4 +1,4 @@
-"""A PromptStream is an endless stream of prompt batches whose position is the step.
+"""A PromptStream is an endless stream of prompt batches whose position is the step; the config leads to one here.
 
 Three prompts a, b, c, two per step (P = 2): the stream goes through one shuffled epoch after another, and step ``s``
 (counted from 1) holds its positions ``2s - 2`` and ``2s - 1``, so a batch may straddle two epochs:
@@ -10,24 +10,34 @@ A mixture takes its sources in turn, so that of any first n positions each has i
 each source goes through epochs of its own. With weights 2 and 1 for the sources x and y:  x y x x y x x y x ...
 
 What stands at a position depends on the data, the settings and the seed only: every host gets the same prompts. So does
-``batch(step)``, as long as steps are all of P prompts; which positions they take otherwise, see drawing.py.
+``batch(step)``, as long as steps are all of P prompts; which positions they take otherwise, see prompt_draw.py.
 """
 
 import hashlib
 import json
+import sys
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tpu_grpo.data.order import shuffled, sorted_by
-from tpu_grpo.data.rendered import RenderedPrompts
+from tpu_grpo.config import DataSection, EvaluationSection
+from tpu_grpo.data.lazy_records import Mapped, Record
+from tpu_grpo.data.rendering import PromptRenderer, RenderedPrompts, ToolsOf, render_records
+from tpu_grpo.data.sources import Source, read_records
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Prompt, PromptBatch
+
+if TYPE_CHECKING:
+    import grain
+    from transformers import PreTrainedTokenizerFast
+
+SOURCE_COLUMN = "source"
+"""Records of a mixture get this column, which holds the name of their source."""
 
 
 @dataclass(frozen=True)
@@ -174,3 +184,177 @@ def _seeds(seed: int, count: int) -> list[int]:
     if count == 1:
         return [seed]
     return [int(np.random.SeedSequence([seed, index]).generate_state(1)[0]) for index in range(count)]
+
+
+# --- the order of one source -----------------------------------------------------------------------------------------
+
+
+def shuffled(count: int, seed: int, shuffle: bool) -> "grain.MapDataset[int]":
+    """Return all indices below ``count`` once an epoch, each epoch shuffled differently, or in order."""
+    import grain  # imports jax, which checking and showing a config do without
+
+    order = grain.MapDataset.source(range(count))
+    # grain hashes the seed before it adds the epoch: runs with neighbouring seeds have no epoch in common.
+    return (order.seed(seed).shuffle() if shuffle else order).repeat()
+
+
+def sorted_by(
+    values: Iterable[tuple[Any, Mapping[str, Any]]], column: str, seed: int, shuffle: bool
+) -> "grain.MapDataset[int]":
+    """Return all indices once an epoch, by a column's values, smallest first; equal values are shuffled or in order.
+
+    A column with the values [2, 1, 1] sorts two epochs like this; each epoch has its own order of equal values:
+
+        position  0 1 2   3 4 5
+        index     2 1 0   1 2 0
+
+    Args:
+        values: the column's value of each prompt, None where it has none, and all its columns.
+        column: what errors call it.
+        seed: decides the order of equal values.
+        shuffle: whether equal values are shuffled.
+
+    Raises:
+        DataError: for values that are missing or cannot be compared.
+    """
+    import grain
+
+    return grain.MapDataset.source(_Sorted(_ranks(values, column), seed, shuffle))
+
+
+class _Sorted:
+    """This endless sequence of indices is a source as grain takes it."""
+
+    def __init__(self, ranks: np.ndarray, seed: int, shuffle: bool):
+        self._ranks = ranks
+        self._seed = seed
+        self._shuffle = shuffle
+        self._epoch: tuple[int, np.ndarray] | None = None
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, index: int) -> int:
+        epoch, place = divmod(index, len(self._ranks))
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = epoch, self._order(epoch)
+        return int(self._epoch[1][place])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if not self._shuffle:
+            return np.argsort(self._ranks, kind="stable")
+        draw = np.random.default_rng([self._seed, epoch]).permutation(len(self._ranks))
+        return np.lexsort((draw, self._ranks))  # the last key counts most
+
+
+def _ranks(found: Iterable[tuple[Any, Mapping[str, Any]]], column: str) -> np.ndarray:
+    """Rank the values: [0.5, 0.1, 0.5] -> [1, 0, 1]. Texts that are all numbers, as from CSV, count as numbers."""
+    values: list[Any] = []
+    for index, (value, columns) in enumerate(found):
+        if value is None:
+            raise DataError(
+                f"data.curriculum={column} must be a column with a value in every record, prompt {index} (from 0) has "
+                f"{dict(columns)!r:.200}; fill it, or name another column"
+            )
+        values.append(value)
+    if all(isinstance(value, str) for value in values):
+        values = _numbers(values)
+    try:
+        order = {value: rank for rank, value in enumerate(sorted(set(values)))}
+    except TypeError as error:
+        raise DataError(
+            f"data.curriculum={column} must hold values that can be sorted, numbers or texts, got {error}; make them "
+            "of one kind"
+        ) from error
+    return np.array([order[value] for value in values])
+
+
+def _numbers(texts: list[str]) -> list[Any]:
+    try:
+        return [float(text) for text in texts]
+    except ValueError:
+        return list(texts)
+
+
+# --- from the config -------------------------------------------------------------------------------------------------
+
+
+def open_prompts(
+    data: DataSection, seed: int, tokenizer: "PreTrainedTokenizerFast", tools_of: ToolsOf | None = None
+) -> PromptStream:
+    """Read, render and check every prompt of the data; ``seed`` (run.seed) decides the shuffles.
+
+    With ``tools_of`` prompts begin conversations with environments, and offer their tools.
+
+    Records of a mixture get the columns of all its sources, null where their own source has none, and the column
+    `source`.
+
+    Raises:
+        ConfigError: for templates that do not fit the data or the tokenizer.
+        DataError: for data that is missing or malformed, or prompts that are empty or too long.
+    """
+    if data.sources:
+        parts = _mixture(data, tokenizer, tools_of)
+    else:
+        source = Source(data.path, data)
+        renderer = PromptRenderer(data, tokenizer, tools_of)
+        parts = [Part(source.name, render_records(renderer, read_records(source), data, source.name))]
+    return PromptStream(
+        parts, prompts_per_step=data.prompts_per_step, seed=seed, shuffle=data.shuffle, curriculum=data.curriculum
+    )
+
+
+def open_evaluation_prompts(
+    evaluation: EvaluationSection,
+    data: DataSection,
+    tokenizer: "PreTrainedTokenizerFast",
+    tools_of: ToolsOf | None = None,
+) -> tuple[Prompt, ...] | None:
+    """Render the first evaluation.prompts prompts of the held-out data that fit, or all if there are fewer.
+
+    Held-out data is evaluation.path, or a built-in task's held-out problems when it is trained on and no path is
+    set; None when there is neither. They are rendered as the training prompts are, by a template of their own if
+    evaluation.prompt_template is set.
+
+    Raises:
+        ConfigError: for templates that do not fit the data.
+        DataError: for data that is missing or malformed, or prompts that are empty or too long.
+    """
+    path = evaluation.path if evaluation.path is not None else data.builtin
+    if path is None:
+        return None
+    source = Source(path, evaluation, "heldout", "evaluation.path")
+    style = with_template(data, evaluation.prompt_template)
+    rendered = render_records(
+        PromptRenderer(style, tokenizer, tools_of), read_records(source), data, source.name, limit=evaluation.prompts
+    )
+    return tuple(rendered.prompts)
+
+
+def _mixture(data: DataSection, tokenizer: "PreTrainedTokenizerFast", tools_of: ToolsOf | None) -> list[Part]:
+    read = [
+        read_records(Source(spec.path, spec, setting=f"data.sources.{index}.path"))
+        for index, spec in enumerate(data.sources)
+    ]
+    names = [spec.name or f"source{index}" for index, spec in enumerate(data.sources)]
+    columns = list(dict.fromkeys(column for records in read for column in records[0]))
+    if SOURCE_COLUMN in columns:
+        raise DataError(
+            f"data.sources: records of a mixture get a column {SOURCE_COLUMN!r} with their source's name, and one has "
+            f"such a column already; rename it, e.g. columns: {{origin: {SOURCE_COLUMN}}}"
+        )
+    parts = []
+    for name, records, spec in zip(names, read, data.sources, strict=True):
+
+        def complete(record: Record, index: int, name: str = name) -> Record:
+            return {**dict.fromkeys(columns), **record, SOURCE_COLUMN: name}
+
+        renderer = PromptRenderer(with_template(data, spec.prompt_template), tokenizer, tools_of)
+        rendered = render_records(renderer, Mapped(records, complete), data, Source(spec.path).name)
+        parts.append(Part(name, rendered, spec.weight))
+    return parts
+
+
+def with_template(data: DataSection, template: str | None) -> DataSection:
+    """Return the settings with another template, where there is one, in place of data.prompt_template."""
+    return data if template is None else data.model_copy(update={"prompt_template": template, "messages": None})

@@ -20,7 +20,7 @@ from typing import Any
 
 from tpu_grpo.config import BUILTIN, EFFECTS, GYM, HUB, Effect, RunConfig, effect_of, listed_name
 from tpu_grpo.config.plugins import source_file
-from tpu_grpo.data.locations import is_address
+from tpu_grpo.data.record_files import is_address
 from tpu_grpo.models.fetching import fetched
 from tpu_grpo.models.lora import SETTINGS_FILE, TENSORS_FILE
 from tpu_grpo.observe.summary import versions

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.config import DataSection, RunConfig
-from tpu_grpo.data import PromptStream, open_evaluation_prompts, open_prompts
+from tpu_grpo.data.lazy_records import Record
 from tpu_grpo.data.messages import Conversation
-from tpu_grpo.data.opening import with_template
-from tpu_grpo.data.records import Record
 from tpu_grpo.data.rendering import ToolsOf
 from tpu_grpo.data.sources import Source, glance
+from tpu_grpo.data.stream import PromptStream, open_evaluation_prompts, open_prompts, with_template
 from tpu_grpo.environments.actions import COLUMN, LoadedEnvironment
 from tpu_grpo.models.checkpoint import Checkpoint
 from tpu_grpo.records.errors import ConfigError, DataError, EpisodeError

@@ -12,7 +12,7 @@ from typing import Any
 
 from tpu_grpo.algorithms import notices
 from tpu_grpo.config import HUB, RunConfig
-from tpu_grpo.data.drawing import PromptDraw
+from tpu_grpo.data.prompt_draw import PromptDraw
 from tpu_grpo.hosts import Hosts, StepAbandoned, StopRequest, Watch, announce, here
 from tpu_grpo.models.lora import write_adapters
 from tpu_grpo.observe.evaluation import EvaluationLog, describe, write_samples

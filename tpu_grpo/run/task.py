@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.algorithms import RunAlgorithm
 from tpu_grpo.config import RewardSpec, RunConfig
-from tpu_grpo.data import PromptStream, prompts_digest
 from tpu_grpo.data.rendering import template_switches
+from tpu_grpo.data.stream import PromptStream, prompts_digest
 from tpu_grpo.engine.sampler import Sampler
 from tpu_grpo.environments.actions import LoadedEnvironment
 from tpu_grpo.environments.dialects import open_dialect, turn_ends

@@ -7,8 +7,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import DataSection
-from tpu_grpo.data import PromptRenderer
-from tpu_grpo.data.turns import read_messages
+from tpu_grpo.data.messages import read_messages
+from tpu_grpo.data.rendering import PromptRenderer
 from tpu_grpo.records.errors import ConfigError, DataError
 
 USER = {"role": "user", "content": "2+3?"}

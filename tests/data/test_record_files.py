@@ -19,8 +19,7 @@ from fsspec.registry import _registry
 from pyarrow import parquet
 
 from tpu_grpo.config import parse_config
-from tpu_grpo.data import Source, read_records
-from tpu_grpo.data.sources import glance
+from tpu_grpo.data.sources import Source, glance, read_records
 from tpu_grpo.records.errors import ConfigError, DataError
 from tpu_grpo.run.fingerprints import fingerprints
 

@@ -8,8 +8,9 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import DataSection
-from tpu_grpo.data import Source, open_prompts, prompts_digest, read_records
 from tpu_grpo.data.rendering import PromptRenderer
+from tpu_grpo.data.sources import Source, read_records
+from tpu_grpo.data.stream import open_prompts, prompts_digest
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Prompt
 

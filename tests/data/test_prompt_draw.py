@@ -9,8 +9,7 @@ import pytest
 
 from tests.data.test_stream import stream
 from tpu_grpo.config import DataSection, RunConfig, parse_config
-from tpu_grpo.data.drawing import FATE, PromptDraw
-from tpu_grpo.data.history import PromptHistory
+from tpu_grpo.data.prompt_draw import FATE, PromptDraw, PromptHistory
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import DataError
 

@@ -1,10 +1,5 @@
 """Sequences of records that lie on disk: a record is read when it is asked for, so that a file may be large.
 
-JsonLines    lines of JSON, found again by their position in the file
-ArrowRows    rows of an Arrow table, whose file is mapped into memory
-Mapped       the records of another sequence, changed as they are read
-Joined       several sequences, one after the other
-
 All are checked when they are opened: what cannot be read is said at the start of a run, not in its middle.
 """
 
@@ -15,20 +10,19 @@ from abc import abstractmethod
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any, Literal
 
-from tpu_grpo.data.checks import check_keys
-from tpu_grpo.data.reading import reading
+from tpu_grpo.hosts.ending import here
 from tpu_grpo.records.errors import DataError
-
-if TYPE_CHECKING:
-    import pyarrow as pa
 
 Record = Mapping[str, Any]
 Records = Sequence[Record]
 ROWS = 1000
 """So many rows of a table are taken at once."""
+MUCH = {"bytes": 20_000_000, "prompts": 20_000}
+"""From so much on a bar is shown."""
 
 
 class Lazy(Sequence[Record]):
@@ -164,21 +158,27 @@ def kept(records: Iterable[Record], name: str, setting: str) -> JsonLines:
 
 
 class ArrowRows(Lazy):
-    """The rows of an Arrow table, with the types of Python."""
+    """The rows of an Arrow table, with the types of Python.
 
-    def __init__(self, table: "pa.Table"):
+    Args:
+        count: how many there are.
+        table: returns the table of the rows from the first index to before the second.
+    """
+
+    def __init__(self, count: int, table: Callable[[int, int], Any]):
+        self._count = count
         self._table = table
 
     def __len__(self) -> int:
-        return self._table.num_rows
+        return self._count
 
     def at(self, index: int) -> Record:
         """Read one row."""
-        return self._table.slice(index, 1).to_pylist()[0]
+        return self._table(index, index + 1).to_pylist()[0]
 
     def __iter__(self) -> Iterator[Record]:
         for start in range(0, len(self), ROWS):
-            yield from self._table.slice(start, ROWS).to_pylist()
+            yield from self._table(start, min(start + ROWS, len(self))).to_pylist()
 
 
 class Mapped(Lazy):
@@ -222,3 +222,37 @@ class Joined(Lazy):
     def __iter__(self) -> Iterator[Record]:
         for part in self._parts:
             yield from part
+
+
+def check_keys(record: Mapping[str, Any], first: Mapping[str, Any], where: str, first_is: str) -> None:
+    """See that a record has the keys of the first one, which errors call ``first_is``.
+
+    Raises:
+        DataError: naming what it lacks and adds.
+    """
+    if record.keys() == first.keys():
+        return
+    lacking, extra = sorted(first.keys() - record.keys()), sorted(record.keys() - first.keys())
+    found = " and ".join(part for part in (f"lacks {lacking}" * bool(lacking), f"adds {extra}" * bool(extra)) if part)
+    raise DataError(
+        f"{where} must have the keys of {first_is}, {list(first)}, but {found}; write null where there is none"
+    )
+
+
+@contextmanager
+def reading(what: str, total: int, unit: Literal["bytes", "prompts"]) -> Iterator[Callable[[int], object]]:
+    """Yield a function that is told how much of ``total`` is done; host 0 shows a bar where the total is large.
+
+    The bar is one line that vanishes at its end; off a terminal there is none.
+    """
+    if total < MUCH[unit] or here.index != 0:
+        yield lambda done: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda done: bar.update(task, completed=done)

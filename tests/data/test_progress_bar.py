@@ -3,7 +3,7 @@
 import pytest
 from rich.console import Console
 
-from tpu_grpo.data import reading
+from tpu_grpo.data import lazy_records as reading
 from tpu_grpo.hosts.ending import here
 
 

@@ -1,0 +1,381 @@
+"""Records of files: what a path names, how each format is read, and what is said of a file that cannot be.
+
+data/*.jsonl             every file that fits, sorted by name
+train.jsonl.gz           a compressed file
+https://..., gs://...    read through fsspec, once, when the run starts
+"""
+
+import csv
+import errno
+import glob
+import io
+import json
+import lzma
+import os
+import re
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import IO, Any
+
+from tpu_grpo.data.lazy_records import (
+    ArrowRows,
+    Joined,
+    JsonLines,
+    Record,
+    Records,
+    check_keys,
+    checked,
+    kept,
+    parse,
+    reading,
+)
+from tpu_grpo.records.errors import ConfigError, DataError, disk_error
+
+PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz"}
+"""The compression of a file by the end of its name, as fsspec calls it."""
+EXTRAS = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs", "abfs": "adlfs", "az": "adlfs"}
+"""The package that fsspec needs for a URL scheme."""
+BLOCK = 2**20
+GLANCED_BYTES = 20_000_000
+"""Of a larger file that has to be read or unpacked whole, the first record is not looked at beforehand."""
+OTHER_KINDS = (
+    "the directory of a Hugging Face dataset, hf:NAME, reasoning_gym:TASK, path.py:function or builtin:addition"
+)
+
+
+@dataclass(frozen=True)
+class Location:
+    """One file, here or on the network."""
+
+    name: str
+    setting: str
+
+    @property
+    def is_remote(self) -> bool:
+        """Say whether it is an address."""
+        return is_address(self.name)
+
+    @property
+    def path(self) -> Path:
+        """Return the path of a file that is here."""
+        return Path(self.name).expanduser()
+
+    @property
+    def suffix(self) -> str:
+        """Return what says how the file is read: .jsonl of train.jsonl.gz."""
+        return os.path.splitext(self._without_query.removesuffix(self.packed))[1]
+
+    @property
+    def packed(self) -> str:
+        """Return the suffix of the compression, or an empty text."""
+        return next((suffix for suffix in PACKED if self._without_query.endswith(suffix)), "")
+
+    @property
+    def _without_query(self) -> str:
+        return self.name.partition("?")[0] if self.is_remote else self.name
+
+    def open(self) -> IO[bytes]:
+        """Open the content, unpacked, as a file that is here: the file itself, or a temporary copy.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ConfigError: for an address that needs a package which is not installed.
+            DataError: for an address that does not answer, and for what cannot be unpacked.
+        """
+        if not self.is_remote and not self.packed:
+            return self.path.open("rb")
+        copy = tempfile.TemporaryFile(prefix="tpu_grpo_data_")  # noqa: SIM115  # lives as long as the records
+        with _explained(self):
+            import fsspec
+
+            name = self.name if self.is_remote else str(self.path)
+            with fsspec.open(name, "rb", compression=PACKED.get(self.packed)) as opened:
+                source: Any = opened
+                size = 0 if self.packed else getattr(source, "size", None) or 0
+                with reading(f"fetching {self.name}", size, "bytes") as advance:
+                    while block := source.read(BLOCK):
+                        copy.write(block)
+                        advance(copy.tell())
+        copy.flush()
+        copy.seek(0)
+        return copy
+
+
+def is_address(name: str) -> bool:
+    """Say whether a path is an address for fsspec, such as gs://bucket/train.jsonl."""
+    return "://" in name
+
+
+def expand(name: str, setting: str) -> list[Location]:
+    """List the files that a path names, those of a pattern sorted.
+
+    Raises:
+        DataError: for a pattern that no file fits.
+    """
+    if not any(sign in name for sign in "*?[") or (not is_address(name) and Path(name).expanduser().exists()):
+        return [Location(name, setting)]
+    if is_address(name):
+        if name.startswith(("http://", "https://")):
+            return [Location(name, setting)]  # a question mark begins a query there
+        with _explained(Location(name, setting)):
+            import fsspec
+
+            system, path = fsspec.core.url_to_fs(name)
+            found = sorted(system.unstrip_protocol(each) for each in system.glob(path))
+    else:
+        found = sorted(glob.glob(str(Path(name).expanduser()), recursive=True))
+    files = [Location(each, setting) for each in found]
+    if not files:
+        raise DataError(f"{setting}: no file fits the pattern {name} (relative to {Path.cwd()}); correct it")
+    return files
+
+
+@contextmanager
+def _explained(location: Location) -> Iterator[None]:
+    """Raise errors of fsspec, of its file systems and of unpacking as what users can act on."""
+    scheme = location.name.partition("://")[0]
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except ImportError as error:
+        package = EXTRAS.get(scheme, "the package that it names")
+        own = "; `uv sync --extra gcs` installs what is tested" * (package == "gcsfs")
+        raise ConfigError(
+            f"{location.setting}: {location.name} needs a package that is not installed ({error}); install {package}"
+            f"{own}"
+        ) from error
+    except Exception as error:
+        if not location.is_remote and not isinstance(error, (OSError, EOFError, zlib.error, lzma.LZMAError)):
+            raise
+        if isinstance(error, OSError) and disk_error(error) is not None and not location.is_remote:
+            raise
+        remedy = "see that it can be reached from here" if location.is_remote else "copy or pack it again"
+        raise DataError(
+            f"{location.setting}: {location.name} must be readable, got {type(error).__name__}: {error}; {remedy}"
+        ) from error
+
+
+# --- formats ---------------------------------------------------------------------------------------------------------
+
+
+def _json_lines(file: IO[bytes], place: Location) -> JsonLines:
+    return JsonLines(file, place.name, place.setting)
+
+
+def _first_line(file: IO[bytes], place: Location) -> Iterator[Record]:
+    line = file.readline()
+    if not line.strip() and not file.read().strip():
+        raise _nothing(place, "; write one JSON object a line")
+    yield parse(line, f"{place.name}:1", first=True)
+
+
+def _json(file: IO[bytes], place: Location) -> Records:
+    """Read a list of objects, or objects one a line, which some call .json too."""
+    if not _is_list(file):
+        return _json_lines(file, place)
+    return kept(_listed(file, place), place.name, place.setting)
+
+
+def _is_list(file: IO[bytes]) -> bool:
+    file.seek(0)
+    begins = file.read(256)
+    file.seek(0)
+    return begins.decode("utf-8-sig", "ignore").lstrip().startswith("[")
+
+
+def _listed(file: IO[bytes], place: Location) -> Iterator[Record]:
+    if not _is_list(file):
+        yield from _first_line(file, place)
+        return
+    try:
+        records = json.loads(file.read().decode("utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise DataError(f"{place.name}:{error.lineno} must be JSON, got {error.msg} at column {error.colno}") from None
+    if not records:
+        raise _nothing(place)
+    for index, record in enumerate(records):
+        where = f"record {index} (from 0) of {place.name}"
+        check_keys(checked(record, where), records[0], where, "record 0")
+        yield record
+
+
+def _rows(file: IO[bytes], place: Location, delimiter: str) -> Iterator[Record]:
+    """Read a header line and then records; every value is a text, so that an answer 007 stays one."""
+    reader = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True, delimiter=delimiter)
+    header: list[str] | None = None
+    found = 0
+    try:
+        for row in reader:
+            if not row:
+                continue
+            if header is None:
+                header = row
+                if wrong := sorted({name for name in row if not name.strip() or row.count(name) > 1}):
+                    raise DataError(
+                        f"{place.name}:1 must name every column once, got {wrong} in {row}; mend the header"
+                    )
+                continue
+            found += 1
+            if len(row) != len(header):
+                where = f"{place.name}:{reader.line_num}"
+                raise DataError(f"{where} must have a value for each of {header}, got {len(row)}: {row}")
+            yield dict(zip(header, row, strict=True))
+    except csv.Error as error:
+        raise DataError(f"{place.name}:{reader.line_num} must be CSV, got: {error}; check its quotes") from None
+    if not found:
+        lines = 0 if header is None else 1
+        raise DataError(f"{place.setting}: {place.name} must hold a header and at least one record, got {lines} lines")
+
+
+def _kept_rows(file: IO[bytes], place: Location, delimiter: str) -> Records:
+    return kept(_rows(file, place, delimiter), place.name, place.setting)
+
+
+def _parquet(file: IO[bytes], place: Location) -> Records:
+    """Write the rows as Arrow has them into a temporary file, which can be mapped into memory."""
+    import pyarrow as pa  # a quarter of a second to import
+    from pyarrow import parquet
+
+    copy = tempfile.NamedTemporaryFile(prefix="tpu_grpo_data_")  # noqa: SIM115  # lives as long as the records
+    with _parquet_explained(place):
+        opened = parquet.ParquetFile(file)
+        with pa.OSFile(copy.name, "wb") as sink, pa.ipc.new_file(sink, opened.schema_arrow) as writer:
+            for batch in opened.iter_batches():
+                writer.write_batch(batch)
+    table = pa.ipc.open_file(pa.memory_map(copy.name)).read_all()  # the mapping holds the file when its name is gone
+    if not table.num_rows:
+        raise _nothing(place)
+    return ArrowRows(table.num_rows, lambda first, end: table.slice(first, end - first))
+
+
+def _first_row(file: IO[bytes], place: Location) -> Iterator[Record]:
+    from pyarrow import parquet
+
+    with _parquet_explained(place):
+        batch = next(iter(parquet.ParquetFile(file).iter_batches(batch_size=1)), None)
+    if batch is None or not batch.num_rows:
+        raise _nothing(place)
+    yield from batch.to_pylist()
+
+
+@contextmanager
+def _parquet_explained(place: Location) -> Iterator[None]:
+    import pyarrow as pa
+
+    try:
+        yield
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise DataError(
+            f"{place.setting}: {place.name} must be a Parquet file, got {type(error).__name__}: {error}"
+        ) from error
+
+
+def _nothing(place: Location, remedy: str = "") -> DataError:
+    return DataError(f"{place.setting}: {place.name} must hold at least one record, got none{remedy}")
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A Reader reads the files of one suffix."""
+
+    all: Callable[[IO[bytes], Location], Records]
+    """Checks all records of an open file, and returns them to be read later."""
+    some: Callable[[IO[bytes], Location], Iterator[Record]]
+    """Yields the first record, at least."""
+    whole: bool = False
+    """Whether the first record cannot be had without the others."""
+
+
+READERS: Mapping[str, Reader] = MappingProxyType(
+    {
+        ".jsonl": Reader(_json_lines, _first_line),
+        ".ndjson": Reader(_json_lines, _first_line),
+        ".json": Reader(_json, _listed, whole=True),
+        ".parquet": Reader(_parquet, _first_row),
+        ".csv": Reader(partial(_kept_rows, delimiter=","), partial(_rows, delimiter=",")),
+        ".tsv": Reader(partial(_kept_rows, delimiter="\t"), partial(_rows, delimiter="\t")),
+    }
+)
+"""The suffix of a file decides which of these reads it."""
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+def read_files(paths: Iterable[str], setting: str) -> Records:
+    """Check all records of some files, and return them to be read when they are asked for.
+
+    ``setting`` gave the paths, each of which may be a pattern or an address, with or without the suffix of a packed
+    file.
+
+    Raises:
+        DataError: for a file that is missing, empty or not readable, or a line that does not fit; names file and line.
+        ConfigError: for an address that needs a package which is not installed.
+    """
+    locations = [location for path in paths for location in expand(path, setting)]
+    for location in locations:
+        _reader(location)
+    parts = [_read(location, lambda place: _reader(place).all(place.open(), place)) for location in locations]
+    for location, part in zip(locations[1:], parts[1:], strict=True):
+        check_keys(part[0], parts[0][0], f"the first record of {location.name}", f"{locations[0].name}")
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def first_record(paths: Iterable[str], setting: str) -> Record | None:
+    """Read the first record of some files, and see that the others are there; None for an address, which takes time.
+
+    Raises:
+        DataError, ConfigError: as `read_files` does, as far as the first record shows it.
+    """
+    locations = [location for path in paths for location in expand(path, setting)]
+    for location in locations:
+        _reader(location)
+        if not location.is_remote:
+            _read(location, lambda place: place.path.open("rb").close())
+    first = locations[0]
+    whole = _reader(first).whole or first.packed
+    if first.is_remote or (whole and first.path.stat().st_size > GLANCED_BYTES):
+        return None
+    return _read(first, lambda place: next(_reader(place).some(place.open(), place)))
+
+
+def is_file_name(path: str) -> bool:
+    """Say whether a path ends as the files that are read here do."""
+    return Location(path, "").suffix in READERS
+
+
+def _reader(location: Location) -> Reader:
+    if location.suffix in READERS:
+        return READERS[location.suffix]
+    raise DataError(
+        f"{location.setting} must be a {', '.join(READERS)} file (also packed, as .jsonl.gz), {OTHER_KINDS}, got "
+        f"{location.name}{_hint(location)}"
+    )
+
+
+def _read[Result](location: Location, action: Callable[[Location], Result]) -> Result:
+    """Do something with a file, and say of errors which setting it comes from."""
+    path, setting = location.name, location.setting
+    try:
+        return action(location)
+    except FileNotFoundError:
+        where = "" if location.is_remote else f" (relative to {Path.cwd()})"
+        raise DataError(f"{setting}: data file not found: {path}{where}; correct it{_hint(location)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # of a temporary copy
+            raise
+        raise DataError(f"{setting}: {path} must be readable UTF-8, got {type(error).__name__}: {error}") from error
+
+
+def _hint(location: Location) -> str:
+    """Guess what a name without a file may have meant."""
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", location.name) and location.suffix not in READERS:
+        return f"; did you mean hf:{location.name}, a dataset of the Hugging Face hub?"
+    return ""
