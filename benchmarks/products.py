@@ -39,7 +39,7 @@ from rich.table import Table
 from benchmarks.update import SIZES, VOCABULARY, make_config, workloads
 from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.learner import Learner, LearnerInputs
-from tpu_grpo.learner.programs import LearnerPrograms
+from tpu_grpo.learner.building import build_parts
 from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.tunix_model import load_model
 
@@ -150,7 +150,7 @@ def traced(run: Any, rounds: int) -> dict[str, list[float]]:
         (path,) = glob.glob(f"{directory}/**/*.xplane.pb", recursive=True)
         for plane in jax.profiler.ProfileData.from_file(path).planes:
             for event in (event for line in plane.lines for event in line.events):
-                if dict(event.stats).get("hlo_module") == "jit__accumulated":
+                if dict(event.stats).get("hlo_module") == "jit_accumulated":
                     found[event.name].append(event.duration_ns / 1e9)
     return found
 
@@ -202,7 +202,7 @@ def main() -> None:
         inputs = LearnerInputs(model=model, reference=None, mesh=mesh)
         learner, scored = Learner(config, inputs), workloads(config)["full"]
         learner.share(())
-        ops = operations(LearnerPrograms(config, inputs).lower_gradients().compile().as_text() or "")
+        ops = operations(build_parts(config, inputs).lower_gradients().compile().as_text() or "")
         spent = []
         for _ in range(rounds + 1):
             began = time.process_time()

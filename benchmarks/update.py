@@ -51,8 +51,7 @@ from tunix.rl.trainer import Trainer
 from tests.models.random_checkpoint import write_random_qwen3
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.learner import Learner, LearnerInputs
-from tpu_grpo.learner.building import row_shape
-from tpu_grpo.learner.programs import LearnerPrograms
+from tpu_grpo.learner.building import build_parts, row_shape
 from tpu_grpo.learner.rows import train_rows
 from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.tunix_model import load_model
@@ -115,7 +114,7 @@ def make_config(run_dir: Path, prompt_tokens: int, new_tokens: int) -> RunConfig
 def ours(model: nnx.Module, mesh: Mesh, config: RunConfig) -> Contender:
     """This package's learner, as a run drives it."""
     inputs = LearnerInputs(model=model, reference=None, mesh=mesh)
-    learner, programs = Learner(config, inputs), LearnerPrograms(config, inputs)
+    learner, programs = Learner(config, inputs), build_parts(config, inputs)
     learner.share(())
     gradients, step = costs(programs.lower_gradients().compile()), costs(programs.lower_step(()).compile())
     shape = row_shape(config, model, mesh)

@@ -19,7 +19,7 @@ from tunix.rl.rollout.base_rollout import RolloutConfig
 
 import tpu_grpo
 from tpu_grpo.learner import parameters
-from tpu_grpo.learner.agreement import agreement_metrics
+from tpu_grpo.learner.loss import agreement_metrics
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.run.meshes import build_meshes
 from tpu_grpo.run.model_files import open_model

@@ -8,7 +8,7 @@ import pytest
 from jaxtyping import Array, Float, TypeCheckError
 
 from tests.shapes import names_array
-from tpu_grpo.learner.agreement import agreement_sums
+from tpu_grpo.learner.loss import agreement_sums
 
 
 def test_a_wrong_shape_is_caught() -> None:

@@ -12,8 +12,7 @@ from hypothesis.extra.numpy import arrays
 from tests.learner.toy import make_config
 from tpu_grpo.algorithms import ADVANTAGES, RunAlgorithm, open_algorithm
 from tpu_grpo.config import AdvantageName, AlgorithmSection, RunConfig
-from tpu_grpo.learner import Learner
-from tpu_grpo.learner.rows import group_advantages
+from tpu_grpo.learner.signal import group_advantages, read_signal
 from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 from tpu_grpo.tunix_loop.learner import GrpoAlgorithmConfig
@@ -179,8 +178,7 @@ def test_the_learner_gives_what_advantages_ask_for(tmp_path: Path, advantage: st
     ]
     config = make_config(tmp_path, {"algorithm": {"advantage": advantage}})
     config = RunConfig.model_validate(config.model_dump() | {"rewards": rewards})
-    learner: Any = object.__new__(Learner)
-    learner._config, learner._algorithm = config, open_algorithm(config.algorithm)
+    algorithm = open_algorithm(config.algorithm)
     counts = np.array([3, 1, 2, 2, 4, 1, 1, 5])
     completions = tuple(Completion(np.zeros(n, np.int32), np.zeros(n, np.float32), "stop", 0) for n in counts)
     parts = np.random.default_rng(0).normal(size=(2, 8))
@@ -188,12 +186,11 @@ def test_the_learner_gives_what_advantages_ask_for(tmp_path: Path, advantage: st
     scores = Scores(parts[0], {"second": parts[1], "first": parts[0]}, 0.0)
     groups = parts.reshape(2, 4, 2)
     expected = REFERENCES[advantage](groups[0], counts.reshape(4, 2), groups, [2.0, 0.5])
-    np.testing.assert_allclose(
-        learner._advantages(ScoredRollout(rollout, scores), np.ones(4, bool)), expected.ravel(), rtol=1e-12
-    )
+    found = read_signal(ScoredRollout(rollout, scores), config, algorithm).advantages_B
+    np.testing.assert_allclose(found, expected.ravel(), rtol=1e-12)
     if advantage == "gdpo":
         with pytest.raises(RewardError, match=r"take rewards one by one, and \['second'\] are not scored"):
-            learner._advantages(ScoredRollout(rollout, Scores(parts[0], {"first": parts[0]}, 0.0)), np.ones(4, bool))
+            read_signal(ScoredRollout(rollout, Scores(parts[0], {"first": parts[0]}, 0.0)), config, algorithm)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "rloo", "gdpo", "reinforce_pp", "lite_ppo"])
@@ -203,8 +200,7 @@ def test_a_row_without_a_reward_has_no_advantage_and_a_group_without_any_is_not_
     """Of three groups the second has no reward: the others have the advantages that they have without it."""
     config = make_config(tmp_path, {"algorithm": {"advantage": advantage, "group_size": 3}})
     config = RunConfig.model_validate(config.model_dump() | {"rewards": [{"name": "exact_answer", "label": "one"}]})
-    learner: Any = object.__new__(Learner)
-    learner._config, learner._algorithm = config, open_algorithm(config.algorithm)
+    algorithm = open_algorithm(config.algorithm)
     nan = float("nan")
     values = np.array([1.0, 3.0, nan, nan, nan, nan, 0.0, 1.0, 4.0])
     total = np.array([1.0, 3.0, 2.0, 0.0, 0.0, 0.0, 0.0, 1.0, 4.0])
@@ -212,8 +208,9 @@ def test_a_row_without_a_reward_has_no_advantage_and_a_group_without_any_is_not_
     completions = tuple(Completion(np.zeros(n, np.int32), np.zeros(n, np.float32), "stop", 0) for n in counts)
     rollout = Rollout(PromptBatch(2, (Prompt("", (5,)),) * 3), 3, completions, ("",) * 9, 0.0)
     scored = ScoredRollout(rollout, Scores(total, {"one": values}, 0.0, unscored=np.isnan(values)))
-    assert learner.informative(scored).tolist() == [True, False, True]
-    found = learner._advantages(scored, np.ones(3, bool))
+    signal = read_signal(scored, config, algorithm)
+    assert signal.informative_P.tolist() == [True, False, True]
+    found = signal.advantages_B
     kept = [0, 1, 2, 6, 7, 8]
     groups, of_one = total[kept].reshape(2, 3), values[kept].reshape(1, 2, 3)
     if advantage == "gdpo":  # by hand: each reward alone, 0 where it does not apply, standardized over the step

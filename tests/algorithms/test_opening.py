@@ -203,7 +203,7 @@ def test_an_algorithm_of_ones_own_takes_a_step(tmp_path: Path) -> None:
     assert result.metrics["update/loss"] == pytest.approx(-0.5 * np.concatenate(tokens).mean(), abs=1e-5)
     assert learner.params_digest() != before
 
-    opened: Any = learner._algorithm
+    opened: Any = learner._parts.algorithm
     opened.objective.advantages = lambda rewards_PG: rewards_PG * np.nan
     with pytest.raises(NonFiniteError, match="advantages must be finite, got nan in row 0, for a group"):
         learner.update(scored)

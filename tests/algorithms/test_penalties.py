@@ -15,8 +15,8 @@ from tests.learner.toy import VOCAB
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.learner.loss import LossSettings, policy_loss
+from tpu_grpo.learner.parameters import by_name
 from tpu_grpo.learner.rows import RowShape, train_rows
-from tpu_grpo.learner.update import by_name
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import Completion
 

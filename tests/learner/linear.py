@@ -12,12 +12,10 @@ from jax.sharding import Mesh
 from tests.learner.toy import make_config, make_mesh
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import RunConfig
-from tpu_grpo.learner.building import cast_to_compute
-from tpu_grpo.learner.entropy import EntropyControl, EntropySums
-from tpu_grpo.learner.loss import LossSettings
+from tpu_grpo.learner.loss import EntropyControl, EntropySums, LossSettings
 from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule
-from tpu_grpo.learner.update import Updater
-from tpu_grpo.learner.update_records import PassSums, UpdateRecord, Values
+from tpu_grpo.learner.parameters import Values, cast_to_compute
+from tpu_grpo.learner.update import PassSums, Updater, UpdateRecord
 
 
 class Linear(nnx.Module):

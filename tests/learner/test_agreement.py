@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_grpo.learner.agreement import AgreementSums, agreement_metrics, agreement_sums
+from tpu_grpo.learner.loss import AgreementSums, agreement_metrics, agreement_sums
 
 
 def sums(trainer: list[list[float]], engine: list[list[float]], mask: list[list[bool]]) -> AgreementSums:

@@ -15,9 +15,8 @@ from flax import nnx
 from tests.learner.linear import Run, linear_config, linear_run
 from tests.learner.toy import counted_compilations, make_mesh
 from tpu_grpo.learner import checkpoints as checkpoints_module
-from tpu_grpo.learner.checkpoints import Checkpoints, Held
-from tpu_grpo.learner.digest import checksums, params_digest
-from tpu_grpo.learner.restoring import model_leaves, read_policy
+from tpu_grpo.learner.checkpoints import Checkpoints, Held, model_leaves, read_policy
+from tpu_grpo.learner.parameters import checksums, params_digest
 from tpu_grpo.records.errors import CheckpointError
 
 # When one of its reads fails, Orbax closes an event loop that others still report to.

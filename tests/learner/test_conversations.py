@@ -11,7 +11,16 @@ import pytest
 from tests.algorithms.test_objectives import gradient_of, surrogate
 from tests.learner.test_loss import batch_of, distance, pick
 from tests.learner.test_mini_batches import completions_of
-from tests.learner.toy import VOCAB, make_config, make_learner, make_mesh, make_model, model_logps, with_completion
+from tests.learner.toy import (
+    VOCAB,
+    make_config,
+    make_learner,
+    make_mesh,
+    make_model,
+    model_logps,
+    signal_of,
+    with_completion,
+)
 from tests.talks import talk
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import AlgorithmSection, LossAggregation
@@ -187,7 +196,7 @@ def check_mini_batches(learner: Any, scored: ScoredRollout, logprobs: list[list[
             branches[ids] = row, slice(done, done := done + len(ids))
     assert len(branches) == 12
     seen = []
-    for batches in learner._updates(scored, np.zeros(8), np.ones(8, np.bool_)):
+    for batches in learner._updates(signal_of(learner, scored)):
         for ids, values in completions_of(batches, "old_logps"):
             row, which = branches[ids]
             np.testing.assert_allclose(values, logprobs[row][which], atol=2e-6)
@@ -203,7 +212,7 @@ def check_mini_batches(learner: Any, scored: ScoredRollout, logprobs: list[list[
     for row in scored.rollout.rows_of(seen[0]):  # their environments failed at once: there is nothing to learn from
         failed = with_completion(failed, row, **vars(talk([1], ending="failed", failure=Failure("died", "died"))))
     failed = replace(failed, scores=replace(failed.scores, per_token=()))
-    assert len(list(learner._updates(failed, np.zeros(8), np.ones(8, np.bool_)))) == 1
+    assert len(list(learner._updates(signal_of(learner, failed)))) == 1
 
 
 def sampled_ids(completion: Completion, branch: Branch) -> tuple[int, ...]:

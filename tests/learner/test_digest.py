@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests.models.forward import trainer_mesh
-from tpu_grpo.learner.digest import whole
+from tpu_grpo.learner.parameters import whole
 
 
 @pytest.mark.parametrize("spec", [PartitionSpec("fsdp", "tp"), PartitionSpec(None, "tp"), PartitionSpec()])

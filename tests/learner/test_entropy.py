@@ -11,8 +11,8 @@ from flax import nnx
 from tests.learner.linear import Run, linear_config, linear_run
 from tests.learner.toy import counted_compilations, make_config, make_learner, make_mesh, make_model, make_scored
 from tpu_grpo.learner.checkpoints import Checkpoints
-from tpu_grpo.learner.entropy import EntropyControl, EntropySums, add_entropy
-from tpu_grpo.learner.update import by_name
+from tpu_grpo.learner.loss import EntropyControl, EntropySums
+from tpu_grpo.learner.parameters import by_name
 from tpu_grpo.records.errors import CheckpointError
 
 
@@ -25,12 +25,6 @@ def test_by_hand() -> None:
         state = jax.jit(control.following)(state, EntropySums(jnp.float32(8 * mean), jnp.float32(8)))
     assert found == [(0.25, 0.25), (0.75, 0.75), (1.25, 1.25), (0.75, 0.0), (0.25, 0.0), (0.0, 0.0), (0.0, 0.0)]
     assert (float(state.coefficient), float(state.applied)) == (0.5, 0.5)
-
-
-def test_sums_add_up_over_micro_batches_and_are_nothing_without_a_target() -> None:
-    sums = EntropySums(jnp.float32(1.0), jnp.float32(2.0))
-    assert tuple(map(float, add_entropy(sums, jnp.float32(3.0), jnp.float32(4.0)))) == (4.0, 6.0)
-    assert add_entropy((), jnp.float32(3.0), jnp.float32(4.0)) == ()
 
 
 def test_a_checkpoint_holds_the_coefficient_and_the_reference(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tunix.models.gemma import model as gemma
 from tunix.models.qwen3 import model as qwen3
 
 from tests.learner.toy import make_mesh
-from tpu_grpo.learner.flat_products import with_flat_products
+from tpu_grpo.learner.forward import with_flat_products
 
 
 class Block(nnx.Module):

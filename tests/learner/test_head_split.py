@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tpu_grpo.learner.head_split import chunk_tokens, chunks_needed, vocab_axes
+from tpu_grpo.learner.output_head import chunk_tokens, chunks_needed, vocab_axes
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from tests.algorithms.test_objectives import Case, added_up, batch_in_order, cas
 from tests.learner.test_loss import distance, pick
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import AlgorithmSection
-from tpu_grpo.learner.kl_reward import with_kl_in_advantages
+from tpu_grpo.learner.batches import with_kl_in_advantages
 from tpu_grpo.learner.loss import LossSettings, TrainBatch
 
 BETA = 0.4

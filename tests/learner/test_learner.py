@@ -20,14 +20,15 @@ from tests.learner.toy import (
     make_mesh,
     make_model,
     make_scored,
+    micro_batches,
     model_logps,
+    signal_of,
     with_completion,
     with_noise,
 )
 from tpu_grpo.config import RunConfig
 from tpu_grpo.learner import Learner
-from tpu_grpo.learner.agreement import agreement_metrics
-from tpu_grpo.learner.loss import TrainBatch
+from tpu_grpo.learner.loss import agreement_metrics
 from tpu_grpo.observe.step_metrics import update_metrics
 from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError, NonFiniteError, RewardError
 from tpu_grpo.records.stages import ScoredRollout
@@ -44,16 +45,6 @@ def scored_steps(config: RunConfig, count: int) -> list[ScoredRollout]:
 
 def policy(learner: Learner) -> Qwen3:
     return learner._updater.model  # type: ignore[return-value]
-
-
-def advantages_of(learner: Learner, scored: ScoredRollout) -> np.ndarray:
-    return learner._advantages(scored, np.ones(len(scored.rollout.batch.prompts), np.bool_))
-
-
-def micro_batches(learner: Learner, scored: ScoredRollout) -> list[TrainBatch]:
-    """Of a whole step, in which everything counts."""
-    everything = np.ones(len(scored.rollout.completions), np.bool_)
-    return learner._micro_batches(scored, advantages_of(learner, scored), everything)
 
 
 def old_logps(learner: Learner, scored: ScoredRollout) -> np.ndarray:
@@ -190,7 +181,7 @@ def test_the_second_iteration_still_compares_with_the_engine(tmp_path: Path) -> 
     engine = np.concatenate([c.logprobs for c in scored.rollout.completions])
     lengths = [len(c.token_ids) for c in scored.rollout.completions]
     examples = micro_batches(learner, scored)
-    advantages = np.repeat(advantages_of(learner, scored), lengths)
+    advantages = np.repeat(signal_of(learner, scored).advantages_B, lengths)
     for _ in range(2):
         ratio = np.exp(old_logps(learner, scored) - engine)  # of the weights this pass starts from
         (micro,) = learner._update(examples).sums

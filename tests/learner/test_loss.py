@@ -18,9 +18,9 @@ from tpu_grpo.config import LossAggregation
 from tpu_grpo.learner.batches import truncated_weights
 from tpu_grpo.learner.forward import ModelRows
 from tpu_grpo.learner.loss import LossSettings, LossSums, TrainBatch, policy_loss
-from tpu_grpo.learner.packing import Packing
-from tpu_grpo.learner.rows import RowShape, TrainRows, group_advantages, train_rows
-from tpu_grpo.learner.update import by_name
+from tpu_grpo.learner.parameters import by_name
+from tpu_grpo.learner.rows import Packing, RowShape, TrainRows, train_rows
+from tpu_grpo.learner.signal import group_advantages
 from tpu_grpo.records.stages import Completion
 from tpu_grpo.tunix_loop.learner import GrpoAlgorithmConfig, TrainExample
 from tpu_grpo.tunix_loop.padded import PaddedRows, PaddedShape, padded_rows

@@ -14,33 +14,15 @@ from tests.learner.toy import (
     make_model,
     make_scored,
     model_logps,
+    signal_of,
     with_completion,
     with_noise,
 )
 from tpu_grpo.learner.loss import TrainBatch
-from tpu_grpo.learner.mini_batches import mini_batches
 from tpu_grpo.records.errors import DataError
 
 SEED = 7
 MINI: dict[str, Any] = {"mini_batch_prompts": 2, "iterations": 2}
-
-
-def test_an_iteration_has_every_prompt_once_in_an_order_of_its_own() -> None:
-    orders = [list(mini_batches(32, 8, *key)) for key in ((7, 1, 1), (7, 1, 2), (7, 2, 1), (8, 1, 1))]
-    for order in orders:
-        assert [len(part) for part in order] == [8, 8, 8, 8]
-        assert sorted(prompt for part in order for prompt in part) == list(range(32))
-    assert len({str(order) for order in orders}) == 4
-    assert list(mini_batches(32, 8, 7, 2, 1)) == orders[2]
-
-
-def test_prompts_are_dealt_evenly() -> None:
-    """Of 4,000 iterations, each pair of 4 prompts is a mini-batch in a third; 3 standard errors are 0.022."""
-    together = np.zeros((4, 4))
-    for iteration in range(1, 4001):
-        for first, second in mini_batches(4, 2, seed=0, step=1, iteration=iteration):
-            together[[first, second], [second, first]] += 1
-    assert together[~np.eye(4, dtype=bool)] / 4000 == pytest.approx(1 / 3, abs=0.022)
 
 
 @pytest.mark.parametrize("name", [pytest.param("grpo", marks=pytest.mark.slow), "dapo"])
@@ -53,9 +35,10 @@ def test_updates_are_those_of_the_mini_batches_one_after_the_other(tmp_path: Pat
     metrics = dict(learner.update(scored).metrics)
 
     alone = make_learner(make_config(tmp_path / "one", {"data": {"prompts_per_step": 2}, "algorithm": algorithm}))
-    orders = [list(mini_batches(4, 2, SEED, 3, iteration)) for iteration in (1, 2)]
-    assert orders[0] != orders[1]
-    parts = [scored.select(prompts) for order in orders for prompts in order]
+    signal = signal_of(learner, scored)
+    rows = [rows for iteration in (1, 2) for _, rows in signal.mini_batches(2, SEED, iteration)]
+    assert rows[:2] != rows[2:]
+    parts = [scored.select([row // 2 for row in part[::2]]) for part in rows]
     single = [alone.update(part).metrics for part in parts]
 
     assert learner.params_digest() == alone.params_digest()
@@ -113,8 +96,7 @@ def test_all_updates_compare_with_the_policy_before_the_first(tmp_path: Path) ->
         for old, engine in zip(wanted["old_logps"], wanted["rollout_logps"], strict=True)
     ]
     seen = []
-    found = learner._advantages(scored, np.ones(4, np.bool_))
-    for batches in learner._updates(scored, found, np.ones(8, np.bool_)):
+    for batches in learner._updates(signal_of(learner, scored)):
         for name, expected in wanted.items():
             for ids, values in completions_of(batches, name):
                 np.testing.assert_allclose(values, expected[rows[ids]], atol=2e-5, err_msg=name)

@@ -15,10 +15,11 @@ from tests.learner.test_update import STATES, with_optimizer
 from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored
 from tpu_grpo.config import parse_config
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.learner.batches import pass_arrays, placed_pass
 from tpu_grpo.learner.checkpoints import Held
-from tpu_grpo.learner.digest import checksums
-from tpu_grpo.learner.entropy import EntropyControl
-from tpu_grpo.learner.failed import FailedUpdate, pass_arrays, placed_pass
+from tpu_grpo.learner.failed import FailedUpdate
+from tpu_grpo.learner.loss import EntropyControl
+from tpu_grpo.learner.parameters import checksums
 from tpu_grpo.records.errors import ConfigError, DataError, NonFiniteError
 from tpu_grpo.records.stages import ScoredRollout
 from tpu_grpo.run.non_finite import FailureFiles, read_update

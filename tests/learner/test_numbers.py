@@ -14,9 +14,7 @@ from tests.learner.test_loss import distance
 from tpu_grpo.algorithms import SHIPPED, open_algorithm
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.learner import loss as loss_module
-from tpu_grpo.learner.entropy import EntropyState
-from tpu_grpo.learner.loss import LossSettings, policy_loss
-from tpu_grpo.learner.numbers import LossNumbers
+from tpu_grpo.learner.loss import EntropyState, LossNumbers, LossSettings, policy_loss
 
 TRAINER = {"old_policy": "trainer"}
 PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -20,8 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests.learner.toy import make_mesh
 from tpu_grpo.learner import output_head
-from tpu_grpo.learner.head_split import vocab_axes
-from tpu_grpo.learner.output_head import OutputHead, token_logprobs
+from tpu_grpo.learner.output_head import OutputHead, token_logprobs, vocab_axes
 
 ROWS, TOKENS, WIDTH, VOCAB = 4, 7, 4, 12
 WANTED = {

@@ -1,10 +1,16 @@
 """Packing: nothing is lost or laid over another, hosts agree, rows are filled and their work is even."""
 
+from collections.abc import Sequence
+
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
 
-from tpu_grpo.learner.packing import Packing, pack
+from tpu_grpo.learner.rows import Packing, pack
+
+
+def packed(lengths: Sequence[int], **settings: int) -> Packing:
+    return pack([range(length) for length in lengths], **settings)
 
 
 def occupied(packing: Packing, lengths: list[int], row_tokens: int) -> np.ndarray:
@@ -18,13 +24,13 @@ def occupied(packing: Packing, lengths: list[int], row_tokens: int) -> np.ndarra
 
 def test_by_hand() -> None:
     """5 and 3 fill a row of 8, so do 4, 2 and 2. Dealt by work alone, the last 2 would find no room."""
-    found = pack([5, 3, 4, 2, 2], row_tokens=8, multiple=1)
+    found = packed([5, 3, 4, 2, 2], row_tokens=8, multiple=1)
     assert (found.count, found.rows.tolist()) == (2, [0, 0, 1, 1, 1])
     assert (found.starts.tolist(), found.segments.tolist()) == ([0, 5, 0, 4, 6], [1, 2, 1, 2, 3])
 
 
 def test_rows_are_rounded_up_and_all_of_them_are_used() -> None:
-    found = pack([4] * 6, row_tokens=8, multiple=4)  # three full rows would do
+    found = packed([4] * 6, row_tokens=8, multiple=4)  # three full rows would do
     assert found.count == 4
     assert sorted(np.bincount(found.rows).tolist()) == [1, 1, 2, 2]
     assert sorted(found.segments.tolist()) == [1, 1, 1, 1, 2, 2]
@@ -37,7 +43,7 @@ def test_rows_are_rounded_up_and_all_of_them_are_used() -> None:
     multiple=st.integers(1, 7),
 )
 def test_sequences_do_not_overlap(lengths: list[int], row_tokens: int, multiple: int) -> None:
-    found = pack(lengths, row_tokens=row_tokens, multiple=multiple)
+    found = packed(lengths, row_tokens=row_tokens, multiple=multiple)
     places = occupied(found, lengths, row_tokens)
     assert places.max() == 1
     assert places.sum() == sum(lengths)
@@ -46,7 +52,7 @@ def test_sequences_do_not_overlap(lengths: list[int], row_tokens: int, multiple:
         mine = np.flatnonzero(found.rows == row)
         assert found.segments[mine].tolist() == list(range(1, len(mine) + 1))
         assert found.starts[mine].tolist() == [0, *np.cumsum(np.array(lengths)[mine])[:-1]][: len(mine)]
-    again = pack(list(lengths), row_tokens=row_tokens, multiple=multiple)
+    again = packed(list(lengths), row_tokens=row_tokens, multiple=multiple)
     assert (found.rows.tolist(), found.starts.tolist()) == (again.rows.tolist(), again.starts.tolist())
 
 
@@ -59,14 +65,14 @@ def drawn_lengths() -> list[int]:
 
 def test_rows_are_full() -> None:
     lengths = drawn_lengths()
-    found = pack(lengths, row_tokens=2304, multiple=1)
+    found = packed(lengths, row_tokens=2304, multiple=1)
     assert found.count * 2304 < 1.03 * sum(lengths)
 
 
 def test_room_is_used_for_even_work() -> None:
     """In rows that are a quarter longer than they need to be, no row has a tenth more work than the mean."""
     lengths = drawn_lengths()
-    found = pack(lengths, row_tokens=4608, multiple=64)
+    found = packed(lengths, row_tokens=4608, multiple=64)
     work = np.zeros(found.count)
     np.add.at(work, found.rows, np.array(lengths) * (1 + np.array(lengths) / 4608))
     assert work.max() / work.mean() < 1.1

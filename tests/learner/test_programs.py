@@ -14,7 +14,7 @@ from tests.learner.toy import (
     make_mesh,
     make_model,
 )
-from tpu_grpo.learner import LearnerInputs, LearnerPrograms
+from tpu_grpo.learner import LearnerInputs, build_parts
 from tpu_grpo.learner.forward import lower_logprobs
 
 
@@ -54,10 +54,13 @@ def test_a_described_learners_programs_are_the_learners(
         reference=described(make_model(mesh)) if config.algorithm.beta else None,
         mesh=mesh,
     )
-    programs = LearnerPrograms(config, inputs)
-    batch, updater = learner._batches.place(learner._shape.empty(learner._shape.micro_batch)), learner._updater
+    programs = build_parts(config, inputs)
+    batch, updater = (
+        learner._parts.batches.place(learner._parts.shape.empty(learner._parts.shape.micro_batch)),
+        learner._updater,
+    )
     assert held(programs.batch) == held(batch)
-    assert held(programs.state) == held(updater.state)
+    assert held(programs.updater.state) == held(updater.state)
     shared = {"final_norm.w"}
     with interpreted_flash(), mesh:
         gradients, step = updater.lower_accumulate(batch), updater.lower_step(shared)

@@ -9,8 +9,7 @@ from flax import nnx
 
 from tests.learner.test_trained import LORA, MODULES
 from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored
-from tpu_grpo.learner.reference import own_copy, reset
-from tpu_grpo.learner.update import by_name
+from tpu_grpo.learner.parameters import by_name, copy_values, own_copy
 from tpu_grpo.models.lora import apply_lora
 
 
@@ -27,7 +26,7 @@ def test_only_what_is_trained_is_copied() -> None:
     nnx.update(
         policy, nnx.from_flat_state([(p, leaf.replace(leaf[...] + 1.0)) for p, leaf in nnx.to_flat_state(moved)])
     )
-    reset(reference, policy, trained)
+    copy_values(reference, policy, trained)
     for name, value in values(reference).items():
         np.testing.assert_array_equal(value, before[name] + (1.0 if name in trained else 0.0))
     held, own = by_name(nnx.state(policy, nnx.Param)), by_name(nnx.state(reference, nnx.Param))
@@ -41,7 +40,7 @@ def test_with_adapters_the_reference_gets_adapters_of_its_own(tmp_path: Path) ->
     mesh, base = make_mesh(), make_model(make_mesh())
     policy = apply_lora(base, MODULES, LORA, seed=0)
     learner = make_learner(config, mesh, model=policy, reference=base)
-    reference = learner._reference
+    reference = learner._parts.reference
     assert reference is not None
     for step in (1, 2):
         metrics = learner.update(make_scored(base, config, step)).metrics

@@ -24,9 +24,9 @@ from tests.learner.toy import (
 )
 from tests.models.random_checkpoint import write_random
 from tests.models.reference import reference_experts, reference_logprobs
-from tpu_grpo.learner import Learner, LearnerInputs, LearnerPrograms
+from tpu_grpo.learner import Learner, LearnerInputs, build_parts
 from tpu_grpo.learner.forward import ModelRows, run_model
-from tpu_grpo.learner.routing import ReplayShape
+from tpu_grpo.learner.rows import ReplayShape
 from tpu_grpo.learner.rows import RowShape, TrainRows, train_rows
 from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.tunix_model import load_model
@@ -225,8 +225,8 @@ def test_a_described_learner_lowers_the_same_programs(checkpoint: Path, tmp_path
     config = make_config(tmp_path, {"algorithm": {"routing_replay": True, "group_size": 2, "old_policy": "trainer"}})
     mesh, model = make_mesh(), load(checkpoint, 2)
     learner: Learner = make_learner(config, mesh, model=model)
-    programs = LearnerPrograms(config, LearnerInputs(described(load(checkpoint, 2)), None, mesh))
-    batch = learner._batches.place(learner._shape.empty(learner._shape.micro_batch))
+    programs = build_parts(config, LearnerInputs(described(load(checkpoint, 2)), None, mesh))
+    batch = learner._parts.batches.place(learner._parts.shape.empty(learner._parts.shape.micro_batch))
     assert batch.rows.experts is not None
     assert held(programs.batch) == held(batch)
     with mesh:

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tpu_grpo.learner.saving import SavingManager
+from tpu_grpo.learner.checkpoints import SavingManager
 
 sharding = NamedSharding(Mesh(np.array(jax.devices()), "d"), PartitionSpec("d"))
 manager = SavingManager({directory!r}, options=ocp.CheckpointManagerOptions(max_to_keep=1))

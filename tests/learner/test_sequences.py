@@ -10,8 +10,7 @@ from hypothesis import given, settings
 
 from tests.talks import talk
 from tpu_grpo.config import LossAggregation
-from tpu_grpo.learner.routing import ReplayShape
-from tpu_grpo.learner.rows import RowShape, TrainRows, repacked, train_rows, unpacked
+from tpu_grpo.learner.rows import ReplayShape, RowShape, TrainRows, train_rows, unpacked
 from tpu_grpo.records.episode import Episode, Failure
 from tpu_grpo.records.errors import DataError, NonFiniteError
 from tpu_grpo.records.stages import Completion
@@ -38,9 +37,12 @@ def test_a_conversation_by_hand() -> None:
     np.testing.assert_allclose(rows.weights, [[0, 0, 1 / 3, 1 / 3, 0, 1 / 3, 0, 0, 0, 0]], rtol=1e-7)
     of_tokens = train_rows([[9]], [TWO_TURNS], [np.arange(1.0, 7.0)], SHAPE)[0].advantages
     assert of_tokens.tolist() == [[0, 0, 1, 2, 0, 4, 0, 0, 0, 0]]
-    taken = unpacked(rows.token_ids.astype(np.float32), packing, [[9]], [TWO_TURNS], 7)
+    taken = unpacked(rows.token_ids.astype(np.float32), packing, 1, 7)
     assert taken.tolist() == [[11, 12, 0, 13, 0, 0, 0]]
-    assert repacked(taken, packing, [[9]], [TWO_TURNS], 10).tolist() == [[0, 0, 11, 12, 0, 13, 0, 0, 0, 0]]
+    known = train_rows([[9]], [TWO_TURNS], np.array([2.0]), SHAPE, known={"old_logps": taken})[0]
+    assert known.old_logps is not None
+    assert known.old_logps.tolist() == [[0, 0, 11, 12, 0, 13, 0, 0, 0, 0]]
+    assert known.reference_logps is None
 
 
 @pytest.mark.parametrize("aggregation", get_args(LossAggregation))
@@ -68,11 +70,11 @@ def test_two_branches_are_packed_like_two_answers_whose_tokens_are_weighed_toget
     }[aggregation]
     weights = np.where(by_hand.rollout_logps == -5, weight[1], np.where(by_hand.mask, weight[0], 0)).astype(np.float32)
     assert same(rows, replace(by_hand, weights=weights))
-    taken = unpacked(rows.rollout_logps, packing, [[9], [1]], [TWO_BRANCHES, plain], 7)
+    taken = unpacked(rows.rollout_logps, packing, 2, 7)
     assert taken.tolist() == [[-1, -2, 0, -3, -4, 0, 0], [-5, 0, 0, 0, 0, 0, 0]]
-    back = repacked(taken, packing, [[9], [1]], [TWO_BRANCHES, plain], 10)
-    np.testing.assert_array_equal(back, rows.rollout_logps)
-    none = train_rows([[9], [1]], [TWO_BRANCHES, plain], np.ones(2), shape, aggregation, np.array([False, True]))[0]
+    counted, known = np.array([False, True]), {"reference_logps": taken}
+    none = train_rows([[9], [1]], [TWO_BRANCHES, plain], np.ones(2), shape, aggregation, counted, known)[0]
+    np.testing.assert_array_equal(none.reference_logps, rows.rollout_logps)  # type: ignore[arg-type]
     assert none.weights.sum() == pytest.approx(1 / 7 if aggregation == "sequence-mean-token-scale" else 1)
     assert not none.weights[none.rollout_logps != -5].any()
 

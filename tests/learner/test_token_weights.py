@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tpu_grpo.config import LossAggregation
-from tpu_grpo.learner.token_weights import token_weights
+from tpu_grpo.learner.rows import token_weights
 
 COUNTS = np.array([4, 1, 0, 2])
 """7 tokens in all; T = 4."""

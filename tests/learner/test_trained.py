@@ -112,7 +112,7 @@ def test_the_reference_of_adapters_is_the_base_in_the_same_arrays(tmp_path: Path
     assert result.metrics["update/kl"] == pytest.approx(0.0, abs=1e-6)  # the policy is still the base
     assert learner.update(scored_by(base, config, 2)).metrics["update/kl"] > 1e-6  # type: ignore[arg-type]
     held = dict(nnx.to_flat_state(learner.params()))
-    reference: Any = learner._batches._reference
+    reference: Any = learner._parts.reference
     reference = nnx.to_flat_state(nnx.state(reference, nnx.Param))
     assert len(reference) == len(held) - 2 * len(MODULES)
     assert all(held[path][...] is leaf[...] for path, leaf in reference)

@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 from tests.learner.linear import Run, linear_config, linear_run
-from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored
+from tests.learner.toy import make_config, make_learner, make_mesh, make_model, make_scored, micro_batches
 from tpu_grpo.learner.checkpoints import Checkpoints, Held
 from tpu_grpo.learner.compact import parameter_name
-from tpu_grpo.learner.digest import checksums
+from tpu_grpo.learner.parameters import checksums
 
 PLAIN: dict[str, Any] = {}
 MASTERS: dict[str, Any] = {"model": {"dtype": "bfloat16"}}
@@ -247,9 +247,7 @@ def test_gradients_of_a_bfloat16_model_add_up_in_float32(tmp_path: Path) -> None
     config = make_config(tmp_path, {"model": {"dtype": "bfloat16"}})
     mesh = make_mesh()
     learner, scored = make_learner(config, mesh), make_scored(make_model(mesh), config)
-    (batch,) = learner._micro_batches(
-        scored, np.linspace(-1.0, 1.0, config.batch_rows), np.ones(config.batch_rows, np.bool_)
-    )
+    (batch,) = micro_batches(learner, scored)
     updater = learner._updater
     with mesh:
         updater.accumulate(batch)

@@ -18,7 +18,9 @@ from tunix.models.qwen3 import model as qwen3
 
 from tpu_grpo.config import RunConfig, parse_config
 from tpu_grpo.learner import Learner, LearnerInputs
-from tpu_grpo.learner.update import by_name
+from tpu_grpo.learner.loss import TrainBatch
+from tpu_grpo.learner.parameters import by_name
+from tpu_grpo.learner.signal import Signal, read_signal
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, ScoredRollout, Scores
 from tpu_grpo.tunix_loop.adapter import SampledTexts
 
@@ -139,6 +141,15 @@ def make_learner(config: RunConfig, mesh: Mesh | None = None, seed: int = 0, **r
         "mesh": mesh,
     }
     return Learner(config, LearnerInputs(**{**arguments, **replaced}))
+
+
+def signal_of(learner: Learner, scored: ScoredRollout) -> Signal:
+    return read_signal(scored, learner._config, learner._parts.algorithm)
+
+
+def micro_batches(learner: Learner, scored: ScoredRollout) -> list[TrainBatch]:
+    """Of an update on the whole step."""
+    return learner._placed([(signal_of(learner, scored), {})])[0]
 
 
 @nnx.jit

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from tests.learner.test_signal import scored_of
-from tests.learner.toy import make_config, make_learner
+from tests.learner.toy import make_config
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import parse_config
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.learner.signal import _asked
 from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import ScoredRollout, Scores
 from tpu_grpo.run.inputs import open_inputs
@@ -73,14 +74,15 @@ def test_advantages_take_rewards_of_completions_one_by_one_without_those_of_toke
     config = make_config(tmp_path, tree).model_copy(
         update={"rewards": parse_config({"rewards": rewards}).rewards},
     )
-    learner = make_learner(config)
+    algorithm = open_algorithm(config.algorithm)
     by_name = {"exact_answer": np.array([0.0, 1.0, 1.0, 1.0]), "quarter": np.arange(4.0)}
     scored = scored_of([[0, 0.5], [0.5, 0.5]], "ssss")
     scores = Scores(scored.scores.total, by_name, 0.0, token_rewards=("quarter",))
-    known = learner._asked(ScoredRollout(scored.rollout, scores))
+    known = _asked(ScoredRollout(scored.rollout, scores), config, algorithm)
     np.testing.assert_array_equal(known["rewards_NPG"], [[[0, 1], [1, 1]]])
     np.testing.assert_array_equal(known["weights_N"], [0.5])
+    of_tokens = ScoredRollout(scored.rollout, replace(scores, token_rewards=("exact_answer", "quarter")))
     with pytest.raises(
         RewardError, match=r"got only \['exact_answer', 'quarter'\], which are of single tokens; add one"
     ):
-        learner._asked(ScoredRollout(scored.rollout, replace(scores, token_rewards=("exact_answer", "quarter"))))
+        _asked(of_tokens, config, algorithm)

@@ -11,9 +11,8 @@ from tunix.rl import function_registry
 
 from tests.learner.toy import EOS, PAD, RecordingEngine, make_config, make_mesh, make_model
 from tests.tunix_loop.parts import make_cluster
-from tpu_grpo.learner.agreement import AgreementSums
 from tpu_grpo.learner.forward import ModelRows
-from tpu_grpo.learner.loss import LossSettings, TrainBatch, policy_loss
+from tpu_grpo.learner.loss import AgreementSums, LossSettings, TrainBatch, policy_loss
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import Completion
 from tpu_grpo.tunix_loop.cluster import Cluster

@@ -7,10 +7,14 @@ Per token, with old = ``algorithm.old_policy``:
               min(exp(trainer before the update - engine), importance_cap): truncated importance sampling
               (Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"),
               unless ``algorithm.correction`` says otherwise, see algorithms/correction.py
+
+Suffixes: R training rows, S tokens of a row.
 """
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import jax
@@ -24,9 +28,12 @@ from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.learner.forward import ModelRows, logprobs, lower_logprobs
 from tpu_grpo.learner.loss import LossSettings, TrainBatch
 from tpu_grpo.learner.rows import TrainRows
+from tpu_grpo.records.errors import DataError
 
 DATA_AXIS = "fsdp"
 """The axis of the trainer's mesh that rows are split over."""
+PassArrays = dict[str, np.ndarray]
+"""The arrays of a `TrainBatch` by name; those of its rows begin with ``rows.``."""
 
 
 class Batches:
@@ -50,6 +57,7 @@ class Batches:
         self._truncated = self._recomputed and section.correction is None
         self._mesh = mesh
         self._sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+        self._put = functools.partial(_placed, sharding=self._sharding)
 
     def place(self, rows: TrainRows) -> TrainBatch:
         """Put rows on the trainer's devices.
@@ -57,82 +65,77 @@ class Batches:
         Every host passes all the rows and keeps its shards. Returns when the arrays are ready: XLA's CPU backend aborts
         when the forward passes of many micro-batches are under way at once.
         """
-        placed, rollout_logps = self._rows(rows, self._put), self._put(rows.rollout_logps)
+        placed, rollout_logps = _model_rows(rows, self._put), self._put(rows.rollout_logps)
         compared, importance = self._compared(rows, placed), None
         old_logps, reference_logps = compared.get("old_logps", rollout_logps), compared.get("reference_logps")
         if self._truncated:
             importance = truncated_weights(old_logps, rollout_logps, cap=self._cap)
-        return jax.block_until_ready(self._batch(rows, placed, self._put, old_logps, importance, reference_logps))
+        return jax.block_until_ready(_batch(rows, placed, self._put, old_logps, importance, reference_logps))
 
     def compared(self, rows: TrainRows) -> dict[str, Float[Array, "R S"]]:
         """Compute what the loss compares the policy with beside the engine, by the names that `TrainRows` has for it.
 
         That is the policy as it is now, if it is the old policy, and the reference, if there is one.
         """
-        return jax.block_until_ready(self._compared(rows, self._rows(rows, self._put)))
+        return jax.block_until_ready(self._compared(rows, _model_rows(rows, self._put)))
 
     def describe(self, rows: TrainRows) -> TrainBatch:
         """Give the shapes, types and shardings of `place` without computing or placing anything."""
-        logps = self._described(rows.rollout_logps)
-        return self._batch(
-            rows,
-            self._rows(rows, self._described),
-            self._described,
-            logps,
-            logps if self._truncated else None,
-            None if self._reference is None else logps,
-        )
+        logps, reference = self._described(rows.rollout_logps), self._reference
+        importance = logps if self._truncated else None
+        placed = _model_rows(rows, self._described)
+        return _batch(rows, placed, self._described, logps, importance, None if reference is None else logps)
 
     def policy_logprobs(self, rows: TrainRows) -> Float[Array, "R S"]:
         """Compute the policy's log-probability of every sampled token, at the temperature."""
-        return self._logprobs(self._policy, self._rows(rows, self._put))
+        return self._logprobs(self._policy, _model_rows(rows, self._put))
 
     def lower_logprobs(self, rows: TrainRows) -> jax.stages.Lowered:
         """Lower the program of `policy_logprobs`."""
         with self._mesh:
-            return lower_logprobs(self._policy, self._rows(rows, self._described), **self._settings.forward)
+            return lower_logprobs(self._policy, _model_rows(rows, self._described), **self._settings.forward)
 
     def _compared(self, rows: TrainRows, placed: ModelRows) -> dict[str, Float[Array, "R S"]]:
         """Compute what is not known of ``old_logps`` and ``reference_logps``, as far as the loss takes them."""
-        found = {}
-        if self._reference is not None:
-            found["reference_logps"] = self._known(rows.reference_logps, self._reference, placed._replace(experts=None))
+        found, known = {}, rows.reference_logps
+        if (reference := self._reference) is not None:
+            rerouted = placed._replace(experts=None)
+            found["reference_logps"] = self._logprobs(reference, rerouted) if known is None else self._put(known)
         if self._recomputed:
-            found["old_logps"] = self._known(rows.old_logps, self._policy, placed)
+            known = rows.old_logps
+            found["old_logps"] = self._logprobs(self._policy, placed) if known is None else self._put(known)
         return found
-
-    def _known(self, known: np.ndarray | None, model: nnx.Module, placed: ModelRows) -> Float[Array, "R S"]:
-        return self._logprobs(model, placed) if known is None else self._put(known)
 
     def _logprobs(self, model: nnx.Module, rows: ModelRows) -> Float[Array, "R S"]:
         with self._mesh:
             found = logprobs(model, rows, **self._settings.forward)
         return jax.device_put(found, self._sharding)
 
-    @staticmethod
-    def _rows(rows: TrainRows, put: Callable[[np.ndarray], Any]) -> ModelRows:
-        experts, kept = (None if column is None else put(column) for column in (rows.experts, rows.kept))
-        return ModelRows(put(rows.token_ids), put(rows.segments), put(rows.positions), put(rows.mask), experts, kept)
-
-    @staticmethod
-    def _batch(
-        rows: TrainRows, placed: ModelRows, put: Callable[[np.ndarray], Any], old: Any, importance: Any, reference: Any
-    ) -> TrainBatch:
-        return TrainBatch(
-            rows=placed,
-            weights=put(rows.weights),
-            advantages=put(rows.advantages),
-            rollout_logps=put(rows.rollout_logps),
-            old_logps=old,
-            importance=importance,
-            reference_logps=reference,
-        )
-
-    def _put(self, value: np.ndarray) -> jax.Array:
-        return jax.make_array_from_callback(value.shape, self._sharding, lambda index: value[index])
-
     def _described(self, value: np.ndarray) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=self._sharding)
+
+
+def _placed(value: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def _model_rows(rows: TrainRows, put: Callable[[np.ndarray], Any]) -> ModelRows:
+    experts, kept = (None if column is None else put(column) for column in (rows.experts, rows.kept))
+    return ModelRows(put(rows.token_ids), put(rows.segments), put(rows.positions), put(rows.mask), experts, kept)
+
+
+def _batch(
+    rows: TrainRows, placed: ModelRows, put: Callable[[np.ndarray], Any], old: Any, importance: Any, reference: Any
+) -> TrainBatch:
+    return TrainBatch(
+        rows=placed,
+        weights=put(rows.weights),
+        advantages=put(rows.advantages),
+        rollout_logps=put(rows.rollout_logps),
+        old_logps=old,
+        importance=importance,
+        reference_logps=reference,
+    )
 
 
 @functools.partial(jax.jit, static_argnames="cap")
@@ -141,3 +144,80 @@ def truncated_weights(
 ) -> Float[Array, "R S"]:
     """Compute min(exp(trainer - engine), cap) of every token."""
     return jnp.minimum(jnp.exp(trainer_logps - engine_logps), cap)
+
+
+# --- the KL penalty in the reward ------------------------------------------------------------------------------------
+
+
+def with_kl_in_advantages(batches: Sequence[TrainBatch], beta: float) -> list[TrainBatch]:
+    """Make the KL penalty a part of the reward of every token, in place of a term of the loss; every host must call it.
+
+        k_t = log(old policy / reference) of token t,   A_t = A + beta (mean of k over the step's tokens - k_t)
+
+    k is k1, and no gradient flows through it. Its mean is subtracted as a baseline, so that the penalty pushes no token
+    only for being in a batch that has moved (tinker-cookbook's ``incorporate_kl_penalty``, without its discount: a
+    token is charged for its own k alone). The old policy is that of ``algorithm.old_policy``. The batches are all those
+    of a step.
+    """
+    sums = jax.device_get([_kl_sums(batch.old_logps, batch.reference_logps, batch.weights) for batch in batches])
+    tokens = math.fsum(float(count) for _, count in sums)
+    mean = np.float32(math.fsum(float(total) for total, _ in sums) / max(tokens, 1.0))
+    return [
+        replace(
+            batch,
+            advantages=_penalized(
+                batch.advantages, batch.old_logps, batch.reference_logps, batch.weights, np.float32(beta), mean
+            ),
+        )
+        for batch in batches
+    ]
+
+
+@jax.jit
+def _kl_sums(
+    old_RS: Float[Array, "R S"], reference_RS: Float[Array, "R S"], weights_RS: Float[Array, "R S"]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    counts_RS = weights_RS != 0.0
+    return jnp.where(counts_RS, old_RS - reference_RS, 0.0).sum(), counts_RS.sum(dtype=jnp.float32)
+
+
+@jax.jit
+def _penalized(
+    advantages_RS: Float[Array, "R S"],
+    old_RS: Float[Array, "R S"],
+    reference_RS: Float[Array, "R S"],
+    weights_RS: Float[Array, "R S"],
+    beta: Float[Array, ""],
+    mean: Float[Array, ""],
+) -> Float[Array, "R S"]:
+    penalty_RS = beta * (mean - (old_RS - reference_RS))
+    return advantages_RS + jnp.where(weights_RS != 0.0, penalty_RS, 0.0)
+
+
+# --- the arrays of a pass, for a file that holds them ----------------------------------------------------------------
+
+
+def pass_arrays(batch: TrainBatch) -> dict[str, Any]:
+    """Return the arrays of a micro-batch by name, without those that it lacks."""
+    columns = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "rows"}
+    rows = {f"rows.{name}": value for name, value in batch.rows._asdict().items()}
+    return {name: value for name, value in (rows | columns).items() if value is not None}
+
+
+def placed_pass(arrays: Mapping[str, np.ndarray], mesh: Mesh) -> TrainBatch:
+    """Put the arrays of a pass on the trainer's devices, as the run had them.
+
+    Raises:
+        DataError: for rows that this mesh cannot split.
+    """
+    count, devices = len(arrays["weights"]), mesh.shape[DATA_AXIS]
+    if count % devices:
+        raise DataError(
+            f"a pass of {count} rows must be split over meshes.trainer.fsdp={devices} devices, which does not divide "
+            "it; use as many devices as the run had, or a divisor"
+        )
+    sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
+    placed = {name: _placed(value, sharding) for name, value in arrays.items()}
+    rows = ModelRows(**{name: placed.get(f"rows.{name}") for name in ModelRows._fields})
+    others = {field.name: placed.get(field.name) for field in fields(TrainBatch) if field.name != "rows"}
+    return jax.block_until_ready(TrainBatch(rows=rows, **others))

@@ -1,26 +1,26 @@
-"""What a learner is made of, built alike by what trains and by what only compiles."""
+"""What a learner is made of, built alike by what trains and by what only compiles, from a model without values.
+
+parts = build_parts(config, LearnerInputs(model=model, reference=None, mesh=mesh))
+parts.lower_gradients().compile().memory_analysis()
+"""
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from tpu_grpo.algorithms import ENTROPY_STEP, RunAlgorithm, open_algorithm
-from tpu_grpo.config import AlgorithmSection, RunConfig
+from tpu_grpo.config import RunConfig
 from tpu_grpo.learner.batches import DATA_AXIS, Batches
-from tpu_grpo.learner.entropy import EntropyControl
-from tpu_grpo.learner.loss import LossSettings
+from tpu_grpo.learner.loss import EntropyControl, LossSettings, TrainBatch
 from tpu_grpo.learner.optimizers import build_optimizer, learning_rate_schedule
-from tpu_grpo.learner.reference import own_copy
-from tpu_grpo.learner.routing import ReplayShape
-from tpu_grpo.learner.rows import RowShape
-from tpu_grpo.learner.trained import Frozen, freeze_untrained, has_adapters, trained_type
-from tpu_grpo.learner.update import Updater, Values, by_name
+from tpu_grpo.learner.parameters import cast_to_compute, freeze_untrained, own_copy, trained_type
+from tpu_grpo.learner.rows import ReplayShape, RowShape
+from tpu_grpo.learner.update import Updater
 from tpu_grpo.models.families.trainer_attention import whole_blocks
 from tpu_grpo.records.errors import ConfigError
 
@@ -46,8 +46,9 @@ class LearnerInputs:
 
 @dataclass(frozen=True)
 class LearnerParts:
-    """Holds the parts that work together in a learner."""
+    """Holds the parts that work together in a learner, and lowers the programs that they run."""
 
+    mesh: Mesh
     algorithm: RunAlgorithm
     settings: LossSettings
     shape: RowShape
@@ -55,6 +56,27 @@ class LearnerParts:
     updater: Updater
     reference: nnx.Module | None
     """The model of the KL penalty, with arrays of its own where updates of the policy change them."""
+    saved_reference: nnx.Module | None
+    """The reference if checkpoints hold it, because it is not the initial policy for ever."""
+
+    @cached_property
+    def batch(self) -> TrainBatch:
+        """Describe a micro-batch."""
+        return self.batches.describe(self.shape.empty(self.shape.micro_batch))
+
+    def lower_gradients(self) -> jax.stages.Lowered:
+        """Lower the forward and backward pass of a micro-batch."""
+        with self.mesh:
+            return self.updater.lower_accumulate(self.batch)
+
+    def lower_step(self, shared: Collection[str]) -> jax.stages.Lowered:
+        """Lower the optimizer's step, of a run whose sampler holds the arrays of the ``shared`` parameters."""
+        with self.mesh:
+            return self.updater.lower_step(shared)
+
+    def lower_logprobs(self) -> jax.stages.Lowered:
+        """Lower the log-probabilities of a micro-batch under the policy, or, but for adapters, under the reference."""
+        return self.batches.lower_logprobs(self.shape.empty(self.shape.micro_batch))
 
 
 def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
@@ -68,6 +90,9 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
     algorithm = open_algorithm(section)
     if section.beta > 0.0 and inputs.reference is None:
         raise ConfigError(f"algorithm.beta={section.beta} needs a reference model, got none; pass one, or set it to 0")
+    control = None
+    if section.entropy_target is not None:
+        control = EntropyControl(section.entropy_bonus, section.entropy_target, section.entropy_step or ENTROPY_STEP)
     settings = LossSettings(
         algorithm,
         section.beta,
@@ -77,11 +102,11 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
         section.kl_unbiased,
         section.entropy_bonus,
         section.kl_in == "loss",
-        _entropy_control(section),
+        control,
     )
     freeze_untrained(model, config)
     stepped = cast_to_compute(model, config)
-    reference = None
+    reference, is_reset = None, section.reference_reset_every is not None
     if section.beta > 0.0 and inputs.reference is not None:
         reference = _reference(config, inputs, frozenset(stepped))
     updater = Updater(
@@ -95,7 +120,8 @@ def build_parts(config: RunConfig, inputs: LearnerInputs) -> LearnerParts:
         residual=config.model.param_dtype == "bfloat16",
     )
     batches = Batches(model, reference, settings, section, inputs.mesh)
-    return LearnerParts(algorithm, settings, row_shape(config, model, inputs.mesh), batches, updater, reference)
+    shape, saved = row_shape(config, model, inputs.mesh), reference if is_reset else None
+    return LearnerParts(inputs.mesh, algorithm, settings, shape, batches, updater, reference, saved)
 
 
 def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
@@ -113,11 +139,6 @@ def row_shape(config: RunConfig, model: nnx.Module, mesh: Mesh) -> RowShape:
     )
 
 
-def saved_reference(config: RunConfig, parts: LearnerParts) -> nnx.Module | None:
-    """Return the reference if checkpoints hold it, because it is not the initial policy for ever."""
-    return parts.reference if config.algorithm.reference_reset_every is not None else None
-
-
 def _pass_rows(config: RunConfig, model: nnx.Module, mesh: Mesh) -> int:
     """Return the training rows of a forward and backward pass: the config's, or fewer for a small model on CPUs."""
     devices = mesh.shape[DATA_AXIS]
@@ -129,39 +150,16 @@ def _pass_rows(config: RunConfig, model: nnx.Module, mesh: Mesh) -> int:
     return min(rows, devices * max(1, SMALL_PASS_TOKENS // config.row_tokens))
 
 
-def cast_to_compute(model: nnx.Module, config: RunConfig) -> Values:
-    """Cast every parameter to ``model.dtype``, in place.
-
-    Returns:
-        The trained parameters in the type that they are stepped in, by name.
-    """
-    compute, stepped_type = jnp.dtype(config.model.dtype), jnp.dtype(config.model.param_dtype)
-    trained = by_name(nnx.state(model, trained_type(model)))
-    stepped = {name: _cast(leaf, stepped_type) for name, leaf in trained.items()}
-    state = nnx.state(model, nnx.Any(nnx.Param, Frozen))
-    nnx.update(model, jax.tree.map(lambda leaf: _cast(leaf, compute), state))
-    return stepped
-
-
-def _cast(leaf: Any, dtype: np.dtype[Any]) -> Any:
-    if leaf.dtype == dtype:
-        return leaf
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
-    return leaf.astype(dtype)
-
-
 def _reference(config: RunConfig, inputs: LearnerInputs, trained: Collection[str]) -> nnx.Module:
-    """Make the model of the KL penalty, which shares with the policy what no update changes."""
+    """Make the model of the KL penalty: the initial policy, or a copy of the policy that is made anew now and then.
+
+    It shares with the policy what no update changes. With adapters the initial policy is the base model alone; one that
+    is made anew is the base model with adapters of its own, which start as the policy's, and its forward passes cost
+    what the policy's cost.
+    """
     if config.algorithm.reference_reset_every is not None:
         return own_copy(inputs.model, trained)
     assert inputs.reference is not None
     copied = nnx.clone(inputs.reference)
     cast_to_compute(copied, config)
-    return own_copy(copied, () if has_adapters(inputs.model) else trained)
-
-
-def _entropy_control(section: AlgorithmSection) -> EntropyControl | None:
-    if section.entropy_target is None:
-        return None
-    return EntropyControl(section.entropy_bonus, section.entropy_target, section.entropy_step or ENTROPY_STEP)
+    return own_copy(copied, () if trained_type(inputs.model) is nnx.LoRAParam else trained)

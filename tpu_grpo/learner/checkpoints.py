@@ -13,13 +13,19 @@ bonus that is adapted, and reference_params a reference of the KL penalty that i
 A step is saved on a thread of its own into a directory with a temporary name, renamed when it is complete: a process
 that is killed leaves the previous checkpoint as the newest, and the next start removes what was unfinished.
 
-A run continues after the newest checkpoint that is sound; damaged ones that are newer are moved out of its way.
+A run continues after the newest checkpoint that is sound; damaged ones that are newer are moved out of its way. Orbax
+stores no checksum of its own: a file with bytes changed in place may be read back without complaint. It is found by the
+sums that are saved beside the arrays.
 """
 
+import logging
+import os
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -28,16 +34,25 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
-from tpu_grpo.hosts import Hosts
-from tpu_grpo.learner import restoring
-from tpu_grpo.learner.digest import checksums
-from tpu_grpo.learner.restoring import ENTROPY, FORMAT, MODEL, REFERENCE, STATE, Unsound
-from tpu_grpo.learner.saving import SavingManager
-from tpu_grpo.learner.update import Updater, UpdateState, by_name
+from tpu_grpo.hosts import Hosts, end_all_hosts
+from tpu_grpo.learner.parameters import by_name, checksums
+from tpu_grpo.learner.update import Updater, UpdateState
 from tpu_grpo.observe.run_files import DAMAGED_DIR, saved_steps
-from tpu_grpo.records.errors import CheckpointError
+from tpu_grpo.records.errors import CheckpointError, DiskError, disk_error, disk_errors_explained
 
 Resume = Literal["auto", "never", "require"]
+FORMAT = 2
+"""What a checkpoint's optimizer_state holds. 1, which was not written down: bfloat16 moments and accumulated gradients
+of ``optax.MultiSteps``."""
+MODEL, STATE, ENTROPY, REFERENCE = "model_params", "optimizer_state", "entropy_state", "reference_params"
+SHOWN = 300
+"""Of an error so many characters are quoted; Orbax prints whole trees."""
+_NUMBER = re.compile(r"os_error_code='(\d+)'")
+"""This is how TensorStore names an error of the system, in exceptions that are no OSError."""
+
+
+class Unsound(Exception):
+    """A checkpoint is not what was saved, or is of another model or optimizer; says why."""
 
 
 class _SavedState(NamedTuple):
@@ -62,7 +77,7 @@ class Held(NamedTuple):
 
     def items(self) -> dict[str, Any]:
         """Return the trees that are saved, by item."""
-        updates, saved_part = self.updates, restoring.saved_part
+        updates = self.updates
         items = {MODEL: saved_part(self.model), STATE: _SavedState(updates.count, updates.optimizer, updates.kept)}
         if updates.entropy:
             items[ENTROPY] = updates.entropy
@@ -70,10 +85,10 @@ class Held(NamedTuple):
 
     def leaves(self) -> dict[str, Any]:
         """Return the arrays whose sums are saved, by name."""
-        reference = {} if self.reference is None else by_name(restoring.saved_part(self.reference))
+        reference = {} if self.reference is None else by_name(saved_part(self.reference))
         paths = jax.tree_util.tree_leaves_with_path(self.updates)
         return (
-            restoring.model_leaves(self.model)
+            model_leaves(self.model)
             | {f"reference.{name}": leaf for name, leaf in reference.items()}
             | {f"optimizer{jax.tree_util.keystr(path)}": leaf for path, leaf in paths}
         )
@@ -132,7 +147,7 @@ class Checkpoints:
                 "use another run.dir"
             )
         options = ocp.CheckpointManagerOptions(preservation_policy=self._kept)
-        return SavingManager(self._directory, item_handlers=dict(restoring.handlers()), options=options)
+        return SavingManager(self._directory, item_handlers=dict(handlers()), options=options)
 
     def restore(self, updater: Updater, *, resume: Resume) -> int:
         """Load the newest checkpoint that is sound, exactly, and return its step; 0 if there is none.
@@ -156,8 +171,9 @@ class Checkpoints:
 
     def _saved_steps(self) -> list[int]:
         """Return the steps that are saved, the newest first, the same on every host; the rest of a killed save goes."""
-        if self._hosts.is_first:
-            self._remove_unfinished()
+        if self._hosts.is_first:  # Orbax would do so in the background, before its next save
+            for path in self._directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
+                shutil.rmtree(path)
         self._hosts.barrier("unfinished checkpoints")
         steps = list(reversed(saved_steps(self._directory)))
         self._hosts.agree(f"the steps in {self._directory.name}", repr(steps))
@@ -192,11 +208,6 @@ class Checkpoints:
                 self._manager.delete(step)
         self._manager.close()
 
-    def _remove_unfinished(self) -> None:
-        """Remove what a killed process was saving; Orbax would do so in the background, before its next save."""
-        for path in self._directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"):
-            shutil.rmtree(path)
-
     def _read_newest_sound(self, steps: Sequence[int], updater: Updater) -> int:
         reasons: dict[int, str] = {}
         for step in steps:
@@ -213,34 +224,31 @@ class Checkpoints:
         path, held, reason = self._directory / str(step), self._held(updater), ""
         items, saved = {}, {}
         try:
-            items, saved = restoring.read_items(path, held.items(), self._hosts.index, held.leaves())
+            items, saved = read_items(path, held.items(), self._hosts.index, held.leaves())
         except Unsound as error:
             reason = str(error)
         told = self._hosts.gather(f"what was read of step {step}", reason.encode())
         if reasons := [(index, what.decode()) for index, what in enumerate(told) if what]:
             index, reason = reasons[0]
             return f"on host {index}: {reason}" if self._hosts.count > 1 else reason
-        self._install(items, updater)
-        try:
-            restoring.check_sums(saved, checksums(self._held(updater).leaves()))
-        except Unsound as error:
-            return str(error)
-        return ""
-
-    def _held(self, updater: Updater) -> Held:
-        return Held.of(updater, self._reference)
-
-    def _install(self, items: Mapping[str, Any], updater: Updater) -> None:
         nnx.update(updater.model, items[MODEL])
         state: _SavedState = items[STATE]
         updater.state = UpdateState(state.count, state.optimizer, state.kept, items.get(ENTROPY, ()))
         if self._reference is not None:
             nnx.update(self._reference, items[REFERENCE])
+        return wrong_sums(saved, self._held(updater).leaves())
+
+    def _held(self, updater: Updater) -> Held:
+        return Held.of(updater, self._reference)
 
     def _set_aside(self, reasons: Mapping[int, str], sound: int) -> None:
         """Move damaged checkpoints out of the way of a run that goes on after an older one, and tell the user."""
         for step, reason in reasons.items():
-            to = _free_name(self._aside / str(step))
+            number = 0
+            to = self._aside / str(step)
+            while to.exists():
+                number += 1
+                to = self._aside / f"{step}.{number}"
             if self._hosts.is_first:
                 to.parent.mkdir(exist_ok=True)
                 (self._directory / str(step)).rename(to)
@@ -260,10 +268,195 @@ class Checkpoints:
         )
 
 
-def _free_name(path: Path) -> Path:
-    """Return the path, or the first of ``<path>.1``, ``<path>.2``... that is not taken."""
-    number, free = 0, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}.{number}")
-    return free
+# --- reading: each host its own part, whole or not at all -------------------------------------------------------------
+
+
+def read_items(
+    path: Path, wanted: Mapping[str, Any], host: int, names: Collection[str] = ()
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Read what this host needs of some items of the checkpoint of a step; the other hosts are not waited for.
+
+    Args:
+        path: the checkpoint, ``<directory>/<step>``.
+        wanted: by item the tree of arrays whose types and shardings are wanted.
+        host: the index of this one.
+        names: arrays that must have been saved, by the names of their sums.
+
+    Returns:
+        The items, and the sums that were saved with them.
+
+    Raises:
+        Unsound: it is damaged, another step's, or its arrays have other shapes.
+        CheckpointError: it was written by another version, or for other arrays: another model, optimizer or loss.
+    """
+    # Read without the barriers of Orbax: a host whose read fails would not come to them.
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=host, active_processes={host}, barrier_sync_key_prefix=f"reading_on_host_{host}"
+    )
+    options = ocp.CompositeOptions(multiprocessing_options=alone)
+    items: dict[str, Any] = handlers(multiprocessing_options=alone)
+    handler = ocp.CompositeCheckpointHandler(composite_options=options, **items)
+    reader = ocp.Checkpointer(handler, multiprocessing_options=alone)
+    try:
+        metadata = reader.metadata(path).custom_metadata or {}
+        _check_metadata(path, metadata, names)
+        if missing := [item for item in wanted if not (path / item).is_dir()]:
+            raise Unsound(f"{' and '.join(missing)} is missing")
+        arguments = {  # every array with the type and the sharding that it has there
+            item: ocp.args.PyTreeRestore(
+                item=tree, restore_args=ocp.checkpoint_utils.construct_restore_args(target=tree)
+            )
+            for item, tree in wanted.items()
+        }
+        return dict(reader.restore(path, args=ocp.args.Composite(**arguments)).items()), metadata["checksums"]
+    except (CheckpointError, Unsound):
+        raise
+    except Exception as error:  # Orbax raises many types, and for a truncated array the bare Exception
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise  # the checkpoint is not to blame
+        raise Unsound(f"{type(error).__name__}: {str(error).strip()[:SHOWN]}") from error
+    finally:
+        reader.close()
+
+
+def wrong_sums(saved: Mapping[str, int], leaves: Mapping[str, jax.Array]) -> str:
+    """Say which of some arrays have other sums than those that were saved, or none that was; nothing if none has."""
+    wrong = [name for name, value in checksums(leaves).items() if saved.get(name) != value]
+    return f"{len(wrong)} arrays are not what was saved, the first {wrong[0]}" if wrong else ""
+
+
+def read_policy(directory: Path, step: int, model: nnx.Module, host: int = 0) -> None:
+    """Load the policy of one checkpoint into a model, without its optimizer; the run that saves there may go on.
+
+    Raises:
+        CheckpointError: for one that is not there, is damaged, or is of another model.
+    """
+    path = directory.absolute() / str(step)
+    if not (path / MODEL).is_dir():
+        found = list(saved_steps(directory))
+        raise CheckpointError(f"a checkpoint must be in {path}, found none; there are steps {found or 'none'}")
+    try:
+        items, saved = read_items(path, {MODEL: saved_part(nnx.state(model))}, host)
+        nnx.update(model, items[MODEL])
+        if reason := wrong_sums(saved, model_leaves(nnx.state(model))):
+            raise Unsound(reason)
+    except Unsound as error:
+        raise CheckpointError(
+            f"checkpoint {path} must hold this model, whole, but could not be read ({error}); take another step, or "
+            "the config of the run that saved it"
+        ) from error
+
+
+def handlers(**settings: Any) -> dict[str, ocp.PyTreeCheckpointHandler]:
+    """Make a handler for every item that a checkpoint may hold, with further settings of Orbax."""
+    # By default an array that several devices hold is cut into pieces, by a program compiled for each shape at the
+    # first save. Only small arrays are held so, and they are saved whole. A file of shardings would take a quarter of
+    # a small model's save, and nobody reads it: a run says which shardings it wants.
+    whole = ocp.type_handlers.ArrayHandler(use_replica_parallel=False, enable_write_sharding_file=False)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, whole))
+    items = (MODEL, STATE, ENTROPY, REFERENCE)
+    return {item: ocp.PyTreeCheckpointHandler(type_handler_registry=registry, **settings) for item in items}
+
+
+def saved_part(state: nnx.State) -> nnx.State:
+    """Return what a checkpoint holds of a model's state: its adapters if it has any, else all of it."""
+    adapters = nnx.filter_state(state, nnx.LoRAParam)
+    return adapters if nnx.to_flat_state(adapters) else state
+
+
+def model_leaves(state: nnx.State) -> dict[str, Any]:
+    """Return all arrays of a model's state by the names of their sums; adapters are not continued on another base."""
+    return {f"model.{name}": leaf for name, leaf in by_name(state).items()}
+
+
+def _check_metadata(path: Path, metadata: Mapping[str, Any], names: Collection[str]) -> None:
+    if "checksums" not in metadata:
+        raise Unsound("its checksums are missing")
+    if (found := metadata.get("format", 1)) != FORMAT:
+        raise CheckpointError(
+            f"checkpoint {path} must have format {FORMAT}, got {found}: since then parameters are stepped in float32, "
+            "moments are float32, and gradients are not kept between steps; finish that run with the version that "
+            "wrote it, or start over with checkpoint.resume=never"
+        )
+    if (step := metadata.get("global_step")) != int(path.name):
+        raise Unsound(f"it is named {path.name} and holds step {step}")
+    if lacking := sorted(set(names) - set(metadata["checksums"])):
+        raise CheckpointError(
+            f"checkpoint {path} must hold all arrays that this run trains with, and was saved without {len(lacking)} "
+            f"of {len(names)}, the first {lacking[0]}; undo a change of model, optimizer or algorithm, or start over "
+            "with checkpoint.resume=never"
+        )
+
+
+# --- writing in the background ----------------------------------------------------------------------------------------
+
+
+class SavingManager(ocp.CheckpointManager):
+    """Is Orbax's manager, with errors of the disk that say so and that all other hosts hear of at once.
+
+    Orbax 0.12.8 writes on threads of its own. After an error there it first waits for the other hosts at one barrier,
+    while they wait for this host at another, both for 20 minutes; and until then nobody sees the error.
+    """
+
+    _step: int | None = None
+    """This step is being saved, or was last."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        # An error of the disk is raised, and told in a line. Orbax logs it as well where it meets it, and after the
+        # first it closes an event loop to which TensorStore reports the end of every other array; each of these reports
+        # becomes an exception that nobody can catch. Neither prints a traceback.
+        logging.getLogger("absl").addFilter(_is_not_of_the_disk)
+        if getattr(sys.unraisablehook, "func", None) is not _print_unless_of_a_closed_loop:
+            sys.unraisablehook = partial(_print_unless_of_a_closed_loop, sys.unraisablehook)
+
+    def save(self, step: int, *args: Any, **settings: Any) -> bool:
+        """Start saving a step; as Orbax's.
+
+        Raises:
+            DiskError: the disk did not take this one, or the one before.
+        """
+        self.wait_until_finished()
+        self._step = step
+        with disk_errors_explained(self._explained):
+            return super().save(step, *args, **settings)
+
+    def wait_until_finished(self) -> None:
+        """Wait for the step that is being saved; raises as ``save`` does."""
+        with disk_errors_explained(self._explained):
+            super().wait_until_finished()
+
+    def _wait_for_checkpointers(self) -> None:
+        """Wait for the threads that write: Orbax calls it on another thread, before it waits for the other hosts."""
+        try:
+            super()._wait_for_checkpointers()
+        except Exception as error:
+            end_all_hosts(self._explained(error) or error, f"step {self._step} could not be saved")
+            raise
+
+    def _explained(self, error: BaseException) -> DiskError | None:
+        """Make an error that the disk has caused one that users are told in a line."""
+        if isinstance(error, DiskError):
+            return error
+        if (number := _system_error(error)) is None:
+            return None
+        return disk_error(OSError(number, os.strerror(number), f"step {self._step} in {self.directory}"))
+
+
+def _system_error(error: BaseException) -> int | None:
+    """Return the number of the system's error that is the cause, if one is."""
+    found = _NUMBER.search(str(error))
+    return int(found[1]) if found else getattr(error, "errno", None)
+
+
+def _is_not_of_the_disk(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return error is None or _system_error(error) is None
+
+
+def _print_unless_of_a_closed_loop(
+    otherwise: "Callable[[sys.UnraisableHookArgs], object]", unraisable: "sys.UnraisableHookArgs"
+) -> None:
+    error = unraisable.exc_value
+    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+        otherwise(unraisable)

@@ -1,29 +1,22 @@
-"""An update whose loss or gradient is not finite: what it was of, and as arrays that a file can hold.
+"""Updates whose loss or gradient is not finite.
 
 Of such an update nothing arrived in the policy, so the parameters beside which it is kept are those that it had.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 from tpu_grpo.config import UpdateSection
-from tpu_grpo.learner.batches import DATA_AXIS
-from tpu_grpo.learner.digest import whole
-from tpu_grpo.learner.forward import ModelRows
+from tpu_grpo.learner.batches import PassArrays, pass_arrays
 from tpu_grpo.learner.loss import TrainBatch
-from tpu_grpo.records.errors import DataError, NonFiniteError
+from tpu_grpo.learner.parameters import whole
+from tpu_grpo.records.errors import NonFiniteError
 from tpu_grpo.records.stages import ScoredRollout
-
-PassArrays = dict[str, np.ndarray]
-"""The arrays of a `TrainBatch` by name; those of its rows begin with ``rows.``."""
 
 
 @dataclass(frozen=True)
@@ -55,59 +48,44 @@ class FailedUpdate:
         return [{name: whole(value) for name, value in pass_arrays(batch).items()} for batch in self.passes]
 
 
-Keep = Callable[[FailedUpdate], Path]
-"""Keeps an update in a file, on every host, and returns where."""
+class SkippedUpdates:
+    """Decides what becomes of updates of which nothing arrived: they are skipped, and the first in a row is kept.
 
-
-def passed_over(failed: FailedUpdate, section: UpdateSection, in_a_row: int, kept_in: Path | None) -> str:
-    """Say that an update is skipped, which is the last of ``in_a_row``, the first of which may be ``kept_in`` a file.
-
-    Raises:
-        NonFiniteError: if it is not to be skipped, or is one too many.
+    ``keep``, once it is set, keeps an update in a file, on every host, and returns where.
     """
-    what, kept = failed.what, ""
-    if kept_in is not None:
-        first = "it" if in_a_row == 1 else "the first of them"
-        kept = f"; {first} is kept: look at it with `python scripts/run.py --replay {kept_in}`"
-    if section.on_non_finite == "stop":
-        raise NonFiniteError(
-            f"{what}; nothing of it reached the policy{kept}. Continue from the last checkpoint with a lower "
-            "optimizer.learning_rate or model.dtype=float32, which checkpoint.allow_changes must name, or set "
-            "update.on_non_finite=skip"
-        )
-    if in_a_row > section.most_skipped:
-        raise NonFiniteError(
-            f"{what}; that makes {in_a_row} updates in a row, and update.max_skipped={section.most_skipped} may be "
-            f"skipped{kept}. Continue from the last checkpoint with a lower optimizer.learning_rate or "
-            "model.dtype=float32, which checkpoint.allow_changes must name"
-        )
-    return f"{what}; the update was skipped, and nothing of it reached the policy{kept}"
 
+    def __init__(self, section: UpdateSection):
+        self._section = section
+        self.keep: Callable[[FailedUpdate], Path] | None = None
+        self._in_a_row, self._kept_in = 0, None
 
-def pass_arrays(batch: TrainBatch) -> dict[str, Any]:
-    """Return the arrays of a micro-batch by name, without those that it lacks."""
-    columns = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "rows"}
-    rows = {f"rows.{name}": value for name, value in batch.rows._asdict().items()}
-    return {name: value for name, value in (rows | columns).items() if value is not None}
+    def interrupted(self) -> None:
+        """An update was made."""
+        self._in_a_row = 0
 
+    def add(self, failed: FailedUpdate) -> str:
+        """Skip an update, and say so.
 
-def placed_pass(arrays: Mapping[str, np.ndarray], mesh: Mesh) -> TrainBatch:
-    """Put the arrays of a pass on the trainer's devices, as the run had them.
-
-    Raises:
-        DataError: for rows that this mesh cannot split.
-    """
-    count, devices = len(arrays["weights"]), mesh.shape[DATA_AXIS]
-    if count % devices:
-        raise DataError(
-            f"a pass of {count} rows must be split over meshes.trainer.fsdp={devices} devices, which does not divide "
-            "it; use as many devices as the run had, or a divisor"
-        )
-    sharding = NamedSharding(mesh, PartitionSpec(DATA_AXIS))
-    placed = {
-        name: jax.make_array_from_callback(value.shape, sharding, lambda index, value=value: value[index])
-        for name, value in arrays.items()
-    }
-    rows = ModelRows(**{name: placed.get(f"rows.{name}") for name in ModelRows._fields})
-    others = {field.name: placed.get(field.name) for field in fields(TrainBatch) if field.name != "rows"}
-    return jax.block_until_ready(TrainBatch(rows=rows, **others))
+        Raises:
+            NonFiniteError: if it is not to be skipped, or is one too many.
+        """
+        if not self._in_a_row:
+            self._kept_in = self.keep(failed) if self.keep else None
+        self._in_a_row += 1
+        what, kept, section = failed.what, "", self._section
+        if self._kept_in is not None:
+            first = "it" if self._in_a_row == 1 else "the first of them"
+            kept = f"; {first} is kept: look at it with `python scripts/run.py --replay {self._kept_in}`"
+        if section.on_non_finite == "stop":
+            raise NonFiniteError(
+                f"{what}; nothing of it reached the policy{kept}. Continue from the last checkpoint with a lower "
+                "optimizer.learning_rate or model.dtype=float32, which checkpoint.allow_changes must name, or set "
+                "update.on_non_finite=skip"
+            )
+        if self._in_a_row > section.most_skipped:
+            raise NonFiniteError(
+                f"{what}; that makes {self._in_a_row} updates in a row, and update.max_skipped={section.most_skipped} "
+                f"may be skipped{kept}. Continue from the last checkpoint with a lower optimizer.learning_rate or "
+                "model.dtype=float32, which checkpoint.allow_changes must name"
+            )
+        return f"{what}; the update was skipped, and nothing of it reached the policy{kept}"

@@ -1,6 +1,7 @@
 """The forward pass over packed rows: the model without its output head, and the head over sampled tokens alone.
 
-Suffixes: R rows, S tokens of a row, D width.
+Suffixes: R rows, S tokens of a row, D and F widths, L layers, E experts, k experts per token, LK = L * k (layer by
+layer).
 """
 
 import functools
@@ -11,12 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 from tunix.rl import common
 
-from tpu_grpo.learner.flat_products import with_flat_products
 from tpu_grpo.learner.output_head import OutputHead, token_logprobs
-from tpu_grpo.learner.routing import with_replay
 
 
 class ModelRows(NamedTuple):
@@ -31,7 +30,7 @@ class ModelRows(NamedTuple):
     mask: Any
     """bool [R, S], the tokens whose log-probabilities are wanted."""
     experts: Any = None
-    """What is replayed of the engine's routing, None if nothing is; see routing.py."""
+    """What is replayed of the engine's routing, None if nothing is; see `with_replay`."""
     kept: Any = None
     """How many of the likeliest tokens each was drawn among, int32 [R, S]; None for all."""
 
@@ -83,11 +82,26 @@ def _logprobs(definition: Any, state: Any, rows: ModelRows, **settings: Any) -> 
     return run_model(nnx.merge(definition, state), rows, **settings).logprobs_RS
 
 
+def _next(values_RS: Array) -> Array:
+    """Move every value to the place of the token before it, whose state predicts it; the last place gets none."""
+    return jnp.pad(values_RS[:, 1:], ((0, 0), (0, 1)))
+
+
+def kl_divergence(
+    logprobs_RS: Float[Array, "R S"], reference_RS: Float[Array, "R S"], estimator: str
+) -> Float[Array, "R S"]:
+    """Estimate KL(policy || reference) at every token (http://joschu.net/blog/kl-approx.html)."""
+    return common.compute_kl_divergence(logprobs_RS, reference_RS, estimator)
+
+
 def attention_mask(segments_RS: Int[Array, "R S"]) -> Bool[Array, "R S S"]:
     """Whether token i of a row sees token j: j is not after i, and of the same segment."""
     tokens = segments_RS.shape[1]
     causal_SS = jnp.tri(tokens, dtype=jnp.bool_)
     return causal_SS & (segments_RS[:, :, None] == segments_RS[:, None, :])
+
+
+# --- the model that is run --------------------------------------------------------------------------------------------
 
 
 def without_head(model: Any) -> tuple[Any, OutputHead]:
@@ -129,13 +143,91 @@ class _EmbedderWithoutHead(nnx.Module):
         return hidden_RSD
 
 
-def kl_divergence(
-    logprobs_RS: Float[Array, "R S"], reference_RS: Float[Array, "R S"], estimator: str
-) -> Float[Array, "R S"]:
-    """Estimate KL(policy || reference) at every token (http://joschu.net/blog/kl-approx.html)."""
-    return common.compute_kl_divergence(logprobs_RS, reference_RS, estimator)
+class Replayed(nnx.Variable[Any]):
+    """The experts of every token in one layer, integers [R, k, S]. A variable, so that recomputation passes it on."""
 
 
-def _next(values_RS: Array) -> Array:
-    """Move every value to the place of the token before it, whose state predicts it; the last place gets none."""
-    return jnp.pad(values_RS[:, 1:], ((0, 0), (0, 1)))
+class ReplayingRouter(nnx.Module):
+    """A router whose choice was made before; it routes tokens without one itself."""
+
+    def __init__(self, router: Any, experts_RkS: Integer[Array, "R k S"]):
+        self.router = router
+        self.experts = Replayed(experts_RkS)
+
+    def __call__(self, x_RSD: Float[Array, "R S D"]) -> Float[Array, "R S E"]:
+        """Compute the router's logits, minus infinity for every expert that was not chosen."""
+        scores_RSE = self.router(x_RSD)
+        experts_RkS1 = self.experts.get_value().astype(jnp.int32)[..., None]
+        chosen_RSE = (experts_RkS1 == jnp.arange(scores_RSE.shape[-1])).any(axis=1)
+        return jnp.where(chosen_RSE | ~chosen_RSE.any(axis=-1, keepdims=True), scores_RSE, -jnp.inf)
+
+
+def with_replay(model: Any, experts_RLKS: Integer[Array, "R LK S"] | None) -> Any:
+    """Return a model whose tokens pass the experts that the engine chose for them; without experts, the model itself.
+
+    Rounding differs between engine and trainer, and where two experts are about equally likely, it decides which one a
+    token passes. The trainer would then compute another function of the parameters than the one that was sampled from.
+    R3 ("Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv 2510.11370) takes the
+    engine's choice I and the trainer's router logits s:
+
+        weight of expert e = I_e exp(s_e) / sum over j of I_j exp(s_j)
+
+    which is the softmax over all experts at the chosen ones, divided by its sum there, as these models define it.
+    Gradients reach the router through the weights. The same comes of logits that are minus infinity outside of I, so
+    the router is all that changes: Tunix's layer takes the largest k of them.
+
+    The model stays as it is, and shares its arrays.
+    """
+    if experts_RLKS is None:
+        return model
+    copy: Any = nnx.merge(*nnx.split(model))
+    layers = list(copy.layers)
+    for layer, experts_RkS in zip(layers, jnp.split(experts_RLKS, len(layers), axis=1), strict=True):
+        layer.mlp.router = ReplayingRouter(layer.mlp.router, experts_RkS)
+    return copy
+
+
+def with_flat_products(model: Any, mesh: Mesh | None) -> Any:
+    """Return a model whose linear modules see tokens without rows, on a mesh of one CPU; on others, the model itself.
+
+    The gradient of a weight sums over the rows and the tokens of its inputs. XLA's CPU backend makes a plain product of
+    a sum over two dimensions, and transposes copies of the inputs for it; a sum over one dimension needs none. The
+    update of a small model then takes a tenth less time:
+
+        [R, S, D]  ->  [R x S, D]  ->  the module, without a dimension for rows  ->  [R x S, F]  ->  [R, S, F]
+
+    TPUs need no copies, and rows that are split over devices stay rows. The model stays as it is, and shares its
+    arrays. None stands for a mesh of one device.
+    """
+    devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
+    if len(devices) > 1 or devices[0].platform != "cpu":
+        return model
+    copy: Any = nnx.merge(*nnx.split(model))
+    modules: list[Any] = [module for _, module in nnx.iter_modules(copy)]
+    for module in modules:
+        equation = _without_rows(getattr(module, "einsum_str", ""))
+        if equation:
+            module.einsum_str = equation
+        if equation or isinstance(module, nnx.Linear):
+            object.__setattr__(module, "__class__", _flat(type(module)))
+    return copy
+
+
+def _without_rows(equation: str) -> str | None:
+    """Turn BTD,DF->BTF of Tunix's ``Einsum`` into TD,DF->TF; None where rows and tokens do not both come first."""
+    inputs, _, output = equation.partition("->")
+    if not output or "." in equation or inputs[:2] != output[:2]:
+        return None
+    return f"{inputs[1:]}->{output[1:]}"
+
+
+@functools.cache
+def _flat(kind: Any) -> Any:
+    """Derive the class of a module that is called with tokens without rows; all else is as in ``kind``."""
+
+    def call(self: Any, inputs_RSD: Float[Array, "R S ..."]) -> Float[Array, "R S ..."]:
+        rows, tokens, *widths = inputs_RSD.shape
+        found = kind.__call__(self, inputs_RSD.reshape(rows * tokens, *widths))
+        return found.reshape(rows, tokens, *found.shape[1:])
+
+    return type(f"Flat{kind.__name__}", (kind,), {"__call__": call})

@@ -6,26 +6,74 @@ Without a ratio to the old policy the gradient of the KL estimates is not that o
 expectation, of k2 it is right for what the policy now has sampled, of k3 it is that of the divergence the other way
 round. Times the ratio, of k1 and k3 it is right.
 
-The weights hold the aggregation over the whole update (token_weights.py), so that the losses of micro-batches add up.
+The weights hold the aggregation over the whole update (`token_weights`), so that the losses of micro-batches add up.
 
 Suffixes: R packed rows, S tokens of a row. An algorithm calls them B and T.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx, struct
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from tpu_grpo.algorithms import CorrectionSums, RunAlgorithm, Sequences, token_ratio
-from tpu_grpo.learner.agreement import AgreementSums, agreement_sums
-from tpu_grpo.learner.entropy import EntropyControl
+from tpu_grpo.algorithms.algorithm import LOG_RATIO_LIMIT
 from tpu_grpo.learner.forward import ModelRows, kl_divergence, run_model
+
+
+class EntropyState(NamedTuple):
+    """The coefficient between two updates, float32 scalars."""
+
+    coefficient: Float[Array, ""]
+    applied: Float[Array, ""]
+    """That of the next update: the coefficient, or 0."""
+
+
+class EntropySums(NamedTuple):
+    """What the forward passes of an update have measured so far, float32 scalars."""
+
+    entropy: Float[Array, ""]
+    tokens: Float[Array, ""]
+
+
+@dataclass(frozen=True)
+class EntropyControl:
+    """Adapts the coefficient of the entropy bonus to a target (He et al. 2025, "Skywork-OR1", arXiv 2505.22312).
+
+    With H_k the mean entropy over the tokens of update k, and c_1 = ``algorithm.entropy_bonus``, the paper has
+
+        c_(k+1) = c_k + step where H_k <= target, else c_k - step
+        bonus of update k: c_k H where H_k <= target, else none
+
+    What departs from the paper: H_k is only known once all forward passes of update k are over, so that the bonus of an
+    update is decided by the update before, from the second on; and the coefficient does not fall below 0, where a bonus
+    would lower the entropy.
+
+    The coefficient is an array in the update's state: the programs are the same for all its values, and a checkpoint
+    holds it.
+    """
+
+    first: float
+    target: float
+    """Nats."""
+    step: float
+
+    def initial(self) -> EntropyState:
+        """Return the state before the first update."""
+        first = jnp.asarray(self.first, jnp.float32)
+        return EntropyState(first, first)
+
+    def following(self, state: EntropyState, measured: EntropySums) -> EntropyState:
+        """Return the state after an update that measured this."""
+        low = measured.entropy <= self.target * measured.tokens
+        coefficient = jnp.maximum(state.coefficient + jnp.where(low, self.step, -self.step), 0.0)
+        return EntropyState(coefficient, jnp.where(low, coefficient, 0.0))
 
 
 @struct.dataclass(frozen=True)
@@ -77,6 +125,61 @@ class LossSettings:
         return {"temperature": self.temperature, "mesh": self.mesh}
 
 
+class LossNumbers:
+    """Puts the numbers of a loss on every device of a mesh, as float32.
+
+    They are the weight of the KL penalty, the coefficient of the entropy bonus, and what the algorithm and its
+    correction list in their attribute ``numbers``: the sizes of a clip, the bounds of a ratio. Whether there is a
+    penalty, a bonus or a bound at all is part of the program.
+    """
+
+    def __init__(self, settings: LossSettings, mesh: Mesh):
+        self._settings, self._sharding = settings, NamedSharding(mesh, PartitionSpec())
+        self._placed: dict[str, Any] = {}
+
+    def placed(self, entropy: EntropyState | tuple[()]) -> dict[str, Any]:
+        """Return the numbers as arrays; the coefficient of an entropy bonus that is adapted is one already."""
+        if not self._placed:
+            self._placed = jax.tree.map(self._put, self._settings.numbers)
+        return self._placed | ({"entropy": entropy.applied} if isinstance(entropy, EntropyState) else {})
+
+    def described(self) -> dict[str, Any]:
+        """Describe what `placed` returns."""
+        described = jax.ShapeDtypeStruct((), jnp.float32, sharding=self._sharding)
+        return jax.tree.map(lambda _: described, self._settings.numbers)
+
+    def _put(self, value: float) -> jax.Array:
+        return jax.make_array_from_callback((), self._sharding, lambda _: np.float32(value))
+
+
+class AgreementSums(NamedTuple):
+    """How far the engine's log-probabilities are from the trainer's, measured in the forward pass of the update.
+
+    Sums over tokens, float32 scalars, that add up over micro-batches (``abs_max`` by its maximum). With d = trainer -
+    engine log-probability of a sampled token and the weight w = exp(d), over the n tokens of a step's first update
+    (unbiased for tokens that the engine sampled without top-k, top-p or min-p), the metrics are
+
+        logprob_abs_diff_max, _mean   of abs(d)
+        ratio_mean                    of w; 1 in expectation
+        kl                            mean of w - 1 - d, the k3 estimate of KL(engine || trainer)
+                                      (http://joschu.net/blog/kl-approx.html); never negative
+        effective_sample_size         (sum w)^2 / (n sum w^2), in (0, 1]: the share of the tokens that still count if
+                                      the engine's samples are weighted to stand for the trainer's
+
+    Sums are kept of w - 1, not of w: near agreement w is 1 but for the last bits, and those are the measurement.
+    """
+
+    tokens: Any
+    abs_sum: Any
+    abs_max: Any
+    excess_sum: Any
+    """The sum of w - 1."""
+    excess_square_sum: Any
+    """The sum of (w - 1)^2."""
+    kl_sum: Any
+    """The sum of w - 1 - d."""
+
+
 class LossSums(NamedTuple):
     """What a forward pass measured: float32 scalars that add up over micro-batches, but for ``agreement.abs_max``."""
 
@@ -103,7 +206,11 @@ def policy_loss(
     algorithm = settings.algorithm.with_numbers(numbers)
     found, mask_RS = run_model(model, batch.rows, **settings.forward), batch.rows.mask
     counts_RS = batch.weights != 0.0
-    counted = partial(_counted, counts_RS)
+
+    def counted(values_RS: Float[Array, "R S"]) -> Float[Array, "R S"]:
+        # What does not count may have any loss. It is cut off before and after: a gradient of 0 * infinity is not 0.
+        return jnp.where(counts_RS, values_RS, 0.0)
+
     now_RS, old_RS = counted(found.logprobs_RS), counted(batch.old_logps)
     sequences, correction = Sequences(batch.rows.segments, counts_RS), None
     losses = algorithm.token_losses(
@@ -120,7 +227,8 @@ def policy_loss(
         kl_RS = kl_divergence(now_RS, counted(batch.reference_logps), settings.kl_estimator)
         kl = (kl_RS * mask_RS).sum()
         if settings.kl_in_loss:
-            loss_RS = loss_RS + numbers["beta"] * _penalty(kl_RS, now_RS, old_RS, settings)
+            penalty_RS = kl_RS * token_ratio(now_RS, old_RS) if settings.kl_unbiased else kl_RS
+            loss_RS = loss_RS + numbers["beta"] * penalty_RS
     if settings.entropy_bonus or settings.entropy_control is not None:
         loss_RS = loss_RS - numbers["entropy"] * found.entropies_RS
     loss = (batch.weights * counted(loss_RS)).sum()
@@ -134,15 +242,35 @@ def policy_loss(
     )
 
 
-def _counted(counts_RS: Bool[Array, "R S"], values_RS: Float[Array, "R S"]) -> Float[Array, "R S"]:
-    """Cut off what does not count, whose loss may be anything.
+def agreement_sums(
+    trainer_logps_RS: Float[Array, "R S"], engine_logps_RS: Float[Array, "R S"], mask_RS: Bool[Array, "R S"]
+) -> AgreementSums:
+    """Add up one micro-batch; no gradient flows through the sums."""
+    difference_RS = jax.lax.stop_gradient(trainer_logps_RS.astype(jnp.float32)) - engine_logps_RS
+    difference_RS = jnp.where(mask_RS, difference_RS, 0.0)
+    limited_RS = jnp.clip(difference_RS, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    excess_RS = jnp.expm1(limited_RS)
+    return AgreementSums(
+        tokens=mask_RS.sum(dtype=jnp.float32),
+        abs_sum=jnp.abs(difference_RS).sum(),
+        abs_max=jnp.abs(difference_RS).max(),
+        excess_sum=excess_RS.sum(),
+        excess_square_sum=jnp.square(excess_RS).sum(),
+        kl_sum=jnp.maximum(excess_RS - limited_RS, 0.0).sum(),  # negative only by rounding
+    )
 
-    It is cut off before and after: a gradient of 0 times infinity would not be 0.
-    """
-    return jnp.where(counts_RS, values_RS, 0.0)
 
-
-def _penalty(
-    kl_RS: Float[Array, "R S"], now_RS: Float[Array, "R S"], old_RS: Float[Array, "R S"], settings: LossSettings
-) -> Float[Array, "R S"]:
-    return kl_RS * token_ratio(now_RS, old_RS) if settings.kl_unbiased else kl_RS
+def agreement_metrics(sums: Sequence[AgreementSums]) -> dict[str, float]:
+    """Compute ``agreement/*`` over the micro-batches of one pass over the step's tokens."""
+    table = np.asarray(sums, np.float64)
+    total = AgreementSums(*table.sum(axis=0))
+    n = total.tokens
+    weight_square_sum = n + 2 * total.excess_sum + total.excess_square_sum
+    sample_size = np.minimum(1.0, (n + total.excess_sum) ** 2 / (n * weight_square_sum))
+    return {
+        "agreement/logprob_abs_diff_max": float(AgreementSums(*table.max(axis=0)).abs_max),
+        "agreement/logprob_abs_diff_mean": float(total.abs_sum / n),
+        "agreement/ratio_mean": float(1 + total.excess_sum / n),
+        "agreement/kl": float(total.kl_sum / n),
+        "agreement/effective_sample_size": float(sample_size),
+    }

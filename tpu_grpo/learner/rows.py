@@ -1,7 +1,7 @@
-"""From a scored rollout to the packed rows that a train step takes, on the host.
+"""From completions to the packed rows that a train step takes, on the host.
 
-Arrays: R training rows of S tokens each, B completions of at most T tokens. Several sequences, each a prompt and its
-completion, share a row; see packing.py. A conversation is one sequence or several, see sequences.py.
+Arrays: R training rows of S tokens each, B completions of at most T tokens, N sequences. Several sequences, each a
+prompt and what follows it, share a row:
 
     token_ids       [p0 p1 c0 c1 c2 | p0 c0 c1 | 0  0 ]
     segments        [ 1  1  1  1  1 |  2  2  2 | 0  0 ]     0 is padding; no token sees another segment
@@ -10,26 +10,309 @@ completion, share a row; see packing.py. A conversation is one sequence or sever
     rollout_logps   [ 0  0 l0 l1 l2 |  0 l0 l1 | 0  0 ]
 
 Whatever a token's id is, only the segments say what is padding.
+
+A completion is one sequence; a conversation is one for each of its branches. Here the environment answered (o) after
+each of two turns. Before the second turn the chat template dropped the thinking (t) of the first, so that another
+branch begins there, whose prompt q is the past without it:
+
+    token_ids   [t0 t1 a0 o0 b0 b1 o1]          branch 1   p | t0 t1 a0        mask [1 1 1]
+    sampled     [ 1  1  1  0  1  1  0]          branch 2   q | b0 b1           mask [1 1]
+    branches    Branch(p, 0, 4), Branch(q, 4, 7)
+
+Tokens after the last one that was sampled are context of nothing, and are left out; so is a branch in which none was.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, Integer
 
-from tpu_grpo.algorithms import RunAlgorithm
 from tpu_grpo.config import LossAggregation
-from tpu_grpo.learner.packing import Packing, pack
-from tpu_grpo.learner.routing import ReplayShape
-from tpu_grpo.learner.sequences import TrainSequence, check_sequences, kept_tokens, train_sequences
-from tpu_grpo.learner.token_weights import token_weights
-from tpu_grpo.records.errors import NonFiniteError, RewardError
-from tpu_grpo.records.stages import Completion
+from tpu_grpo.records.episode import Branch
+from tpu_grpo.records.errors import DataError, NonFiniteError
+from tpu_grpo.records.stages import Completion, routing_dtype
 
-_Advantages = float | np.floating[Any] | Float[np.ndarray, "_"]
-"""One for all tokens of a completion, or each token's own."""
+# --- sequences --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrainSequence:
+    """A prompt, and T tokens of a completion that follow it."""
+
+    row: int
+    """The completion that they are of."""
+    prompt: Sequence[int]
+    places: slice
+    """Where they are among the tokens of the completion."""
+    token_ids: Integer[np.ndarray, " T"]
+    mask: Bool[np.ndarray, " T"]
+    """Which of them were sampled; the last one was."""
+    logprobs: Float[np.ndarray, " T"]
+    """The engine's, 0 for tokens that were not sampled."""
+    experts: Integer[np.ndarray, "S layers k"] | None
+    """What the engine used, for the S tokens that it computed."""
+    experts_beyond: int
+    """How many tokens after the last one may have experts, too."""
+
+    def __len__(self) -> int:
+        """Return the number of tokens of prompt and completion."""
+        return len(self.prompt) + len(self.token_ids)
+
+
+def train_sequences(prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> list[TrainSequence]:
+    """Return the sequences of B completions that `check_sequences` has passed, in the order of rows and branches."""
+    rows = enumerate(zip(prompts, completions, strict=True))
+    return [sequence for row, (prompt, completion) in rows for sequence in _sequences_of(row, prompt, completion)]
+
+
+def check_sequences(
+    prompts: Sequence[Sequence[int]], completions: Sequence[Completion], max_prompt_tokens: int, max_new_tokens: int
+) -> None:
+    """Refuse prompts and completions that do not fit, and log-probabilities that are missing, too few or not finite.
+
+    The prompt of a conversation is that of its first branch. One that never began is passed over.
+
+    Raises:
+        DataError, NonFiniteError: for such a row; names it.
+    """
+    if all(map(never_began, completions)):
+        raise DataError(
+            f"some conversation must have had a turn, got {len(completions)} whose environments all failed before "
+            "their first; repair the environment: environment.on_error=stop shows how it fails"
+        )
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        if never_began(completion):
+            continue
+        _check_mask(row, completion)
+        first = prompt if completion.episode is None else _checked_branches(row, completion)[0].prompt
+        for what, setting, most, count in (
+            ("prompts", "data.max_prompt_tokens", max_prompt_tokens, len(first)),
+            ("completions", "rollout.max_new_tokens", max_new_tokens, len(completion.token_ids)),
+        ):
+            if not 0 < count <= most:
+                raise DataError(
+                    f"{what} must have 1 to {setting}={most} tokens, got {count} in row {row}; raise the setting, or "
+                    "drop the row"
+                )
+        _check_branch_lengths(row, completion, max_prompt_tokens + max_new_tokens)
+        _check_logprobs(row, completion)
+
+
+def never_began(completion: Completion) -> bool:
+    """Say whether a conversation has no turn, because its environment failed before the first."""
+    return completion.episode is not None and completion.episode.failure is not None and not completion.episode.turns
+
+
+def sampled_mask(completion: Completion) -> Bool[np.ndarray, " T"]:
+    """Say which of a completion's tokens the policy sampled."""
+    if completion.sampled is None:
+        return np.ones(len(completion.token_ids), np.bool_)
+    return completion.sampled
+
+
+def _sequences_of(row: int, prompt: Sequence[int], completion: Completion) -> Iterator[TrainSequence]:
+    whole = Branch((), 0, len(completion.token_ids), completion.experts)
+    sampled_T = sampled_mask(completion)
+    for branch in [whole] if completion.episode is None else completion.episode.branches:
+        sampled = np.flatnonzero(sampled_T[branch.start : branch.end])
+        if not len(sampled):
+            continue
+        places = slice(branch.start, branch.start + int(sampled[-1]) + 1)
+        mask = sampled_T[places]
+        yield TrainSequence(
+            row=row,
+            prompt=prompt if completion.episode is None else branch.prompt,
+            places=places,
+            token_ids=completion.token_ids[places],
+            mask=mask,
+            logprobs=np.where(mask, completion.logprobs[places], 0.0),
+            experts=branch.experts,
+            experts_beyond=branch.end - places.stop,
+        )
+
+
+def _check_mask(row: int, completion: Completion) -> None:
+    if completion.sampled is None:
+        return
+    if len(completion.sampled) != len(completion.token_ids):
+        raise DataError(
+            f"every token must be sampled or not: row {row} has {len(completion.token_ids)} tokens, and a mask of "
+            f"{len(completion.sampled)}; give one value for each"
+        )
+    if not completion.sampled.any():
+        raise DataError(
+            f"a conversation must have a token that the policy sampled, got none among the "
+            f"{len(completion.token_ids)} of row {row}; drop the row"
+        )
+
+
+def _checked_branches(row: int, completion: Completion) -> Sequence[Branch]:
+    """Return the branches of a conversation, in which every token that was sampled is once."""
+    branches = () if completion.episode is None else completion.episode.branches
+    covered_T, place = np.zeros(len(completion.token_ids), np.bool_), 0
+    for branch in branches:
+        if not place <= branch.start <= branch.end <= len(covered_T):
+            raise DataError(
+                f"branches must follow each other within the {len(covered_T)} tokens of their conversation, got "
+                f"{[(one.start, one.end) for one in branches]} in row {row}; correct their places"
+            )
+        place = branch.end
+        covered_T[branch.start : branch.end] = True
+    if not branches or (sampled_mask(completion) & ~covered_T).any():
+        raise DataError(
+            f"every token that was sampled must be in a branch of its conversation, got "
+            f"{[(one.start, one.end) for one in branches]} for the {completion.sampled_tokens} sampled ones of row "
+            f"{row}; add a branch"
+        )
+    return branches
+
+
+def _check_branch_lengths(row: int, completion: Completion, most: int) -> None:
+    for number, branch in enumerate(completion.episode.branches if completion.episode else (), start=1):
+        count = len(branch.prompt) + branch.end - branch.start
+        if not branch.prompt or count > most:
+            raise DataError(
+                "a branch must have a prompt, and with it at most data.max_prompt_tokens + rollout.max_new_tokens = "
+                f"{most} tokens, got {len(branch.prompt)} + {branch.end - branch.start} in branch {number} of row "
+                f"{row}; raise a setting, or drop the row"
+            )
+
+
+def _check_logprobs(row: int, completion: Completion) -> None:
+    logprobs, count = completion.logprobs, len(completion.token_ids)
+    if logprobs is None or len(logprobs) != count:
+        found = "none" if logprobs is None else len(logprobs)
+        raise DataError(
+            f"every sampled token needs its log-probability: row {row} has {count} tokens and {found}; let the engine "
+            "return them"
+        )
+    if (bad := np.flatnonzero(~np.isfinite(logprobs) & sampled_mask(completion))).size:
+        raise NonFiniteError(
+            f"the engine's log-probability of token {bad[0]} in row {row} must be finite, got {logprobs[bad[0]]}; "
+            "check the model's weights, or use model.dtype=float32"
+        )
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Says where N sequences lie."""
+
+    sequences: Sequence[Any]
+    rows: Int[np.ndarray, " N"]
+    """The training row of each sequence."""
+    starts: Int[np.ndarray, " N"]
+    """The place of its first token in the row."""
+    segments: Int[np.ndarray, " N"]
+    """Its number in the row, from 1."""
+    count: int
+    """The training rows, empty ones among them."""
+
+
+def pack(sequences: Sequence[Sized], *, row_tokens: int, multiple: int) -> Packing:
+    """Pack sequences, each of at most ``row_tokens`` tokens, into a ``multiple`` of rows; hardly any padding is left.
+
+        packing = pack(sequences, row_tokens=8, multiple=2)
+
+        lengths 5 3 4 2 2           row 0    a a a a a b b b
+                                    row 1    c c c c d d e e
+
+    Every host computes the same packing from the same lengths. It is best-fit decreasing (Johnson 1973, "Near-optimal
+    bin packing algorithms"), which says how many rows it takes; they are rounded up to whole micro-batches, and the
+    sequences are dealt anew to all of them, the longest first and each to the row with the least work, so that devices
+    have equal work.
+    """
+    lengths = [len(one) for one in sequences]
+    assert max(lengths) <= row_tokens, "train_rows refuses longer sequences"
+    tight = _best_fit(lengths, row_tokens)
+    count = -(-(int(tight.max()) + 1) // multiple) * multiple
+    rows = _balanced(lengths, row_tokens, count)
+    rows = tight if rows is None else rows
+    starts, segments = np.zeros(len(lengths), np.int64), np.zeros(len(lengths), np.int64)
+    ends, counts = [0] * count, [0] * count
+    for index, (row, length) in enumerate(zip(rows.tolist(), lengths, strict=True)):
+        counts[row] += 1
+        starts[index], segments[index] = ends[row], counts[row]
+        ends[row] += length
+    return Packing(sequences, rows, starts, segments, count)
+
+
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+
+
+def _best_fit(lengths: Sequence[int], row_tokens: int) -> Int[np.ndarray, " N"]:
+    """Put each sequence, the longest first, into the row that it fills best, or into a new one."""
+    rows, count = np.zeros(len(lengths), np.int64), 0
+    rooms: list[tuple[int, int]] = []  # (tokens that are left, row), ascending
+    for index in _longest_first(lengths):
+        place = bisect_left(rooms, (lengths[index], 0))
+        if place == len(rooms):
+            room, row = row_tokens, count
+            count += 1
+        else:
+            room, row = rooms.pop(place)
+        rows[index] = row
+        insort(rooms, (room - lengths[index], row))
+    return rows
+
+
+def _balanced(lengths: Sequence[int], row_tokens: int, count: int) -> Int[np.ndarray, " N"] | None:
+    """Deal the sequences to ``count`` rows by work; None if a sequence finds no room that way.
+
+    The work of a sequence is its tokens, and for attention their square over the length of a row.
+    """
+    rows, work, room = np.zeros(len(lengths), np.int64), np.zeros(count), np.full(count, row_tokens)
+    for index in _longest_first(lengths):
+        length = lengths[index]
+        row = int(np.where(room >= length, work, np.inf).argmin())
+        if room[row] < length:
+            return None
+        rows[index] = row
+        room[row] -= length
+        work[row] += length * (1 + length / row_tokens)
+    return rows
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+class ReplayShape:
+    """The sizes of what is replayed of the engine's routing in a model: L layers, k experts per token, LK = L * k."""
+
+    def __init__(self, model: Any):
+        settings = model.config
+        self.layers, self.per_token = settings.num_layers, settings.num_experts_per_tok
+        self.dtype = routing_dtype(settings.num_experts)
+
+    def empty(self, rows: int, tokens: int) -> Integer[np.ndarray, "{rows} LK {tokens}"]:
+        """Make rows in which no token has experts; tokens come last, because a TPU pads the last two dimensions."""
+        return np.full((rows, self.layers * self.per_token, tokens), np.iinfo(self.dtype).max, self.dtype)
+
+    def fill(self, table_RLKS: Integer[np.ndarray, "R LK S"], packing: Packing) -> None:
+        """Write the experts of sequences into a table from `empty`, where the sequences are packed.
+
+        The last token of a sequence has no experts: the engine sampled it, and only ran it if more came behind it.
+
+        Raises:
+            DataError: for a sequence without experts, or with those of another number of tokens; names the row.
+        """
+        for one, row, start in zip(packing.sequences, packing.rows, packing.starts, strict=True):
+            expected = (len(one) - 1, self.layers, self.per_token)
+            found = None if one.experts is None else one.experts.shape
+            beyond = found[0] - expected[0] if found is not None and found[1:] == expected[1:] else -1
+            if one.experts is None or not 0 <= beyond <= one.experts_beyond:
+                raise DataError(
+                    f"with algorithm.routing_replay every computed token needs its experts: row {one.row} must have "
+                    f"{list(expected)} (tokens, layers, experts per token), got {found and list(found)}; let the "
+                    "engine return them"
+                )
+            table_RLKS[row, :, start : start + expected[0]] = one.experts[: expected[0]].reshape(expected[0], -1).T
 
 
 @dataclass(frozen=True)
@@ -76,9 +359,9 @@ class TrainRows:
     rollout_logps: Float[np.ndarray, "R S"]
     advantages: Float[np.ndarray, "R S"]
     weights: Float[np.ndarray, "R S"]
-    """How much each token counts in the loss; see token_weights.py."""
+    """How much each token counts in the loss; see `token_weights`."""
     experts: Integer[np.ndarray, "R LK S"] | None = None
-    """What is replayed of the engine's routing, if anything; see routing.py."""
+    """What is replayed of the engine's routing, if anything; see `ReplayShape`."""
     old_logps: Float[np.ndarray, "R S"] | None = None
     """The policy's log-probabilities before the first update on the rollout, where they are known already."""
     reference_logps: Float[np.ndarray, "R S"] | None = None
@@ -100,12 +383,13 @@ def train_rows(
     shape: RowShape,
     aggregation: LossAggregation = "token-mean",
     counted: Bool[np.ndarray, " B"] | None = None,
+    known: Mapping[str, Float[np.ndarray, "B T"]] | None = None,
 ) -> tuple[TrainRows, Packing]:
     """Check and pack B prompts (token ids) and their completions, which are all those of an update.
 
     ``advantages`` are of completions, or of all tokens. What is not ``counted`` has weight 0; no mean divides by it.
-    The same holds for tokens that the policy did not sample, where what else is known of tokens counts for nothing.
-    The Packing is that of the sequences from `train_sequences`.
+    ``known`` are log-probabilities of tokens by the names of `TrainRows`. Of tokens that the policy did not sample
+    nothing but the token itself counts.
 
     Raises:
         DataError: for a prompt or completion that does not fit, in which no token was sampled, or log-probabilities or
@@ -114,132 +398,86 @@ def train_rows(
     """
     check_sequences(prompts, completions, shape.max_prompt_tokens, shape.max_new_tokens)
     sequences = train_sequences(prompts, completions)
-    packing = pack([len(one) for one in sequences], row_tokens=shape.tokens, multiple=shape.micro_batch)
+    packing = pack(sequences, row_tokens=shape.tokens, multiple=shape.micro_batch)
     counts = np.array([completion.sampled_tokens for completion in completions])
     counting = counts if counted is None else counts * counted
     weights = token_weights(counting, aggregation, shape.max_new_tokens, shape.group_size)
-    packed = shape.empty(packing.count)
-    for index, one in enumerate(sequences):
-        row, start = packing.rows[index], packing.starts[index]
-        first, end = start + len(one.prompt), start + len(one)
+    logps: dict[str, Any] = {
+        name: np.zeros((packing.count, shape.tokens), values_BT.dtype) for name, values_BT in (known or {}).items()
+    }
+    packed = replace(shape.empty(packing.count), **logps)
+    for one, row, start, segment in zip(sequences, packing.rows, packing.starts, packing.segments, strict=True):
+        first, end, of_row = start + len(one.prompt), start + len(one), advantages[one.row]
         packed.token_ids[row, start:first] = one.prompt
-        packed.segments[row, start:end] = packing.segments[index]
+        packed.token_ids[row, first:end] = one.token_ids
+        packed.segments[row, start:end] = segment
         packed.positions[row, start:end] = np.arange(len(one))
-        _fill(packed, (row, slice(first, end)), one, _of_sequence(advantages[one.row], one), weights[one.row])
+        packed.mask[row, first:end] = one.mask
+        packed.rollout_logps[row, first:end] = one.logprobs
+        own = of_row[one.places] if isinstance(of_row, np.ndarray) else of_row
+        packed.advantages[row, first:end] = np.where(one.mask, own, 0.0)
+        packed.weights[row, first:end] = np.where(one.mask, weights[one.row], 0.0)
         if packed.kept is not None:
-            kept = kept_tokens(one.row, completions[one.row])[one.places]
-            packed.kept[row, first:end] = np.where(one.mask, kept, 0)
+            packed.kept[row, first:end] = np.where(one.mask, _kept_tokens(one, completions[one.row]), 0)
+        for name, values_BT in (known or {}).items():
+            logps[name][row, first:end] = np.where(one.mask, values_BT[one.row, one.places], 0)
     if shape.replay is not None and packed.experts is not None:
-        shape.replay.fill(packed.experts, sequences, packing)
+        shape.replay.fill(packed.experts, packing)
     return packed, packing
 
 
-def _fill(
-    packed: TrainRows,
-    places: tuple[int, slice],
-    one: TrainSequence,
-    advantages: _Advantages,
-    weight: float,
-) -> None:
-    """Write the tokens of a sequence after its prompt; where none was sampled, all but the token is 0."""
-    packed.token_ids[places] = one.token_ids
-    packed.mask[places] = one.mask
-    packed.rollout_logps[places] = one.logprobs
-    packed.advantages[places] = np.where(one.mask, advantages, 0.0)
-    packed.weights[places] = np.where(one.mask, weight, 0.0)
-
-
-def _of_sequence(advantage: _Advantages, one: TrainSequence) -> _Advantages:
-    """Return the advantages of a sequence's tokens, from that of its completion or those of all of its tokens."""
-    return advantage[one.places] if isinstance(advantage, np.ndarray) else advantage
-
-
 def unpacked(
-    values_RS: Float[np.ndarray, "R S"],
-    packing: Packing,
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Completion],
-    max_new_tokens: int,
+    values_RS: Float[np.ndarray, "R S"], packing: Packing, completions: int, max_new_tokens: int
 ) -> Float[np.ndarray, "B T"]:
-    """Take the values of B completions' sampled tokens out of packed rows, T = ``max_new_tokens``; 0 elsewhere."""
-    found = np.zeros((len(completions), max_new_tokens), values_RS.dtype)
-    for one, row, first in _places(packing, prompts, completions):
+    """Take the values of sampled tokens out of packed rows, T = ``max_new_tokens``; 0 elsewhere."""
+    found = np.zeros((completions, max_new_tokens), values_RS.dtype)
+    for one, row, start in zip(packing.sequences, packing.rows, packing.starts, strict=True):
+        first = start + len(one.prompt)
         found[one.row, one.places] = np.where(one.mask, values_RS[row, first : first + len(one.mask)], 0)
     return found
 
 
-def repacked(
-    values_BT: Float[np.ndarray, "B T"],
-    packing: Packing,
-    prompts: Sequence[Sequence[int]],
-    completions: Sequence[Completion],
-    row_tokens: int,
-) -> Float[np.ndarray, "R S"]:
-    """Put the values of B completions' sampled tokens into packed rows of S = ``row_tokens``; 0 elsewhere."""
-    packed = np.zeros((packing.count, row_tokens), values_BT.dtype)
-    for one, row, first in _places(packing, prompts, completions):
-        packed[row, first : first + len(one.mask)] = np.where(one.mask, values_BT[one.row, one.places], 0)
-    return packed
+def _kept_tokens(one: TrainSequence, completion: Completion) -> Integer[np.ndarray, " T"]:
+    """Return how many tokens the filters kept of each of a sequence's."""
+    if completion.kept is None or len(completion.kept) != len(completion.token_ids):
+        raise DataError(
+            f"algorithm.filtered_ratio=true needs the number of tokens that the filters kept: row {one.row} has "
+            f"{len(completion.token_ids)} tokens and {'none' if completion.kept is None else len(completion.kept)}; "
+            "let the engine return them"
+        )
+    return completion.kept[one.places]
 
 
-def _places(
-    packing: Packing, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]
-) -> Iterator[tuple[TrainSequence, int, int]]:
-    """Give every sequence, its training row, and where its tokens after the prompt start there."""
-    sequences = train_sequences(prompts, completions)
-    for one, row, start in zip(sequences, packing.rows, packing.starts, strict=True):
-        yield one, int(row), int(start) + len(one.prompt)
-
-
-def group_advantages(
-    rewards_B: Float[np.ndarray, " B"],
-    *,
-    group_size: int,
-    algorithm: RunAlgorithm,
-    known: Mapping[str, np.ndarray] | None = None,
-    taken_P: Bool[np.ndarray, " P"] | None = None,
+def token_weights(
+    counts_B: Int[np.ndarray, " B"], aggregation: LossAggregation, max_new_tokens: int, group_size: int = 1
 ) -> Float[np.ndarray, " B"]:
-    """Compute the algorithm's advantages of B rows, of which ``group_size`` in a row are of one prompt, in float64.
+    """Compute the weight of each token of completions with ``counts_B`` tokens, float64; 0 for one without tokens.
 
-    Args:
-        rewards_B: the total rewards.
-        group_size: G.
-        algorithm: what the advantages are taken from.
-        known: what else advantages may ask for, by the names in `ON_REQUEST` of algorithms/algorithm.py.
-        taken_P: the groups that there are to the algorithm, if not all; completions of the others get 0.
+        loss = sum over all tokens of the update of weight * token loss
 
-    Raises:
-        RewardError: for a count that is no multiple of the group size, a reward that is not finite, or one that the
-            advantages are not made for.
-        NonFiniteError: for an advantage that is not finite.
+    Aggregation, masks and denominators of a whole update are in one number per token. An update is on a step, or on a
+    mini-batch of it, which then has denominators of its own. The weights are made on the host and are data to the train
+    step. The gradient therefore depends neither on the micro-batches, nor on how rows are packed, nor on the mesh, and
+    one program serves every aggregation. All tokens of a completion have the same weight:
+
+        sequence-mean-token-mean     1 / (B n_i)      B completions with tokens, n_i tokens in completion i
+        token-mean                   1 / sum n_i
+        sequence-mean-token-scale    1 / (B T)        T = rollout.max_new_tokens
+        prompt-mean-token-mean       1 / (P n_p)      P prompts with tokens, n_p tokens in all completions of prompt p
+
+    Tokens are those that the policy sampled: of a conversation those of all its turns and branches, and none that an
+    environment answered. Of the B completions, ``group_size`` in a row are of one prompt.
     """
-    _check_rewards(rewards_B, group_size)
-    rewards_PG = rewards_B.astype(np.float64).reshape(-1, group_size)
-    taken_P = np.ones(len(rewards_PG), np.bool_) if taken_P is None else taken_P
-    advantages_PG = np.zeros_like(rewards_PG)
-    if taken_P.any():
-        advantages_PG[taken_P] = algorithm.advantages(rewards_PG[taken_P], _of_groups(known or {}, taken_P))
-    advantages_B = advantages_PG.reshape(-1)
-    if (bad := np.flatnonzero(~np.isfinite(advantages_B))).size:
-        group = rewards_PG[bad[0] // group_size].tolist()
-        raise NonFiniteError(
-            f"advantages must be finite, got {advantages_B[bad[0]]} in row {bad[0]}, for a group with the rewards "
-            f"{group}; repair the algorithm's method advantages"
-        )
-    return advantages_B
-
-
-def _check_rewards(rewards_B: Float[np.ndarray, " B"], group_size: int) -> None:
-    if len(rewards_B) % group_size:
-        raise RewardError(
-            f"rewards must come in groups of algorithm.group_size={group_size}, got {len(rewards_B)}; score every row"
-        )
-    if (bad := np.flatnonzero(~np.isfinite(rewards_B))).size:
-        raise RewardError(
-            f"rewards must be finite, got {rewards_B[bad[0]]} in row {bad[0]}; return a number for every completion"
-        )
-
-
-def _of_groups(known: Mapping[str, np.ndarray], taken_P: Bool[np.ndarray, " P"]) -> dict[str, np.ndarray]:
-    """Take what is known of some groups; their axis is the last but one of what has one."""
-    return {name: values[..., taken_P, :] if values.ndim > 1 else values for name, values in known.items()}
+    counts_B = counts_B.astype(np.float64)
+    rows = max((counts_B > 0).sum(), 1)
+    match aggregation:
+        case "sequence-mean-token-mean":
+            denominators_B = rows * counts_B
+        case "token-mean":
+            denominators_B = np.full_like(counts_B, counts_B.sum())
+        case "sequence-mean-token-scale":
+            denominators_B = np.full_like(counts_B, float(rows * max_new_tokens))
+        case "prompt-mean-token-mean":
+            counts_P = counts_B.reshape(-1, group_size).sum(axis=1)
+            denominators_B = np.repeat(max((counts_P > 0).sum(), 1) * counts_P, group_size)
+    return (counts_B > 0) / np.maximum(denominators_B, 1.0)

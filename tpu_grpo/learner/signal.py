@@ -1,84 +1,338 @@
-"""Which groups can be learnt from, and which completions count in the loss.
+"""What a scored rollout teaches, as one record: which groups and completions count, and the advantages of their tokens.
 
     rewards of a group      [1 1 1 1]   uninformative: no completion is better than another, and no token either
                             [0 1 0 0]   informative
                             [1 0 | |]   informative; with truncated=mask the last two, which were cut, do not count
-    [1 1 0 x]   informative; with environment.on_error=skip the last, whose environment failed, does not count
+                            [1 1 0 x]   informative; with environment.on_error=skip the last, whose environment failed,
+                                        does not count
 
-Turns that were worth more or less than others (turn_credit.py) make a group informative like tokens.
+The advantage of a token is that of its completion, and what is added for the token alone:
 
-Suffixes: P prompts, G completions of each, B = P*G rows, N rewards of the config.
+    advantages_B    [ 0.5          -0.5    ]      of two completions, from their total rewards
+    added           [[0 0.25 -1]   [0 0.5] ]      `Scores.per_token`, and what turns were worth (`turn_credits`)
+                    [[0.5 0.75 -0.5]  [-0.5 0]]
+
+What is added makes a group informative, too. What is said of a token that an environment answered is ignored, see
+rows.py.
+
+Suffixes: P prompts, G completions of each, B = P*G rows, T tokens of a completion, N rewards of the config.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 from jaxtyping import Bool, Float
 
+from tpu_grpo.algorithms import RunAlgorithm
 from tpu_grpo.config import RunConfig
-from tpu_grpo.learner.sequences import sampled_mask
-from tpu_grpo.learner.token_advantages import token_advantages
-from tpu_grpo.learner.turn_credit import skipped_rows
-from tpu_grpo.records.stages import Rollout, ScoredRollout
+from tpu_grpo.learner.rows import sampled_mask
+from tpu_grpo.records.errors import DataError, NonFiniteError, RewardError
+from tpu_grpo.records.stages import Completion, Rollout, ScoredRollout
+
+TokenValues = tuple[Float[np.ndarray, "_"], ...]
+"""For every row a number for each token of its completion; empty for nothing."""
 
 
-def informative_groups(
-    scored: ScoredRollout, known: Mapping[str, np.ndarray], config: RunConfig
-) -> Bool[np.ndarray, " P"]:
-    """Say which groups have different rewards, or a token that is rewarded by itself, and a completion that counts.
+@dataclass(frozen=True)
+class Signal:
+    """What the B rows of an update, ``group_size`` in a row of one prompt, are learnt from."""
 
-    That is the total reward; but each reward that has a weight, if ``known`` holds them one by one because the
-    advantages ask for them (see `ON_REQUEST` in algorithms/algorithm.py).
+    step: int
+    group_size: int
+    prompts: tuple[Sequence[int], ...]
+    """The token ids of every row's prompt."""
+    completions: tuple[Completion, ...]
+    advantages_B: Float[np.ndarray, " B"]
+    """Of whole completions; 0 for what no reward applies to."""
+    added: TokenValues
+    """What is added to the advantage of each token."""
+    counted_B: Bool[np.ndarray, " B"]
+    """Which completions count in the loss."""
+    informative_P: Bool[np.ndarray, " P"]
+    masked_B: Bool[np.ndarray, " B"] | None = None
+    """Which completions were cut, if algorithm.truncated=mask leaves these out of the loss."""
+
+    @property
+    def advantages(self) -> Float[np.ndarray, " B"] | TokenValues:
+        """The advantages of completions, or those of all their tokens where something is added."""
+        if not self.added:
+            return self.advantages_B
+        return tuple(advantage + values for advantage, values in zip(self.advantages_B, self.added, strict=True))
+
+    def mini_batches(self, size: int, seed: int, iteration: int) -> Iterator[tuple["Signal", list[int]]]:
+        """Shuffle the prompts, and give out the signal of ``size`` of them at a time, with the numbers of its rows.
+
+        Every iteration over a step draws its own order, by run.seed, step and iteration, alike on every host, and cuts
+        it into mini-batches of one size (PPO, Schulman et al. 2017, arXiv 1707.06347, algorithm 1); ``size`` divides
+        the prompts. Of 4 prompts, two at a time:
+
+            iteration 1    [2 0] [3 1]
+            iteration 2    [1 2] [0 3]
+
+        A prompt keeps its completions together. One without a sampled token is left out.
+        """
+        prompts, group = len(self.informative_P), self.group_size
+        order = np.random.default_rng([seed, self.step, iteration]).permutation(prompts).tolist()
+        for start in range(0, prompts, size):
+            chosen = order[start : start + size]
+            rows = [prompt * group + number for prompt in chosen for number in range(group)]
+            if any(self.completions[row].sampled_tokens for row in rows):
+                yield self._select(chosen, rows), rows
+
+    def _select(self, chosen: list[int], rows: list[int]) -> "Signal":
+        return replace(
+            self,
+            prompts=tuple(self.prompts[row] for row in rows),
+            completions=tuple(self.completions[row] for row in rows),
+            advantages_B=self.advantages_B[rows],
+            added=tuple(self.added[row] for row in rows) if self.added else (),
+            counted_B=self.counted_B[rows],
+            informative_P=self.informative_P[chosen],
+            masked_B=None if self.masked_B is None else self.masked_B[rows],
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Measure which share of the groups taught something, and of the completions was masked, if any are."""
+        metrics = {"groups/informative_fraction": float(self.informative_P.mean())}
+        return (
+            metrics if self.masked_B is None else metrics | {"completions/masked_fraction": float(self.masked_B.mean())}
+        )
+
+
+def read_signal(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorithm) -> Signal:
+    """Make the record of a whole step.
+
+    Deviations of a whole step are those of the groups that are not left out. Left out are groups of which no row is
+    scored, and with algorithm.drop_uninformative those that teach nothing. A row that is not scored has the advantage
+    0.
 
     Raises:
+        DataError, RewardError: for too few rows or rewards, rewards that the advantages need, or are not made for.
         RewardError, NonFiniteError: for what is said of tokens or turns and is not a number for each; names the row.
+        NonFiniteError: for an advantage that is not finite.
     """
-    totals_PG = scored.scores.total.reshape(-1, scored.rollout.group_size)
-    judged = [totals_PG]
-    if "rewards_NPG" in known:
-        judged = list(known["rewards_NPG"][known["weights_N"] != 0.0])
-    informative_P = np.zeros(len(totals_PG), np.bool_)
-    for rewards_PG in judged:
-        informative_P |= _vary(rewards_PG)
-    of_tokens, completions = token_advantages(np.zeros(totals_PG.size), scored, config), scored.rollout.completions
-    if not isinstance(of_tokens, np.ndarray):
-        any_B = np.array([v[sampled_mask(one)].any() for v, one in zip(of_tokens, completions, strict=True)])
-        informative_P |= any_B.reshape(totals_PG.shape).any(axis=1)
-    return informative_P & (~_left_out(scored.rollout, config)).reshape(totals_PG.shape).any(axis=1)
-
-
-def counted_rows(rollout: Rollout, informative_P: Bool[np.ndarray, " P"], config: RunConfig) -> Bool[np.ndarray, " B"]:
-    """Say which completions count in the loss.
-
-    algorithm.drop_uninformative, algorithm.truncated and environment.on_error decide that.
-    """
-    counted_B = ~_left_out(rollout, config)
+    rollout, scores = scored.rollout, scored.scores
+    if (rows := len(rollout.completions)) != config.batch_rows:
+        raise DataError(
+            f"a step must have data.prompts_per_step * algorithm.group_size = {config.batch_rows} rows, got "
+            f"{rows}; fill the batch up before it is sampled"
+        )
+    if len(scores.total) != rows:
+        raise RewardError(f"every completion needs a reward, got {len(scores.total)} for {rows}; score them all")
+    found = _Findings(scored, config, algorithm)
+    counted_B, taken_P = ~found.left_out_B, np.any(scores.scored.reshape(-1, rollout.group_size), axis=1)
     if config.drops_uninformative:
-        counted_B &= np.repeat(informative_P, rollout.group_size)
-    return counted_B
+        counted_B &= np.repeat(found.informative_P, rollout.group_size)
+        taken_P = taken_P & found.informative_P
+    advantages_B = group_advantages(
+        scores.total, group_size=rollout.group_size, algorithm=algorithm, known=found.asked, taken_P=taken_P
+    )
+    return Signal(
+        step=rollout.batch.step,
+        group_size=rollout.group_size,
+        prompts=tuple(prompt.token_ids for prompt in rollout.row_prompts),
+        completions=rollout.completions,
+        advantages_B=np.where(scores.scored, advantages_B, 0.0),
+        added=found.added,
+        counted_B=counted_B,
+        informative_P=found.informative_P,
+        masked_B=found.masked_B,
+    )
 
 
-def signal_metrics(rollout: Rollout, informative_P: Bool[np.ndarray, " P"], config: RunConfig) -> dict[str, float]:
-    """Measure which share of a step's groups taught something, and of its completions was masked, if any are."""
-    metrics = {"groups/informative_fraction": float(informative_P.mean())}
-    if config.algorithm.truncated == "mask":
-        metrics["completions/masked_fraction"] = float(truncated_rows(rollout).mean())
-    return metrics
+def informative_groups(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorithm) -> Bool[np.ndarray, " P"]:
+    """Say which groups of a rollout of any number of prompts can be learnt from; raises as `read_signal` does.
+
+    These have different rewards, or a token that is rewarded by itself, and a completion that counts. The rewards are
+    the total; but each that has a weight, if the advantages ask for them one by one (see `ON_REQUEST` in
+    algorithms/algorithm.py).
+    """
+    return _Findings(scored, config, algorithm).informative_P
 
 
-def truncated_rows(rollout: Rollout) -> Bool[np.ndarray, " B"]:
-    """Say which completions were cut at rollout.max_new_tokens, or which conversations at a limit of theirs."""
-    return np.array([completion.finish_reason == "length" for completion in rollout.completions])
+class _Findings:
+    """What is known of a rollout before its advantages."""
+
+    def __init__(self, scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorithm):
+        rollout, size = scored.rollout, scored.rollout.group_size
+        self.asked = _asked(scored, config, algorithm)
+        skips = config.environment.on_error == "skip"
+        skipped_B = np.array([skips and _failed(completion) for completion in rollout.completions], np.bool_)
+        parts = [part for part in (_scored_tokens(scored), turn_credits(rollout, config, skipped_B)) if part]
+        self.added: TokenValues = tuple(sum(values) for values in zip(*parts, strict=True))  # type: ignore[misc]
+        self.masked_B = None
+        if (
+            config.algorithm.truncated == "mask"
+        ):  # cut at rollout.max_new_tokens, or a conversation at a limit of its own
+            self.masked_B = np.array([completion.finish_reason == "length" for completion in rollout.completions])
+        self.left_out_B = skipped_B if self.masked_B is None else skipped_B | self.masked_B
+        """Completions that do not count in the loss, whatever the others of their group are."""
+        judged = [scored.scores.total.reshape(-1, size)]
+        if "rewards_NPG" in self.asked:
+            judged = list(self.asked["rewards_NPG"][self.asked["weights_N"] != 0.0])
+        self.informative_P = np.zeros(len(rollout.completions) // size, np.bool_)
+        for rewards_PG in judged:
+            applies_PG = ~np.isnan(rewards_PG)  # NaN, where a reward does not apply, is no value
+            highest_P = np.where(applies_PG, rewards_PG, -np.inf).max(axis=1)
+            self.informative_P |= highest_P > np.where(applies_PG, rewards_PG, np.inf).min(axis=1)
+        if self.added:
+            pairs = zip(self.added, rollout.completions, strict=True)
+            any_B = np.array([values[sampled_mask(completion)].any() for values, completion in pairs])
+            self.informative_P |= any_B.reshape(-1, size).any(axis=1)
+        self.informative_P &= (~self.left_out_B).reshape(-1, size).any(axis=1)
 
 
-def _left_out(rollout: Rollout, config: RunConfig) -> Bool[np.ndarray, " B"]:
-    """Say which completions do not count in the loss, whatever the others of their group are."""
-    left_out_B = skipped_rows(rollout, config)
-    return left_out_B | truncated_rows(rollout) if config.algorithm.truncated == "mask" else left_out_B
+def _failed(completion: Completion) -> bool:
+    return completion.episode is not None and completion.episode.failure is not None
 
 
-def _vary(rewards_PG: Float[np.ndarray, "P G"]) -> Bool[np.ndarray, " P"]:
-    """Say which groups hold different values; NaN, where a reward does not apply, is none."""
-    applies_PG = ~np.isnan(rewards_PG)
-    highest_P = np.where(applies_PG, rewards_PG, -np.inf).max(axis=1)
-    return highest_P > np.where(applies_PG, rewards_PG, np.inf).min(axis=1)
+def _asked(scored: ScoredRollout, config: RunConfig, algorithm: RunAlgorithm) -> dict[str, np.ndarray]:
+    """Put together what the advantages ask for beside the total rewards, see `ON_REQUEST`."""
+    asked, groups = algorithm.asked, (-1, scored.rollout.group_size)
+    found: dict[str, np.ndarray] = {}
+    if "lengths_PG" in asked:
+        found["lengths_PG"] = np.array([c.sampled_tokens for c in scored.rollout.completions]).reshape(groups)
+    if "rewards_NPG" in asked or "weights_N" in asked:
+        by_name, of_tokens = scored.scores.by_name, scored.scores.token_rewards
+        specs = [spec for spec in config.rewards if spec.shown not in of_tokens]
+        if not specs:
+            raise RewardError(
+                f"these advantages take rewards of whole completions one by one, got only {list(of_tokens)}, which "
+                "are of single tokens; add one, or take another algorithm.advantage"
+            )
+        if missing := [spec.shown for spec in specs if spec.shown not in by_name]:
+            raise RewardError(f"these advantages take rewards one by one, and {missing} are not scored; score them")
+        found["rewards_NPG"] = np.stack([by_name[spec.shown].reshape(groups) for spec in specs])
+        found["weights_N"] = np.array([spec.weight_at(scored.rollout.batch.step) for spec in specs])
+    return found
+
+
+def group_advantages(
+    rewards_B: Float[np.ndarray, " B"],
+    *,
+    group_size: int,
+    algorithm: RunAlgorithm,
+    known: Mapping[str, np.ndarray] | None = None,
+    taken_P: Bool[np.ndarray, " P"] | None = None,
+) -> Float[np.ndarray, " B"]:
+    """Compute the algorithm's advantages of B rows, of which ``group_size`` in a row are of one prompt, in float64.
+
+    Args:
+        rewards_B: the total rewards.
+        group_size: G.
+        algorithm: what the advantages are taken from.
+        known: what else advantages may ask for, by the names in `ON_REQUEST` of algorithms/algorithm.py.
+        taken_P: the groups that the algorithm sees, if not all; completions of the others get 0.
+
+    Raises:
+        RewardError: for a count that is no multiple of the group size, a reward that is not finite, or one that the
+            advantages are not made for.
+        NonFiniteError: for an advantage that is not finite.
+    """
+    if len(rewards_B) % group_size:
+        raise RewardError(
+            f"rewards must come in groups of algorithm.group_size={group_size}, got {len(rewards_B)}; score every row"
+        )
+    if (bad := np.flatnonzero(~np.isfinite(rewards_B))).size:
+        raise RewardError(
+            f"rewards must be finite, got {rewards_B[bad[0]]} in row {bad[0]}; return a number for every completion"
+        )
+    rewards_PG = rewards_B.astype(np.float64).reshape(-1, group_size)
+    taken_P = np.ones(len(rewards_PG), np.bool_) if taken_P is None else taken_P
+    advantages_PG = np.zeros_like(rewards_PG)
+    if taken_P.any():
+        of_taken = {  # the axis of groups is the last but one of what has one
+            name: values[..., taken_P, :] if values.ndim > 1 else values for name, values in (known or {}).items()
+        }
+        advantages_PG[taken_P] = algorithm.advantages(rewards_PG[taken_P], of_taken)
+    advantages_B = advantages_PG.reshape(-1)
+    if (bad := np.flatnonzero(~np.isfinite(advantages_B))).size:
+        group = rewards_PG[bad[0] // group_size].tolist()
+        raise NonFiniteError(
+            f"advantages must be finite, got {advantages_B[bad[0]]} in row {bad[0]}, for a group with the rewards "
+            f"{group}; repair the algorithm's method advantages"
+        )
+    return advantages_B
+
+
+def _scored_tokens(scored: ScoredRollout) -> TokenValues:
+    """Check what the scores add to each token of every row."""
+    per_token, completions = scored.scores.per_token, scored.rollout.completions
+    if not per_token:
+        return ()
+    if len(per_token) != len(completions):
+        raise RewardError(
+            f"values per token must be given for every completion, got {len(per_token)} for {len(completions)}; give "
+            "zeros where there is nothing to add"
+        )
+    found = []
+    for row, (values, completion) in enumerate(zip(per_token, completions, strict=True)):
+        added_T = np.asarray(values, np.float64)
+        if added_T.shape != (count := len(completion.token_ids),):
+            raise RewardError(
+                f"values per token must be one number for every token of a completion, got the shape {added_T.shape} "
+                f"for the {count} tokens of row {row}; the stop token counts, and so does what an environment answered"
+            )
+        if not np.isfinite(added_T).all():
+            raise RewardError(f"values per token must be finite, got {added_T.tolist()} in row {row}; return numbers")
+        found.append(added_T)
+    return tuple(found)
+
+
+# --- turns -----------------------------------------------------------------------------------------------------------
+
+
+def turn_credits(rollout: Rollout, config: RunConfig, skipped_B: Bool[np.ndarray, " B"]) -> TokenValues:
+    """Return what the turns of conversations add to the advantages of their tokens, with environment.turn_credit=turn.
+
+    With r_bj the environment's reward for turn j of row b, K_b the row's turns, and M_k the rows of the group that have
+    a turn k:
+
+        R_bk = sum of r_bj over j = k .. K_b                what the row got from turn k on
+        credit of turn k = R_bk - mean of R_ck over the rows c in M_k
+
+    A turn is compared with the others' k-th turns alone. A group of three conversations of 2, 2 and 1 turns:
+
+        rewards   [0 1] [1 0] [1]
+        R         [1 1] [1 0] [1]           means: of the first turns (1+1+1)/3 = 1, of the second ones (1+0)/2 = 0.5
+        credit    [0 0.5] [0 -0.5] [0]
+
+    The credit is added to the advantages of all tokens that were sampled in the turn, whichever branches they are in,
+    as it is: no deviation divides it. A turn without a reward has the reward 0. The last turn that only one row came to
+    has the credit 0, for there is nothing to compare it with. Rows that are ``skipped_B`` because their environment
+    failed are in no mean. A completion without a conversation gets 0.
+
+    Raises:
+        NonFiniteError: for a reward that is not finite; names row and turn.
+    """
+    if not config.environment.is_on or config.environment.turn_credit == "episode":
+        return ()
+    found: list[Float[np.ndarray, "_"]] = []
+    for start in range(0, len(rollout.completions), rollout.group_size):
+        rows = range(start, start + rollout.group_size)
+        to_go = [[] if skipped_B[row] else _rewards_to_go(rollout.completions[row], row) for row in rows]
+        of_turn = [[values[k] for values in to_go if len(values) > k] for k in range(max(map(len, to_go)))]
+        means = [values[0] if len(set(values)) == 1 else sum(values) / len(values) for values in of_turn]
+        for row, values in zip(rows, to_go, strict=True):
+            completion = rollout.completions[row]
+            added_T = np.zeros(len(completion.token_ids))
+            turns = () if completion.episode is None else completion.episode.turns
+            for turn, value, mean in zip(turns, values, means, strict=False):  # a row that is skipped has no values
+                added_T[turn.start : turn.end] = value - mean
+            found.append(added_T if completion.sampled is None else np.where(completion.sampled, added_T, 0.0))
+    return tuple(found)
+
+
+def _rewards_to_go(completion: Completion, row: int) -> list[float]:
+    """Return for each turn the sum of the rewards from it on."""
+    if completion.episode is None:
+        return []
+    rewards = [0.0 if turn.reward is None else float(turn.reward) for turn in completion.episode.turns]
+    if (bad := np.flatnonzero(~np.isfinite(rewards))).size:
+        raise NonFiniteError(
+            f"the environment's reward of turn {bad[0] + 1} in row {row} must be finite, got {rewards[bad[0]]}; repair "
+            f"the environment {completion.episode.environment}"
+        )
+    return list(accumulate(reversed(rewards)))[::-1]

@@ -1,6 +1,6 @@
 """The update: gradients of micro-batches add up in float32, and the optimizer steps once.
 
-    updater = Updater(model, optimizer, settings, max_grad_norm=1.0, ...)
+    updater = Updater(model, stepped, optimizer, schedule, settings, mesh, max_grad_norm=1.0, residual=False)
     sums = [updater.accumulate(batch) for batch in micro_batches]      # any number of them
     record = updater.step()
 
@@ -11,12 +11,14 @@ The parameters exist once or twice:
     bfloat16        float32             any               a float32 copy, cast to the model's after every step
     bfloat16        bfloat16            compact           the model's own, with 8 bits more of each
 
-Three programs run: `accumulate`, `measure` and `step`. Nothing is fetched between passes, so that the devices are never
-waited for there. If the loss or a gradient is not finite, there is no step, on all hosts alike: what is measured is the
-same on all of them. To choose between old and new values inside of the step would cost it memory and time.
+Three programs run: to accumulate, to measure and to step. Nothing is fetched between passes, so that the devices are
+never waited for there. If the loss or a gradient is not finite, there is no step, on all hosts alike: what is measured
+is the same on all of them. To choose between old and new values inside of the step would cost it memory and time.
 """
 
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -24,15 +26,60 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from tpu_grpo.algorithms import correction_metrics
 from tpu_grpo.learner.compact import join_residual, split_residual
-from tpu_grpo.learner.entropy import EntropyState, EntropySums, add_entropy, described_sums
-from tpu_grpo.learner.loss import LossSettings, LossSums, TrainBatch, policy_loss
-from tpu_grpo.learner.numbers import LossNumbers
+from tpu_grpo.learner.loss import (
+    EntropyState,
+    EntropySums,
+    LossNumbers,
+    LossSettings,
+    LossSums,
+    TrainBatch,
+    agreement_metrics,
+    policy_loss,
+)
 from tpu_grpo.learner.optimizers import state_shardings
-from tpu_grpo.learner.trained import trained_type
-from tpu_grpo.learner.update_records import PassSums, UpdateRecord, UpdateState, Values
+from tpu_grpo.learner.parameters import Values, by_name, dotted, trained_type
+
+
+class PassSums(NamedTuple):
+    """Adds up over the passes of an update."""
+
+    gradients: Values
+    loss: Float[Array, ""]
+    """float32: it is not finite if that of a pass is not."""
+    entropy: EntropySums | tuple[()]
+    """What the bonus is adapted to, if it is."""
+
+
+class UpdateRecord(NamedTuple):
+    """Says what an update was; scalars on the devices."""
+
+    grad_norm: Float[Array, ""]
+    """The global norm of the step's gradient before clipping."""
+    learning_rate: Float[Array, ""]
+    step_kept: Float[Array, ""]
+    """How far the parameters moved along the step that was meant, over its length; 1 if nothing was lost. What rounding
+    at random adds lies across the step, and does not count."""
+    finite: Bool[Array, ""]
+    """Whether loss and norm are finite. If not, the update was left out: parameters and state are what they were."""
+    entropy_coefficient: Float[Array, ""] | None = None
+    """That of the update's entropy bonus, if it is adapted."""
+
+
+class UpdateState(NamedTuple):
+    """Holds what the next update needs beside the model's parameters; this is saved."""
+
+    count: Int[Array, ""]
+    """This many updates were made so far."""
+    optimizer: Any
+    kept: Values
+    """What the model's parameters lack of those that are stepped: float32 copies, or int8 residuals; empty if
+    nothing."""
+    entropy: EntropyState | tuple[()] = ()
+    """The coefficient of the entropy bonus, if it is adapted."""
 
 
 class Updater:
@@ -63,18 +110,27 @@ class Updater:
         residual: bool,
     ):
         self.model = model
-        self._optimizer, self._schedule, self._settings = optimizer, schedule, settings
-        self._max_grad_norm, self._residual = max_grad_norm, residual
-        self._kind = trained_type(model)
-        self._mesh = mesh
-        self._definition = nnx.split(model)[0]
-        self._layout = {name: leaf.sharding for name, leaf in stepped.items()}
-        self._dtypes = {name: leaf.dtype for name, leaf in self.trained.items()}
+        self._kind, self._settings, self._mesh = trained_type(model), settings, mesh
         self._shared: frozenset[str] = frozenset(self.trained)
         self._sums: PassSums | None = None
         self._numbers = LossNumbers(settings, mesh)
         self._read: tuple[Values, nnx.State] | None = None  # the model's arrays, taken apart once for all micro-batches
-        self.state: UpdateState = self._initial(stepped)
+        self._layout = {name: leaf.sharding for name, leaf in stepped.items()}
+        dtypes = {name: leaf.dtype for name, leaf in self.trained.items()}
+        functions = _Functions(
+            model, nnx.split(model)[0], optimizer, schedule, settings, self._layout, dtypes, max_grad_norm, residual
+        )
+        self._residual, self._joined = residual, functions.joined
+        self._accumulate = jax.jit(functions.accumulated, donate_argnums=0)
+        self._measure = jax.jit(functions.measured)
+        # Where float32 copies are stepped, the model's own are not computed with: kept, their memory is still reused.
+        self._step = jax.jit(functions.stepped, donate_argnums=(2, 3, 4), keep_unused=True)
+        self._join = jax.jit(functions.joined)
+        kinds = self._described_sums
+        layout = jax.tree.map(lambda kind: kind.sharding, kinds)
+        made = lambda: jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), kinds)  # noqa: E731
+        self._zeros = jax.jit(made, out_shardings=layout)
+        self.state: UpdateState = self._initial(functions, stepped)
 
     @property
     def trained(self) -> Values:
@@ -83,9 +139,7 @@ class Updater:
 
     def stepped(self) -> Values:
         """Return the trained parameters as they are stepped, float32, by name."""
-        if not self._residual:
-            return self._joined(self.trained, self.state.kept)
-        return self._compiled("stepped", self._joined)(self.trained, self.state.kept)
+        return (self._join if self._residual else self._joined)(self.trained, self.state.kept)
 
     def share(self, names: Collection[str]) -> None:
         """Say whose arrays others hold: an update reuses the memory of the others. Until then it reuses none."""
@@ -115,7 +169,7 @@ class Updater:
         if not bool(record.finite):  # the first time that anything is waited for
             return record
         changed, self.state, kept = self._step(*self._step_arguments(sums, self._shared), record.grad_norm)
-        self._install(changed)
+        nnx.update(self.model, _as_state(self.model, self._kind, changed))
         return record._replace(step_kept=kept)
 
     def lower_accumulate(self, batch: Any) -> jax.stages.Lowered:
@@ -126,83 +180,6 @@ class Updater:
         """Lower the optimizer's step, with the memory of all but the ``shared`` parameters reused."""
         sums = self._described_sums
         return self._step.lower(*self._step_arguments(sums, shared), sums.loss)  # a norm is described as a loss is
-
-    # --- the programs -------------------------------------------------------------------------------------------------
-
-    @property
-    def _accumulate(self) -> Any:
-        return self._compiled("accumulate", self._accumulated, donate_argnums=0)
-
-    @property
-    def _measure(self) -> Any:
-        return self._compiled("measure", self._measured)
-
-    @property
-    def _step(self) -> Any:
-        # Where float32 copies are stepped, the model's own are not computed with: kept, their memory is still reused.
-        return self._compiled("step", self._stepped, donate_argnums=(2, 3, 4), keep_unused=True)
-
-    def _accumulated(
-        self, sums: PassSums, trained: Values, others: nnx.State, batch: TrainBatch, numbers: Values
-    ) -> tuple[PassSums, LossSums]:
-        def loss(values: Values) -> tuple[Float[Array, ""], LossSums]:
-            own = jax.tree.map(lambda leaf: leaf, others)  # nnx.remat refuses variables from outside of the gradient
-            return policy_loss(nnx.merge(self._definition, self._as_state(values), own), batch, self._settings, numbers)
-
-        gradients, measured = jax.grad(loss, has_aux=True)(trained)
-        added = {name: value + gradients[name].astype(jnp.float32) for name, value in sums.gradients.items()}
-        entropy = add_entropy(sums.entropy, measured.entropy, measured.agreement.tokens)
-        return PassSums(self._laid_out(added), sums.loss + measured.loss, entropy), measured
-
-    def _measured(self, sums: PassSums, count: Int[Array, ""], entropy: EntropyState | tuple[()]) -> UpdateRecord:
-        """Measure what does not depend on the step."""
-        norm, rate = optax.global_norm(sums.gradients), jnp.asarray(self._schedule(count), jnp.float32)
-        finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
-        coefficient = entropy.applied if isinstance(entropy, EntropyState) else None
-        return UpdateRecord(norm, rate, jnp.ones(()), finite, coefficient)
-
-    def _stepped(
-        self,
-        held: Values,
-        read: PassSums,
-        free: Values,
-        state: UpdateState,
-        reused: Values,
-        norm: Float[Array, ""],
-    ) -> tuple[Values, UpdateState, Float[Array, ""]]:
-        gradients = read.gradients | reused
-        values = self._joined(held | free, state.kept)
-        scale = jnp.where(norm > self._max_grad_norm, self._max_grad_norm / norm, 1.0)
-        scaled = {name: gradient * scale for name, gradient in gradients.items()}
-        update: Any = self._optimizer.update
-        meant, optimizer = update(scaled, state.optimizer, values)
-        trained, kept = self._split({name: values[name] + meant[name] for name in values}, state.count)
-        arrived = self._joined(trained, kept)
-        length = sum((jnp.square(step).sum() for step in meant.values()), jnp.zeros(()))
-        along = sum(((arrived[name] - values[name]) * meant[name]).sum() for name in values)
-        entropy, control = state.entropy, self._settings.entropy_control
-        if control is not None and isinstance(entropy, EntropyState) and isinstance(read.entropy, EntropySums):
-            entropy = control.following(entropy, read.entropy)
-        after = UpdateState(state.count + 1, optimizer, self._laid_out(kept), entropy)
-        return self._laid_out(trained), after, jnp.where(length > 0.0, along / length, 1.0)
-
-    def _joined(self, trained: Values, kept: Values) -> Values:
-        """The parameters that are stepped, float32."""
-        if self._residual:
-            return {name: join_residual(value, kept[name]) for name, value in trained.items()}
-        return {name: kept.get(name, value) for name, value in trained.items()}
-
-    def _split(self, values: Values, count: Int[Array, ""]) -> tuple[Values, Values]:
-        """The parameters that the model computes with, and what they lack of ``values``."""
-        if self._residual:
-            key = jax.random.fold_in(jax.random.key(0), count)
-            parts = {
-                name: split_residual(value, jax.random.fold_in(key, index))
-                for index, (name, value) in enumerate(sorted(values.items()))
-            }
-            return {name: part[0] for name, part in parts.items()}, {name: part[1] for name, part in parts.items()}
-        cast = {name: value.astype(self._dtypes[name]) for name, value in values.items()}
-        return cast, {name: value for name, value in values.items() if value.dtype != self._dtypes[name]}
 
     def _step_arguments(self, sums: PassSums, shared: Collection[str]) -> tuple[Any, ...]:
         """Sort the arguments of the step: parameters and sums that stay, and those whose memory is reused.
@@ -216,11 +193,9 @@ class Updater:
         read = {name: value for name, value in gradients.items() if name not in reused}
         return held, sums._replace(gradients=read), free, self.state, reused
 
-    # --- their arguments ----------------------------------------------------------------------------------------------
-
-    def _initial(self, stepped: Values) -> UpdateState:
+    def _initial(self, functions: "_Functions", stepped: Values) -> UpdateState:
         """Make the state before the first update, of descriptions if the parameters are such."""
-        shapes = jax.eval_shape(self._first_state, stepped)
+        shapes = jax.eval_shape(functions.first_state, stepped)
         whole = NamedSharding(self._mesh, PartitionSpec())
         shardings: Any = UpdateState(
             whole,  # type: ignore[arg-type]  # a sharding in the place of its array
@@ -229,69 +204,182 @@ class Updater:
             jax.tree.map(lambda _: whole, shapes.entropy),
         )
         if isinstance(next(iter(stepped.values())), jax.ShapeDtypeStruct):
-            return jax.tree.map(_described, shapes, shardings)
+            return jax.tree.map(
+                lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+                shapes,
+                shardings,
+            )
         copies = bool(shapes.kept) and not self._residual  # they are the very arrays, which nobody else holds
-        return jax.jit(self._first_state, out_shardings=shardings, donate_argnums=0 if copies else ())(stepped)
-
-    def _first_state(self, stepped: Values) -> UpdateState:
-        values = {name: value.astype(jnp.float32) for name, value in stepped.items()}
-        kept = {name: value for name, value in values.items() if value.dtype != self._dtypes[name]}
-        if self._residual:
-            kept = {name: jnp.zeros(value.shape, jnp.int8) for name, value in values.items()}
-        control = self._settings.entropy_control
-        entropy = () if control is None else control.initial()
-        return UpdateState(jnp.zeros((), jnp.int32), self._optimizer.init(values), kept, entropy)
+        return jax.jit(functions.first_state, out_shardings=shardings, donate_argnums=0 if copies else ())(stepped)
 
     @property
     def _described_sums(self) -> PassSums:
         """Describe what passes add up: float32, the gradients sharded like the parameters."""
-        number: Any = _described(_Float32(()), NamedSharding(self._mesh, PartitionSpec()))
-        gradients = {name: _described(_Float32(leaf.shape), self._layout[name]) for name, leaf in self.trained.items()}
-        return PassSums(gradients, number, described_sums(self._settings.entropy_control, self._mesh))
-
-    def _zeros(self) -> PassSums:
-        kinds = self._described_sums
-        layout = jax.tree.map(lambda kind: kind.sharding, kinds)
-        made = lambda: jax.tree.map(lambda kind: jnp.zeros(kind.shape, kind.dtype), kinds)  # noqa: E731
-        return self._compiled("zeros", made, out_shardings=layout)()
+        number: Any = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(self._mesh, PartitionSpec()))
+        gradients = {
+            name: jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=self._layout[name])
+            for name, leaf in self.trained.items()
+        }
+        entropy = () if self._settings.entropy_control is None else EntropySums(number, number)
+        return PassSums(gradients, number, entropy)
 
     def _model_values(self) -> tuple[Values, nnx.State]:
         _, trained, others = nnx.split(self.model, self._kind, ...)
         return by_name(trained), others
 
-    def _as_state(self, values: Mapping[str, Any]) -> nnx.State:
-        template = nnx.to_flat_state(nnx.state(self.model, self._kind))
-        return nnx.from_flat_state([(path, leaf.replace(values[dotted(path)])) for path, leaf in template])
 
-    def _install(self, values: Values) -> None:
-        nnx.update(self.model, self._as_state(values))
+@dataclass(frozen=True, eq=False)
+class _Functions:
+    """What the programs of an update compute, as functions of arrays."""
+
+    model: nnx.Module
+    """Names the trained parameters; their values are arguments."""
+    definition: nnx.GraphDef[Any]
+    optimizer: optax.GradientTransformation
+    schedule: optax.Schedule
+    settings: LossSettings
+    layout: Mapping[str, Any]
+    """The sharding of every trained parameter."""
+    dtypes: Mapping[str, Any]
+    """The types in which the model computes with them."""
+    max_grad_norm: float
+    residual: bool
+
+    def accumulated(
+        self, sums: PassSums, trained: Values, others: nnx.State, batch: TrainBatch, numbers: Values
+    ) -> tuple[PassSums, LossSums]:
+        kind = trained_type(self.model)
+
+        def loss(values: Values) -> tuple[Float[Array, ""], LossSums]:
+            own = jax.tree.map(lambda leaf: leaf, others)  # nnx.remat refuses variables from outside of the gradient
+            model = nnx.merge(self.definition, _as_state(self.model, kind, values), own)
+            return policy_loss(model, batch, self.settings, numbers)
+
+        gradients, measured = jax.grad(loss, has_aux=True)(trained)
+        added = {name: value + gradients[name].astype(jnp.float32) for name, value in sums.gradients.items()}
+        entropy = sums.entropy
+        if isinstance(entropy, EntropySums):
+            entropy = EntropySums(entropy.entropy + measured.entropy, entropy.tokens + measured.agreement.tokens)
+        return PassSums(self._laid_out(added), sums.loss + measured.loss, entropy), measured
+
+    def measured(self, sums: PassSums, count: Int[Array, ""], entropy: EntropyState | tuple[()]) -> UpdateRecord:
+        """Measure what does not depend on the step."""
+        norm, rate = optax.global_norm(sums.gradients), jnp.asarray(self.schedule(count), jnp.float32)
+        finite = jnp.isfinite(norm) & jnp.isfinite(sums.loss)
+        coefficient = entropy.applied if isinstance(entropy, EntropyState) else None
+        return UpdateRecord(norm, rate, jnp.ones(()), finite, coefficient)
+
+    def stepped(
+        self,
+        held: Values,
+        read: PassSums,
+        free: Values,
+        state: UpdateState,
+        reused: Values,
+        norm: Float[Array, ""],
+    ) -> tuple[Values, UpdateState, Float[Array, ""]]:
+        gradients = read.gradients | reused
+        values = self.joined(held | free, state.kept)
+        scale = jnp.where(norm > self.max_grad_norm, self.max_grad_norm / norm, 1.0)
+        scaled = {name: gradient * scale for name, gradient in gradients.items()}
+        update: Any = self.optimizer.update
+        meant, optimizer = update(scaled, state.optimizer, values)
+        trained, kept = self._split({name: values[name] + meant[name] for name in values}, state.count)
+        arrived = self.joined(trained, kept)
+        length = sum((jnp.square(step).sum() for step in meant.values()), jnp.zeros(()))
+        along = sum(((arrived[name] - values[name]) * meant[name]).sum() for name in values)
+        entropy, control = state.entropy, self.settings.entropy_control
+        if control is not None and isinstance(entropy, EntropyState) and isinstance(read.entropy, EntropySums):
+            entropy = control.following(entropy, read.entropy)
+        after = UpdateState(state.count + 1, optimizer, self._laid_out(kept), entropy)
+        return self._laid_out(trained), after, jnp.where(length > 0.0, along / length, 1.0)
+
+    def first_state(self, stepped: Values) -> UpdateState:
+        values = {name: value.astype(jnp.float32) for name, value in stepped.items()}
+        kept = {name: value for name, value in values.items() if value.dtype != self.dtypes[name]}
+        if self.residual:
+            kept = {name: jnp.zeros(value.shape, jnp.int8) for name, value in values.items()}
+        control = self.settings.entropy_control
+        entropy = () if control is None else control.initial()
+        return UpdateState(jnp.zeros((), jnp.int32), self.optimizer.init(values), kept, entropy)
+
+    def joined(self, trained: Values, kept: Values) -> Values:
+        """The parameters that are stepped, float32."""
+        if self.residual:
+            return {name: join_residual(value, kept[name]) for name, value in trained.items()}
+        return {name: kept.get(name, value) for name, value in trained.items()}
+
+    def _split(self, values: Values, count: Int[Array, ""]) -> tuple[Values, Values]:
+        """The parameters that the model computes with, and what they lack of ``values``."""
+        if self.residual:
+            key = jax.random.fold_in(jax.random.key(0), count)
+            parts = {
+                name: split_residual(value, jax.random.fold_in(key, index))
+                for index, (name, value) in enumerate(sorted(values.items()))
+            }
+            return {name: part[0] for name, part in parts.items()}, {name: part[1] for name, part in parts.items()}
+        cast = {name: value.astype(self.dtypes[name]) for name, value in values.items()}
+        return cast, {name: value for name, value in values.items() if value.dtype != self.dtypes[name]}
 
     def _laid_out(self, values: Values) -> Values:
         # The compiler chooses the layout of what a program returns. Held to the layout of the parameters, the next call
         # finds the same program, and the sampler the same layout.
-        return {name: jax.lax.with_sharding_constraint(value, self._layout[name]) for name, value in values.items()}
-
-    def _compiled(self, name: str, function: Callable[..., Any], **options: Any) -> Any:
-        programs = self.__dict__.setdefault("_programs", {})
-        if name not in programs:
-            programs[name] = jax.jit(function, **options)
-        return programs[name]
+        return {name: jax.lax.with_sharding_constraint(value, self.layout[name]) for name, value in values.items()}
 
 
-class _Float32(NamedTuple):
-    shape: tuple[int, ...]
-    dtype: Any = jnp.float32
+def _as_state(model: nnx.Module, kind: Any, values: Mapping[str, Any]) -> nnx.State:
+    """Make a state like that of the model's trained parameters, of other values."""
+    template = nnx.to_flat_state(nnx.state(model, kind))
+    return nnx.from_flat_state([(path, leaf.replace(values[dotted(path)])) for path, leaf in template])
 
 
-def by_name(state: nnx.State) -> Values:
-    """Return the arrays of a state by their dotted names."""
-    return {dotted(path): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(state)}
+# --- metrics ---------------------------------------------------------------------------------------------------------
 
 
-def dotted(path: tuple[Any, ...]) -> str:
-    """Write the path of a parameter in a state as its name."""
-    return ".".join(map(str, path))
+@dataclass(frozen=True)
+class MeasuredUpdate:
+    """One of a step's updates, on the host."""
+
+    sums: list[LossSums]
+    """Of each of its passes."""
+    record: UpdateRecord
+
+    @property
+    def loss(self) -> float:
+        """The loss over all passes."""
+        return sum(float(each.loss) for each in self.sums)
 
 
-def _described(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+def update_metrics(updates: Sequence[MeasuredUpdate]) -> dict[str, float]:
+    """Compute ``update/*`` and ``correction/*`` over all updates, and ``agreement/*`` over the tokens of the first.
+
+    The weights before the first update are those that the engine sampled with.
+
+    The loss is the mean over updates of each update's loss; entropy, KL and clip fraction are means over tokens; the
+    gradient norm is the mean over updates of each update's norm before clipping; the rate is the last update's, and of
+    the kept steps the smallest counts. Updates that were skipped count in none of these, unless all were.
+    """
+    made = [update for update in updates if update.record.finite] or list(updates)
+    micro, records = [sums for update in made for sums in update.sums], [update.record for update in made]
+    tokens = sum(float(sums.agreement.tokens) for sums in micro)
+    corrected = [sums.correction for sums in micro if sums.correction is not None]
+    coefficient = updates[-1].record.entropy_coefficient
+
+    def mean(values: Sequence[Any], count: float) -> float:
+        numbers = [float(value) for value in values]
+        total = math.fsum if all(map(math.isfinite, numbers)) else sum  # fsum raises for infinities of both signs
+        return total(numbers) / count
+
+    return {
+        "update/loss": mean([sums.loss for sums in micro], len(made)),
+        "update/grad_norm": mean([record.grad_norm for record in records], len(made)),
+        "update/step_kept": min(float(record.step_kept) for record in records),
+        "update/kl": mean([sums.kl for sums in micro], tokens),
+        "update/entropy": mean([sums.entropy for sums in micro], tokens),
+        "update/clip_fraction": mean([sums.clipped for sums in micro], tokens),
+        "update/learning_rate": float(records[-1].learning_rate),
+        "update/skipped": sum(not update.record.finite for update in updates),
+        **agreement_metrics([sums.agreement for sums in updates[0].sums]),
+        **(correction_metrics(corrected) if corrected else {}),
+        **({} if coefficient is None else {"update/entropy_coefficient": float(coefficient)}),
+    }

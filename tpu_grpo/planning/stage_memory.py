@@ -61,7 +61,7 @@ def resident_bytes(run: AbstractRun) -> ResidentBytes:
     moves, micro_batches = run.sync.moves, config.micro_batches(run.meshes.trainer.shape["fsdp"])
     return ResidentBytes(
         parameters=per_device(leaves.values()),
-        optimizer=per_device(jax.tree.leaves(run.learner.state)),
+        optimizer=per_device(jax.tree.leaves(run.learner.updater.state)),
         trained=trained,
         reference=trained if config.algorithm.beta > 0.0 and (own_adapters or not adapters) else 0,
         sampler=per_device(move.spec for move in moves if not move.aliased),

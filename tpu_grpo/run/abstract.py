@@ -24,7 +24,7 @@ from tpu_grpo.config import BUILTIN, RunConfig
 from tpu_grpo.engine.engine import Engine, engine_mesh
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replica, make_replicas, replicated_specs
-from tpu_grpo.learner import LearnerInputs, LearnerPrograms, cast_to_compute, freeze_untrained, parameters
+from tpu_grpo.learner import LearnerInputs, LearnerParts, build_parts, cast_to_compute, freeze_untrained, parameters
 from tpu_grpo.models.builtin import write_builtin_config
 from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
 from tpu_grpo.models.tunix_model import abstract_model
@@ -86,14 +86,14 @@ class AbstractRun:
         return model
 
     @cached_property
-    def learner(self) -> LearnerPrograms:
-        """The learner's programs."""
+    def learner(self) -> LearnerParts:
+        """The learner's parts, which lower its programs."""
         inputs = LearnerInputs(
             model=self.policy,
             reference=self.base if self.config.algorithm.beta > 0.0 else None,
             mesh=self.meshes.trainer,
         )
-        return LearnerPrograms(self.config, inputs)
+        return build_parts(self.config, inputs)
 
     @property
     def options(self) -> EngineOptions:

@@ -31,14 +31,16 @@ from jax.sharding import Mesh
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.sampler import BrokenRollout
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.learner.building import build_parts, saved_reference
+from tpu_grpo.learner.building import build_parts
 from tpu_grpo.learner.checkpoints import Checkpoints
-from tpu_grpo.learner.digest import whole
-from tpu_grpo.learner.failed import FailedUpdate, PassArrays, pass_arrays, placed_pass
+from tpu_grpo.learner.parameters import whole
+from tpu_grpo.learner.failed import FailedUpdate
+from tpu_grpo.learner.batches import PassArrays, pass_arrays, placed_pass
 from tpu_grpo.learner.forward import logprobs
 from tpu_grpo.learner.loss import LossSettings, TrainBatch
-from tpu_grpo.learner.trained import parameters
-from tpu_grpo.learner.update import Updater, by_name
+from tpu_grpo.learner.parameters import parameters
+from tpu_grpo.learner.update import Updater
+from tpu_grpo.learner.parameters import by_name
 from tpu_grpo.observe.json_lines import encode_line, replace_bytes
 from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, NON_FINITE_DIR
 from tpu_grpo.observe.sample_rows import conversation_fields, sample_fields, sample_rows
@@ -218,7 +220,7 @@ def replay(kept: KeptUpdate, config: RunConfig, hosts: Hosts) -> Iterator[str]:
     checkpoint, _ = open_model(config, hosts)
     meshes = build_meshes(config, checkpoint)
     parts = build_parts(config, load_inputs(config, checkpoint, meshes))
-    checkpoints = Checkpoints(kept.checkpoints, keep=1, reference=saved_reference(config, parts), hosts=hosts)
+    checkpoints = Checkpoints(kept.checkpoints, keep=1, reference=parts.saved_reference, hosts=hosts)
     step = checkpoints.restore(parts.updater, resume="require")
     checkpoints.close()
     of_several = f", update {kept.update} of {kept.updates}" if kept.updates > 1 else ""

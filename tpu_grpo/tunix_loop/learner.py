@@ -20,7 +20,7 @@ from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
 from tpu_grpo.config import AlgorithmSection
 from tpu_grpo.learner.batches import truncated_weights
 from tpu_grpo.learner.loss import LossSettings, TrainBatch, policy_loss
-from tpu_grpo.learner.rows import group_advantages
+from tpu_grpo.learner.signal import group_advantages
 from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import Completion
 from tpu_grpo.tunix_loop.padded import PaddedRows, PaddedShape, after_prompts, model_rows, padded_rows

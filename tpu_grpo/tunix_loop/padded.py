@@ -20,8 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tpu_grpo.config import LossAggregation
 from tpu_grpo.learner.forward import ModelRows
-from tpu_grpo.learner.sequences import check_sequences
-from tpu_grpo.learner.token_weights import token_weights
+from tpu_grpo.learner.rows import check_sequences, token_weights
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Completion
 
@@ -46,7 +45,7 @@ class PaddedRows:
     rollout_logps: Float[np.ndarray, "B T"]
     advantages: Float[np.ndarray, " B"]
     weights: Float[np.ndarray, "B T"]
-    """How much each token counts in the loss; see learner/token_weights.py."""
+    """How much each token counts in the loss; see learner/rows.py."""
 
 
 def padded_rows(

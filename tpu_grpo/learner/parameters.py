@@ -1,0 +1,159 @@
+"""A model's parameters: their names, which of them are trained, copies, casts, and sums to compare them by.
+
+What is trained is told by the type of a variable, so that Tunix and everyone else sees the same:
+
+nnx.LoRAParam   adapters: they alone are trained where there are any
+nnx.Param       trained in a model without adapters
+Frozen          never trained
+"""
+
+import functools
+import hashlib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tpu_grpo.config import RunConfig, parse_layers
+from tpu_grpo.hosts.leaf_numbers import bit_sum, leaf_numbers
+
+Values = dict[str, Any]
+"""Arrays, or their descriptions, by the dotted names of parameters."""
+
+
+class Frozen(nnx.Variable[Any]):
+    """Is used and not trained: it gets no gradient, and the optimizer keeps no state for it."""
+
+
+def by_name(state: nnx.State) -> Values:
+    """Return the arrays of a state by their dotted names."""
+    return {dotted(path): leaf.get_raw_value() for path, leaf in nnx.to_flat_state(state)}
+
+
+def dotted(path: tuple[Any, ...]) -> str:
+    """Write the path of a parameter in a state as its name."""
+    return ".".join(map(str, path))
+
+
+# --- which are trained -----------------------------------------------------------------------------------------------
+
+
+def freeze_all_but(model: nnx.Module, layers: Collection[int]) -> None:
+    """Freeze, in place, every parameter outside of these layers."""
+    for path, module in list(nnx.iter_modules(model)):
+        if path[:1] == ("layers",) and len(path) > 1 and path[1] in layers:
+            continue
+        for name, value in list(vars(module).items()):
+            if isinstance(value, nnx.Param):
+                setattr(module, name, Frozen(value.get_raw_value(), **value.get_metadata()))
+
+
+def freeze_untrained(model: nnx.Module, config: RunConfig) -> None:
+    """Freeze, in place, what ``model.train_layers`` leaves out; nothing when it is unset."""
+    if config.model.train_layers is not None:
+        freeze_all_but(model, parse_layers(config.model.train_layers))
+
+
+def trained_type(model: nnx.Module) -> type[nnx.Variable[Any]]:
+    """Return the type of what is trained: nnx.LoRAParam if the model has adapters."""
+    return nnx.LoRAParam if nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)) else nnx.Param
+
+
+def parameters(model: nnx.Module) -> nnx.State:
+    """Return all of a model's parameters, trained or not."""
+    return nnx.state(model, nnx.Any(nnx.Param, Frozen))
+
+
+def frozen_leaves(params: nnx.State) -> frozenset[str]:
+    """Return the dotted names of the leaves that no update changes."""
+    kinds = {dotted(path): type(leaf) for path, leaf in nnx.to_flat_state(params)}
+    adapters = nnx.LoRAParam in kinds.values()
+    return frozenset(name for name, kind in kinds.items() if kind is Frozen or (adapters and kind is not nnx.LoRAParam))
+
+
+# --- casts and copies ------------------------------------------------------------------------------------------------
+
+
+def cast_to_compute(model: nnx.Module, config: RunConfig) -> Values:
+    """Cast every parameter to ``model.dtype``, in place.
+
+    Returns:
+        The trained parameters in the type that they are stepped in, by name.
+    """
+    compute, stepped_type = jnp.dtype(config.model.dtype), jnp.dtype(config.model.param_dtype)
+    trained = by_name(nnx.state(model, trained_type(model)))
+    stepped = {name: _cast(leaf, stepped_type) for name, leaf in trained.items()}
+    nnx.update(model, jax.tree.map(lambda leaf: _cast(leaf, compute), parameters(model)))
+    return stepped
+
+
+def _cast(leaf: Any, dtype: np.dtype[Any]) -> Any:
+    if leaf.dtype == dtype:
+        return leaf
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding)
+    return leaf.astype(dtype)
+
+
+def own_copy(model: nnx.Module, names: Collection[str]) -> nnx.Module:
+    """Copy the parameters of these names, which updates of the policy change; the rest stays the same arrays."""
+    copied = nnx.clone(model)
+    state = nnx.to_flat_state(nnx.state(copied, nnx.Param))
+    own = [(path, leaf.replace(_copy(leaf.get_raw_value()))) for path, leaf in state if dotted(path) in names]
+    nnx.update(copied, nnx.from_flat_state(own))
+    return copied
+
+
+def copy_values(model: nnx.Module, source: nnx.Module, names: Collection[str]) -> None:
+    """Make the parameters of these names copies of another model's, one by one to save memory."""
+    values = by_name(nnx.state(source, nnx.Param))
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if (name := dotted(path)) in names:
+            nnx.update(model, nnx.from_flat_state([(path, leaf.replace(_copy(values[name])))]))
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else leaf.copy()
+
+
+# --- sums ------------------------------------------------------------------------------------------------------------
+
+
+def params_digest(leaves: Mapping[str, jax.Array]) -> str:
+    """Compute sha256, in hex, over the leaves in the order of their names: name, dtype, shape and bytes of each.
+
+    On several hosts every one must call it: a leaf that is split over hosts is gathered, one leaf at a time.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(leaves):
+        value = whole(leaves[name])
+        digest.update(f"{name} {value.dtype} {value.shape}\n".encode())
+        digest.update(np.ascontiguousarray(value).tobytes())
+    return digest.hexdigest()
+
+
+def checksums(leaves: Mapping[str, jax.Array]) -> dict[str, int]:
+    """Compute the `bit_sum` of every leaf, by name: weaker than a digest, but computed where the leaf is."""
+    return {name: int(value) for name, value in leaf_numbers(bit_sum, leaves).items()}
+
+
+def whole(value: jax.Array) -> np.ndarray:
+    """Bring an array's values to every host; all hosts must call it for one that is split over them.
+
+    jax would keep the values that it brings to the host for as long as the array lives, so that a model whose arrays
+    were looked at one by one would be held once more. These are let go with what is returned.
+    """
+    if value.is_fully_addressable or value.is_fully_replicated:
+        pieces = [shard.data for shard in value.addressable_shards]
+        return np.asarray(jax.make_array_from_single_device_arrays(value.shape, value.sharding, pieces))
+    assert isinstance(value.sharding, NamedSharding)  # what the trainer computes is on its mesh
+    return np.asarray(_gathering(NamedSharding(value.sharding.mesh, PartitionSpec()))(value))
+
+
+@functools.cache  # one program for all calls, so that none is compiled twice
+def _gathering(sharding: NamedSharding) -> Any:
+    return jax.jit(lambda x: x, out_shardings=sharding)
