@@ -20,10 +20,8 @@ from tests.models.random_checkpoint import write_random
 from tpu_grpo.algorithms import open_algorithm
 from tpu_grpo.config import LoraSection
 from tpu_grpo.learner.loss import LossSettings, policy_loss
-from tpu_grpo.learner.rows import Packing
-from tpu_grpo.learner.rows import RowShape, train_rows
-from tpu_grpo.learner.rows import token_weights
 from tpu_grpo.learner.parameters import by_name
+from tpu_grpo.learner.rows import Packing, RowShape, token_weights, train_rows
 from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.families import FAMILIES
 from tpu_grpo.models.lora import adapted_modules, apply_lora

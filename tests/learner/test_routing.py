@@ -26,8 +26,7 @@ from tests.models.random_checkpoint import write_random
 from tests.models.reference import reference_experts, reference_logprobs
 from tpu_grpo.learner import Learner, LearnerInputs, build_parts
 from tpu_grpo.learner.forward import ModelRows, run_model
-from tpu_grpo.learner.rows import ReplayShape
-from tpu_grpo.learner.rows import RowShape, TrainRows, train_rows
+from tpu_grpo.learner.rows import ReplayShape, RowShape, TrainRows, train_rows
 from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.errors import DataError
