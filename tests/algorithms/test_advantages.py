@@ -198,7 +198,8 @@ def test_a_row_without_a_reward_has_no_advantage_and_a_group_without_any_is_not_
     tmp_path: Path, advantage: str
 ) -> None:
     """Of three groups the second has no reward: the others have the advantages that they have without it."""
-    config = make_config(tmp_path, {"algorithm": {"advantage": advantage, "group_size": 3}})
+    tree = {"data": {"prompts_per_step": 3}, "algorithm": {"advantage": advantage, "group_size": 3}}
+    config = make_config(tmp_path, tree)
     config = RunConfig.model_validate(config.model_dump() | {"rewards": [{"name": "exact_answer", "label": "one"}]})
     algorithm = open_algorithm(config.algorithm)
     nan = float("nan")
