@@ -31,16 +31,14 @@ from jax.sharding import Mesh
 from tpu_grpo.config import RunConfig
 from tpu_grpo.engine.sampler import BrokenRollout
 from tpu_grpo.hosts import Hosts
+from tpu_grpo.learner.batches import PassArrays, pass_arrays, placed_pass
 from tpu_grpo.learner.building import build_parts
 from tpu_grpo.learner.checkpoints import Checkpoints
-from tpu_grpo.learner.parameters import whole
 from tpu_grpo.learner.failed import FailedUpdate
-from tpu_grpo.learner.batches import PassArrays, pass_arrays, placed_pass
 from tpu_grpo.learner.forward import logprobs
 from tpu_grpo.learner.loss import LossSettings, TrainBatch
-from tpu_grpo.learner.parameters import parameters
+from tpu_grpo.learner.parameters import by_name, parameters, whole
 from tpu_grpo.learner.update import Updater
-from tpu_grpo.learner.parameters import by_name
 from tpu_grpo.observe.json_lines import encode_line, replace_bytes
 from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, NON_FINITE_DIR
 from tpu_grpo.observe.sample_rows import conversation_fields, sample_fields, sample_rows
