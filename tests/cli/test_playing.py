@@ -2,7 +2,7 @@
 
 from contextlib import closing
 
-from tests.environments.dialects.families import ids, tokenizer
+from tests.environments.template_families import ids, tokenizer
 from tpu_grpo.cli.playing import Game
 from tpu_grpo.config import parse_config
 from tpu_grpo.records.stages import Prompt

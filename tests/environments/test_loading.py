@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tpu_grpo.environments import finding
+from tpu_grpo.environments import loading
 from tpu_grpo.environments.actions import LoadedEnvironment
 from tpu_grpo.environments.loading import check_columns, load_environment
 from tpu_grpo.records.errors import EpisodeError
@@ -227,7 +227,7 @@ def test_options_that_a_constructor_does_not_take(load):
 
 
 def test_shipped_names(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(finding, "SHIPPED", {"counting": "tests.environments.games:Counter"})
+    monkeypatch.setattr(loading, "SHIPPED", {"counting": "tests.environments.games:Counter"})
     loaded = load_environment("counting", {})
     assert loaded.source == "tests.environments.games:Counter"
     with pytest.raises(EpisodeError, match="'countin' is not a shipped environment; did you mean counting"):

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from tpu_grpo.environments.actions import ToolCall
-from tpu_grpo.environments.tools import called
-from tpu_grpo.environments.values import MOST_BYTES, WrongError
+from tpu_grpo.environments.tool_values import MOST_BYTES, WrongError, called
 
 
 class Tools:

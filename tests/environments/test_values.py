@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tpu_grpo.environments.values import WrongError, turn_rewards_of
+from tpu_grpo.environments.tool_values import WrongError, turn_rewards_of
 
 
 @pytest.mark.parametrize(

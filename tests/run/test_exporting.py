@@ -14,7 +14,7 @@ import yaml
 from flax import nnx
 from safetensors.numpy import load_file
 
-from tests.environments.dialects.families import tokenizer
+from tests.environments.template_families import tokenizer
 from tests.models.forward import compiled_logprobs, trainer_mesh
 from tests.models.reference import reference_logprobs
 from tests.run.policies import FAMILIES, LORA, TOKENS_BT, change, run_config, trained, write_model

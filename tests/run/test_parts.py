@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.environments.dialects.families import tokenizer
+from tests.environments.template_families import tokenizer
 from tpu_grpo.config import parse_config
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.run import parts

@@ -10,8 +10,8 @@ import pytest
 
 from tpu_grpo.config import load_config
 from tpu_grpo.environments.actions import Answered, LoadedEnvironment
+from tpu_grpo.environments.chat_dialect import open_dialect
 from tpu_grpo.environments.conversation import Conversation, Start
-from tpu_grpo.environments.dialects import open_dialect
 from tpu_grpo.environments.shipped.guessing import Guessing
 from tpu_grpo.models.tokenizers import builtin_tokenizer
 from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey, SamplingParams

@@ -20,12 +20,12 @@ import numpy as np
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Answered, Ended, LoadedEnvironment, Message, ToolCall
 from tpu_grpo.environments.observations import cut_answers
-from tpu_grpo.environments.values import WrongError
+from tpu_grpo.environments.tool_values import WrongError
 from tpu_grpo.records.episode import Branch, Ending, Episode, Failure, Turn
 from tpu_grpo.records.stages import Completion, Prompt, Request
 
 if TYPE_CHECKING:
-    from tpu_grpo.environments.dialects import Dialect
+    from tpu_grpo.environments.chat_dialect import Dialect
 
 BRANCH_SAMPLES = 2**20
 """Later branches of a conversation draw as samples that are this many further on, because they come to the same

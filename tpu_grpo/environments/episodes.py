@@ -19,7 +19,7 @@ import numpy as np
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import COLUMN, Answered, Ended, Failed, LoadedEnvironment, Reply
 from tpu_grpo.environments.conversation import Conversation, Start
-from tpu_grpo.environments.values import WrongError
+from tpu_grpo.environments.tool_values import WrongError
 from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import EpisodeError, without_controls
 from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey
@@ -28,7 +28,7 @@ LOG = logging.getLogger("tpu_grpo.environments")
 _SHOWN = 100
 """Errors show so many characters from the start of what a prompt asks, and so many from its end."""
 if TYPE_CHECKING:
-    from tpu_grpo.environments.dialects import Dialect
+    from tpu_grpo.environments.chat_dialect import Dialect
     from tpu_grpo.environments.pool import EnvironmentPool
 
 

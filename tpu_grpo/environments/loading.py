@@ -1,23 +1,130 @@
-"""An environment of the config is loaded: its name leads to a class that is known to fit.
+"""The class of an environment: found by its name, imported, checked, and its tools described."""
 
-    environment = load_environment("my_game.py:Game", {"size": 3})
-    check_columns(environment, columns)                 # the data has what its reset requires
-
-Everything that can be known without a conversation is checked: the name, the file, the class, its constructor against
-the options, its tools' schemas.
-"""
-
+import difflib
+import importlib
 import inspect
 from collections.abc import Collection, Mapping
-from typing import Any
+from types import MethodType
+from typing import Any, Literal, get_args, get_origin, get_type_hints, is_typeddict
 
+from tpu_grpo.config.plugins import find_function
 from tpu_grpo.environments.actions import LoadedEnvironment
-from tpu_grpo.environments.adapters import adapter_for, own_options
-from tpu_grpo.environments.adapters.adapter import Adapter
-from tpu_grpo.environments.finding import find_environment, source_of
-from tpu_grpo.environments.schemas import schema_of, tools_of
-from tpu_grpo.environments.tools import AT_THE_END, RESERVED
+from tpu_grpo.environments.adapter_classes import Adapter, adapter_for, own_options
+from tpu_grpo.environments.shipped import SHIPPED
+from tpu_grpo.environments.tool_values import AT_THE_END, RESERVED
 from tpu_grpo.records.errors import EpisodeError
+
+
+def source_of(name: str) -> str:
+    """Return where the class of an environment is, as path.py:Class or package.module:Class.
+
+    Raises:
+        EpisodeError: for a name that is neither, and none of those that ship.
+    """
+    if name in SHIPPED:
+        return SHIPPED[name]
+    if ":" in name:
+        return name
+    near = difflib.get_close_matches(name, SHIPPED, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise EpisodeError(
+        f"{name!r} is not a shipped environment; {hint}(shipped: {', '.join(SHIPPED) or 'none'}; your own: "
+        "path.py:Class or package.module:Class)"
+    )
+
+
+def find_environment(source: str) -> Any:
+    """Return the class, or the function that makes an environment, at ``source``.
+
+    Raises:
+        EpisodeError: for a file or module that is missing or fails to import, or one without it.
+    """
+    return find_function(source, "environment", EpisodeError)
+
+
+def import_beforehand(target: Any) -> None:
+    """Import the packages that a shipped class names in ``_imported_before``, before its conversations are forked.
+
+    The main process imports the class, and does without them. Otherwise each conversation's process would import them
+    by itself, which takes seconds of CPU each time.
+
+    Raises:
+        EpisodeError: for a package that cannot be imported.
+    """
+    for name in getattr(target, "_imported_before", ()):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise EpisodeError(f"the environment needs the package {name}, got {error}; install it") from error
+
+
+_WRITTEN = (int, float, str, bool, type(None), Any, dict)
+"""The schemas of arguments of these types say what a call writes; of other classes they say that it is an object."""
+
+
+def tools_of(target: Any) -> dict[str, Any]:
+    """Return the methods of a class that are tools: all public ones that are not RESERVED, in the order of names."""
+    found = {}
+    for name, member in inspect.getmembers(target, callable):
+        is_method = inspect.isroutine(member) and not isinstance(inspect.getattr_static(target, name), staticmethod)
+        if is_method and not name.startswith("_") and name not in RESERVED:
+            found[name] = member
+    return found
+
+
+def schema_of(environment: str, target: Any, tool: str) -> Mapping[str, Any]:
+    """Return the schema of a tool: {type: function, function: {name, description, parameters, return}}.
+
+    Raises:
+        EpisodeError: for a method without type hints or docstring, or with an argument that no call could give.
+    """
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    member = getattr(target, tool)
+    method = member if inspect.ismethod(member) else MethodType(member, target)
+    try:
+        schema = get_json_schema(method)
+    except (DocstringParsingException, TypeHintParsingException, NameError, TypeError, ValueError) as error:
+        raise EpisodeError(
+            f"environment {environment}: its public method {tool} is a tool, which must have a type hint for each "
+            "argument and a docstring in Google's style that describes it and each argument (Args:), got one where "
+            f"transformers says: {error}. Add them, or begin the name with an underscore if the policy must not call "
+            "it; a class with step(action) that takes texts can be named by the option adapter: gym"
+        ) from error
+    _check_parameters(f"environment {environment}: its tool {tool}", method)
+    return schema
+
+
+def _check_parameters(tool: str, method: Any) -> None:
+    """Check that a call, which gives JSON's values by their names, can give what a tool takes."""
+    hints = get_type_hints(method)
+    for name, parameter in inspect.signature(method).parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.POSITIONAL_ONLY):
+            raise EpisodeError(
+                f"{tool} must take its arguments by name, as calls give them, got {parameter}; drop the '/', or take a "
+                "list in place of the '*'"
+            )
+        if (unknown := _unknown_in(hints[name])) is not None:
+            raise EpisodeError(
+                f"{tool} must take what a call can write, got {parameter} of the type {_shown(unknown)}, which the "
+                "policy would see as an object without fields, and the tool get as a dict or text; make a choice a "
+                "Literal, a list say of what (list[int]), and anything else a dict that the docstring describes"
+            )
+
+
+def _unknown_in(hint: Any) -> Any:
+    """Return a type within a type hint that no schema says anything of; None if there is none such."""
+    if get_origin(hint) is Literal:
+        return None
+    if get_origin(hint) is not None:
+        return next((found for part in get_args(hint) if (found := _unknown_in(part)) is not None), None)
+    is_known = hint in _WRITTEN or is_typeddict(hint) or (isinstance(hint, type) and issubclass(hint, Mapping))
+    return None if is_known else hint
+
+
+def _shown(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint)
 
 
 def load_environment(name: str, options: Mapping[str, Any], key: str = "") -> LoadedEnvironment:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from tpu_grpo.environments.actions import Message
 
 if TYPE_CHECKING:
-    from tpu_grpo.environments.dialects import Dialect
+    from tpu_grpo.environments.chat_dialect import Dialect
 
 
 def cut_answers(messages: Sequence[Message], most: int, dialect: "Dialect") -> list[Message]:

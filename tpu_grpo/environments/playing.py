@@ -32,11 +32,22 @@ from tpu_grpo.environments.actions import (
     Reply,
     ToolCall,
 )
-from tpu_grpo.environments.adapters import adapter_for, own_options
-from tpu_grpo.environments.adapters.adapter import Adapter, fitting, parameters_of
-from tpu_grpo.environments.finding import find_environment, import_beforehand
-from tpu_grpo.environments.tools import MOST_CALLS, called, described, not_made, resolved
-from tpu_grpo.environments.values import WrongError, growing, number_of, observed_text, step_of, turn_rewards_of
+from tpu_grpo.environments.adapter_classes import Adapter, adapter_for, fitting, own_options
+from tpu_grpo.environments.loading import find_environment, import_beforehand
+from tpu_grpo.environments.tool_values import (
+    MOST_CALLS,
+    WrongError,
+    called,
+    described,
+    growing,
+    not_made,
+    number_of,
+    observed_text,
+    parameters_of,
+    resolved,
+    step_of,
+    turn_rewards_of,
+)
 from tpu_grpo.records.episode import Failure, FailureKind
 from tpu_grpo.workers.attributes import keep
 from tpu_grpo.workers.messages import Mode

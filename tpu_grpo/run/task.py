@@ -12,7 +12,7 @@ from tpu_grpo.data.rendering import template_switches
 from tpu_grpo.data.stream import PromptStream, prompts_digest
 from tpu_grpo.engine.sampler import Sampler
 from tpu_grpo.environments.actions import LoadedEnvironment
-from tpu_grpo.environments.dialects import open_dialect, turn_ends
+from tpu_grpo.environments.chat_dialect import open_dialect, turn_ends
 from tpu_grpo.environments.episodes import Environments
 from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.hosts import Hosts

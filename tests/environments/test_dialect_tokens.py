@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tests.environments.dialects.families import ADD, FAMILIES, SAY, build, dialect, ids, tokenizer
+from tests.environments.template_families import ADD, FAMILIES, SAY, build, dialect, ids, tokenizer
 from tpu_grpo.config import DataSection
 from tpu_grpo.data.rendering import PromptRenderer, template_switches
 from tpu_grpo.environments.actions import ToolCall
-from tpu_grpo.environments.dialects import Dialect, open_dialect
+from tpu_grpo.environments.chat_dialect import Dialect, open_dialect
 
 
 @dataclass(frozen=True)

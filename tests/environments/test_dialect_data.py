@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tests.environments.dialects.families import ADD, FAMILIES, GEMMA, TEMPLATES, Family, build, dialect, tokenizer
-from tpu_grpo.environments.dialects import open_dialect
-from tpu_grpo.environments.dialects.data import BREAK, Encoder
-from tpu_grpo.environments.dialects.past import CALLED
+from tests.environments.template_families import ADD, FAMILIES, GEMMA, TEMPLATES, Family, build, dialect, tokenizer
+from tpu_grpo.environments.chat_dialect import CALLED, open_dialect
+from tpu_grpo.environments.turn_tokens import BREAK, Encoder
 from tpu_grpo.records.errors import ConfigError
 
 

@@ -15,10 +15,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
-from tpu_grpo.environments.dialects import Dialect, open_dialect
+from tpu_grpo.environments.chat_dialect import Dialect, open_dialect
 from tpu_grpo.models.tokenizers import build_tool_tokenizer
 
-TEMPLATES = Path(__file__).parent.parent / "templates"
+TEMPLATES = Path(__file__).parent / "templates"
 MERGES = [("Ċ", "Ċ"), ("4", "7"), ("3", "8"), ("t", "h"), ("th", "i")]
 QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 QWEN_TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")

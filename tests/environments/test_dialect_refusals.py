@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.environments.dialects.families import ADD, FAMILIES, GEMMA, QWEN, QWEN_TAGS, TEMPLATES, Family, build
-from tpu_grpo.environments.dialects import Dialect, open_dialect
+from tests.environments.template_families import ADD, FAMILIES, GEMMA, QWEN, QWEN_TAGS, TEMPLATES, Family, build
+from tpu_grpo.environments.chat_dialect import Dialect, open_dialect
 from tpu_grpo.models.tokenizers import build_byte_tokenizer
 from tpu_grpo.records.errors import ConfigError, DataError
 

@@ -9,13 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.environments.dialects.families import ADD, dialect, ids, tokenizer, tool
+from tests.environments.template_families import ADD, dialect, ids, tokenizer, tool
 from tpu_grpo.environments.actions import Action, BadCall, ToolCall
-from tpu_grpo.environments.dialects import Dialect, open_dialect
-from tpu_grpo.environments.dialects.json_calls import read_hermes
-from tpu_grpo.environments.dialects.python_calls import PythonCalls
-from tpu_grpo.environments.dialects.values import checked
-from tpu_grpo.environments.dialects.xml_calls import read_qwen3_coder
+from tpu_grpo.environments.chat_dialect import Dialect, open_dialect
+from tpu_grpo.environments.tool_calls import PythonCalls, checked_call, read_hermes, read_qwen3_coder
 
 ENDS = {"llama3": "<|eot_id|>", "llama_pythonic": "<|eot_id|>"}
 CALL = ToolCall("add", {"a": 47, "b": 38})
@@ -333,7 +330,7 @@ def test_any_text_is_read(pieces: list[str], ended: bool) -> None:
     """Whatever a policy writes becomes calls whose arguments are JSON, or problems; nothing is raised."""
     for reader in READERS:
         _, calls = reader("".join(pieces), ended=ended)
-        for call in map(checked, calls):
+        for call in map(checked_call, calls):
             if isinstance(call, ToolCall):
                 assert json.loads(json.dumps(call.arguments, allow_nan=False)) == call.arguments
             else:

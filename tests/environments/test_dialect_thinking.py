@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.environments.dialects.families import FAMILIES, TEMPLATES, build, dialect, ids, tokenizer
-from tpu_grpo.environments.dialects import Dialect, open_dialect
-from tpu_grpo.environments.dialects.thinking import Cutter
+from tests.environments.template_families import FAMILIES, TEMPLATES, build, dialect, ids, tokenizer
+from tpu_grpo.environments.chat_dialect import Dialect, open_dialect
+from tpu_grpo.environments.turn_tokens import Cutter
 
 FIRST = [{"role": "user", "content": "Guess."}]
 OPENS = "<|im_start|>assistant\n"

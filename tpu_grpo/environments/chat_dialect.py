@@ -1,22 +1,210 @@
-"""What a chat template writes around turns, in tokens: before the first, and after each."""
+"""What a chat template writes around the turns of a conversation, in tokens: before the first, and after each."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.config.sections import ToolFormat
 from tpu_grpo.environments.actions import Action, Message
-from tpu_grpo.environments.dialects import thinking
-from tpu_grpo.environments.dialects.data import Encoder
-from tpu_grpo.environments.dialects.formats import CallReader, format_of, reader, schemas_of
-from tpu_grpo.environments.dialects.past import CALL_ID, CALLED, QUESTION, SAID, Past, Prober
-from tpu_grpo.environments.dialects.template import ChatTemplate
-from tpu_grpo.environments.dialects.values import checked
+from tpu_grpo.environments.tool_calls import CallReader, checked_call, format_of, reader, schemas_of
+from tpu_grpo.environments.turn_tokens import CLOSE, OPEN, Cutter, Encoder, newline_ids, split_thinking
 from tpu_grpo.records.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+class ChatTemplate:
+    """A ChatTemplate writes conversations by the template of a tokenizer.
+
+    Raises:
+        ConfigError: for a tokenizer without one.
+    """
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerFast", tools: Sequence[Mapping[str, Any]], switches: Mapping[str, Any]
+    ):
+        self._tokenizer = tokenizer
+        self.tools: list[Any] = [dict(tool) for tool in tools]
+        self._switches = dict(switches)
+        if not tokenizer.chat_template:
+            raise ConfigError(
+                "environment.name needs a tokenizer with a chat template, this one has none; use the instruction-tuned "
+                "model's tokenizer"
+            )
+        self.source = tokenizer.get_chat_template(tools=self.tools or None)
+
+    def shows_tools(self, messages: Sequence[Message]) -> bool:
+        """Say whether a conversation is another with the tools than without."""
+        try:
+            return self.write(messages) != self.write(messages, with_tools=False)
+        except ConfigError:  # a template for tools alone may refuse to write without
+            return True
+
+    def write(self, messages: Sequence[Message], *, is_open: bool = True, with_tools: bool = True) -> str:
+        """Return the text of a conversation.
+
+        Args:
+            messages: the conversation; if the last one is the assistant's and it is open, it goes on there.
+            is_open: whether the policy's turn begins at the end.
+            with_tools: whether the template is told of the tools.
+
+        Raises:
+            ConfigError: if the template refuses it.
+        """
+        from jinja2 import TemplateError  # what chat templates are written in; transformers imports it lazily too
+
+        goes_on = is_open and messages[-1]["role"] == "assistant"
+        try:
+            written: Any = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tools=(self.tools or None) if with_tools else None,
+                tokenize=False,
+                add_generation_prompt=is_open and not goes_on,
+                continue_final_message=goes_on,
+                **self._switches,
+            )
+        except (TemplateError, ValueError, TypeError) as error:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise ConfigError(
+                f"the tokenizer's chat template must accept the roles {roles}, which a conversation has, it says: "
+                f"{error}; take a model whose template does"
+            ) from error
+        return str(written)
+
+
+QUESTION, SAID, THOUGHT, CALLED, ANSWERED = "q7zq", "c7zc", "t7zt", "v7zv", "a7za"
+"""The marks; turns and answers have a number after theirs."""
+CALL_ID = "call00000"
+"""Some templates ask for one, of nine letters and digits, and write it nowhere that matters here."""
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a template does with turns when a message of a role follows them."""
+
+    drops_thinking: bool
+    drops_newlines: bool
+    """Whether the newlines after the thinking go with it."""
+
+
+class Prober:
+    """A Prober writes conversations with marks by a template, and looks at what became of them."""
+
+    def __init__(self, template: ChatTemplate, encoder: Encoder):
+        self._template = template
+        self._encoder = encoder
+        question: Message = {"role": "user", "content": QUESTION}
+        self.begin = template.write([question])
+        closed = template.write([question], is_open=False)
+        if not self.begin.startswith(closed) or self.begin == closed:
+            raise ConfigError(
+                "the tokenizer's chat template must open the policy's turn after a message (add_generation_prompt), "
+                "this one does not; take a model whose template does"
+            )
+        prompt = self.begin[len(closed) :]
+        self.opened = prompt[prompt.index(OPEN) :] if OPEN in prompt else ""
+        """What the generation prompt writes of thinking: "<think>\\n", or an empty block."""
+        self.end = self._end()
+
+    def _end(self) -> str:
+        """Return the special token that ends a turn."""
+        text = self._template.write([{"role": "user", "content": QUESTION}, said(1)], is_open=False)
+        end = self._encoder.find_special(text, text.find(SAID))
+        if SAID not in text or end is None:
+            raise ConfigError(
+                "the tokenizer's chat template must end the policy's turns with a special token, so that the engine "
+                f"stops there, this one writes {text[text.find(SAID) :]!r:.80}; take a model whose template does"
+            )
+        return end[0]
+
+    @property
+    def head(self) -> str:
+        """The question, and what opens a turn, thinking left out."""
+        return self._without_opened(self.begin)
+
+    def _without_opened(self, text: str) -> str:
+        return text[: len(text) - len(self.opened)]
+
+    def past(self, role: str) -> Past:
+        """Find out what becomes of turns when answers of a role follow, "tool" or "user".
+
+        Raises:
+            ConfigError: if the template refuses them, leaves them out, or changes more of the past than thinking.
+        """
+        self._compare(role, self._growing(role, thinks=False))
+        if CLOSE not in self._template.source:
+            return Past(drops_thinking=False, drops_newlines=False)
+        texts = self._growing(role, thinks=True)
+        self._compare(role, texts)
+        written = texts[1][len(self._without_opened(texts[0])) :]
+        if re.match(rf"{OPEN}\s*{THOUGHT}1\s*{CLOSE}\s*{SAID}", written):
+            return Past(drops_thinking=False, drops_newlines=False)
+        if THOUGHT not in texts[2] and written.startswith((SAID, f"\n\n{SAID}")):
+            return Past(drops_thinking=True, drops_newlines=written.startswith(SAID))
+        raise _changed(role, f"writes a turn's thinking as {written[:80]!r}")
+
+    def _growing(self, role: str, *, thinks: bool) -> list[str]:
+        """Return the renderings of the question, and with one and two turns and answers more."""
+        messages: list[Message] = [{"role": "user", "content": QUESTION}]
+        texts = [self.begin]
+        for number in (1, 2):
+            turn = said(number, thinks=thinks)
+            if role == "tool":
+                turn = {**turn, "tool_calls": [self.call(f"{CALLED}{number}")]}
+            name = {"name": self._name, "tool_call_id": CALL_ID} if role == "tool" else {}
+            messages += [turn, {"role": role, **name, "content": f"{ANSWERED}{number}"}]
+            texts.append(self._template.write(messages))
+        return texts
+
+    def _compare(self, role: str, texts: Sequence[str]) -> None:
+        for number, (before, after) in enumerate(pairwise(texts), start=1):
+            if not after.startswith(self._without_opened(before)):
+                place = next(n for n, (a, b) in enumerate(zip(before, f"{after}\0", strict=False)) if a != b)
+                raise _changed(role, f"writes {after[place : place + 60]!r} for {before[place : place + 60]!r}")
+            rest = after[len(self._without_opened(before)) :]
+            if self.end not in rest or f"{ANSWERED}{number}" not in rest[rest.index(self.end) :]:
+                raise ConfigError(
+                    f"the tokenizer's chat template must write the answers of the role {role} after the token "
+                    f"{self.end} that ends a turn, this one writes {rest[:120]!r}; take a model whose template does"
+                )
+
+    @property
+    def _name(self) -> str:
+        return str(self._template.tools[0]["function"]["name"])
+
+    def call(self, mark: str, name: str | None = None) -> dict[str, Any]:
+        """Return a call of a tool with a mark for its argument; of the first tool unless one is named."""
+        function = {"name": name or self._name, "arguments": {"mark": mark}}
+        return {"type": "function", "id": CALL_ID, "function": function}
+
+    def written_call(self) -> str:
+        """Return what the template writes of a turn that is nothing but a call of the first tool."""
+        turn: Mapping[str, Any] = {"role": "assistant", "content": "", "tool_calls": [self.call(CALLED)]}
+        answer: Message = {"role": "tool", "name": self._name, "tool_call_id": CALL_ID, "content": ANSWERED}
+        text = self._template.write([{"role": "user", "content": QUESTION}, turn, answer])
+        return text[len(self.head) : text.index(self.end, len(self.head))]
+
+
+def said(number: int, *, thinks: bool = False) -> Message:
+    """Return a turn with marks."""
+    return {"role": "assistant", "content": f"{thinking(number) if thinks else ''}{SAID}{number}"}
+
+
+def thinking(number: int) -> str:
+    """Return thinking with a mark, as models write it before what they say."""
+    return f"{OPEN}\n{THOUGHT}{number}\n{CLOSE}\n\n"
+
+
+def _changed(role: str, how: str) -> ConfigError:
+    return ConfigError(
+        f"the tokenizer's chat template must leave what was said as it is when a message of the role {role} follows, "
+        f"or drop thinking and nothing else; this one {how}. Take a model whose template does"
+    )
+
 
 ALSO_ENDS = ("<|eom_id|>",)
 """Llama 3 may end a turn that calls a tool with this one."""
@@ -90,7 +278,7 @@ class Dialect:
         self._tokenizer = tokenizer
         self._template = ChatTemplate(tokenizer, tools, switches)
         self._encoder = Encoder(tokenizer)
-        self._pasts: dict[str, tuple[Past, thinking.Cutter | None]] = {}
+        self._pasts: dict[str, tuple[Past, Cutter | None]] = {}
         self._prober = Prober(self._template, self._encoder)
         ends = _turn_ends(tokenizer, self._prober)
         self.end_id = ends[0]
@@ -148,15 +336,15 @@ class Dialect:
         own = self._tokenizer.eos_token_id, self._tokenizer.pad_token_id
         ended = self.ends(ids) or (len(ids) > 0 and ids[-1] in own)
         written = self._decode(ids[:-1] if ended else ids)
-        opened = self._prober.opened if thinking.CLOSE not in self._prober.opened else ""
-        thought, said = thinking.split(opened + written)
+        opened = self._prober.opened if CLOSE not in self._prober.opened else ""
+        thought, said = split_thinking(opened + written)
         calls = []
         if self._read_calls is not None:
             said, calls = self._read_calls(said, ended=ended)
         return Action(
             text=self._decode(ids, skip_special_tokens=True),
             content=self._encoder.without_special(said).strip(),
-            calls=tuple(checked(call) for call in calls),
+            calls=tuple(checked_call(call) for call in calls),
             thinking=thought.strip(),
         )
 
@@ -244,21 +432,21 @@ class Dialect:
                 "same without; take a model whose template does, or an environment with a method step"
             )
 
-    def _past(self, role: str) -> tuple[Past, thinking.Cutter | None]:
+    def _past(self, role: str) -> tuple[Past, Cutter | None]:
         if role not in self._pasts:
             past = self._prober.past(role)
             self._pasts[role] = past, self._cutter(past) if past.drops_thinking else None
         return self._pasts[role]
 
-    def _cutter(self, past: Past) -> thinking.Cutter:
-        closing = self._encoder.encode(thinking.CLOSE)
+    def _cutter(self, past: Past) -> Cutter:
+        closing = self._encoder.encode(CLOSE)
         if len(closing) != 1:
             raise ConfigError(
-                f"a chat template that drops thinking from the past needs a tokenizer whose {thinking.CLOSE} is one "
+                f"a chat template that drops thinking from the past needs a tokenizer whose {CLOSE} is one "
                 f"token, this one has {len(closing)}; take a model with such a token, or a template that keeps thinking"
             )
-        newlines = thinking.newline_ids(self._tokenizer) if past.drops_newlines else frozenset()
-        return thinking.Cutter(tuple(self._encoder.encode(self._prober.opened)), closing[0], newlines)
+        newlines = newline_ids(self._tokenizer) if past.drops_newlines else frozenset()
+        return Cutter(tuple(self._encoder.encode(self._prober.opened)), closing[0], newlines)
 
     def _check_encoding(self) -> None:
         """Check that what stands between markers is encoded alike alone and in a whole text."""

@@ -1,0 +1,286 @@
+"""Adapters for classes whose actions are texts: Gym, Tunix, SkyRL-Gym and OpenEnv; the first that fits takes a class.
+
+The option ``adapter`` names one where a class does not show what it is.
+"""
+
+import inspect
+import json
+import typing
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, ClassVar
+
+from tpu_grpo.environments.tool_values import WrongError, parameters_of
+from tpu_grpo.records.errors import EpisodeError
+
+
+class Adapter:
+    """One environment whose actions are texts."""
+
+    called: ClassVar[tuple[str, ...]] = ("init", "reset", "step", "get_reward", "get_turn_rewards", "close")
+    """Methods of the class that are called here, as far as it has them, and may have to be awaited."""
+    instance: Any = None
+    """The environment itself, once it is started."""
+
+    def __init__(self, target: Any, options: Mapping[str, Any]):
+        self.target = target
+        self.options = options
+
+    @staticmethod
+    def fits(target: Any) -> bool:
+        """Say whether this adapter is the one for a class."""
+        raise NotImplementedError
+
+    @staticmethod
+    def entry(target: Any) -> Any:
+        """Return the function that gets the columns of the data by name; None if it takes any."""
+        raise NotImplementedError
+
+    @staticmethod
+    def constructor(target: Any) -> Any:
+        """Return the function that gets the options by name; None if it is not to be checked."""
+        return target
+
+    def start(self, columns: Mapping[str, Any], seed: int) -> Any:
+        """Make the environment and reset it; return its first observation, or something to await."""
+        raise NotImplementedError
+
+    def step(self, text: str) -> Any:
+        """Return what the environment's ``step`` gives for a text of the policy, or something to await."""
+        return self.instance.step(text)
+
+    def close(self) -> Any:
+        """Close the environment."""
+        close = getattr(self.instance, "close", None)
+        return close() if callable(close) else None
+
+
+def fitting(function: Any, columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Return those columns that a function takes, and ``seed`` if it names that and no column does."""
+    parameters = parameters_of(function)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    arguments = {name: value for name, value in columns.items() if takes_all or name in parameters}
+    return {"seed": seed, **arguments} if "seed" in parameters else arguments
+
+
+def ancestors(target: Any) -> list[str]:
+    """Name a class and those that it comes from, as module.Class."""
+    return [f"{c.__module__}.{c.__qualname__}" for c in getattr(target, "__mro__", ())]
+
+
+_GYM_BASES = ("gymnasium.core.Env", "gym.core.Env")
+_BESIDE = {"reset", "step", "close", "render", "seed", "state", "get_reward", "get_turn_rewards"}
+"""A class that has ``step`` and other public methods than these is taken for one of tools."""
+
+
+class GymAdapter(Adapter):
+    """An environment with ``reset`` and ``step``."""
+
+    @staticmethod
+    def fits(target: Any) -> bool:
+        """Say whether this is Gym's Env, or a class with ``reset`` and ``step`` and nothing to call beside them."""
+        if any(name in _GYM_BASES for name in ancestors(target)):
+            return True
+        members = {name for name, _ in inspect.getmembers(target, callable) if not name.startswith("_")}
+        return {"reset", "step"} <= members <= _BESIDE
+
+    @staticmethod
+    def entry(target: Any) -> Any:
+        """Return ``reset``."""
+        return target.reset
+
+    def start(self, columns: Mapping[str, Any], seed: int) -> Any:
+        """Make the environment of the options, and reset it with the columns."""
+        self.instance = self.target(**self.options)
+        return self.instance.reset(**fitting(self.instance.reset, columns, seed))
+
+
+_BASE = "tunix.rl.agentic.environments.base_environment.BaseEnv"
+_EXAMPLES = ("task", "single_example", "entry")
+"""Constructors of Tunix's environments call the example so."""
+_QUESTIONS = ("prompts", "question")
+
+
+class TunixAdapter(Adapter):
+    """An environment of Tunix."""
+
+    @staticmethod
+    def fits(target: Any) -> bool:
+        """Say whether a class comes from Tunix's BaseEnv."""
+        return _BASE in ancestors(target)
+
+    @staticmethod
+    def entry(target: Any) -> Any:
+        """Say that any column goes into the example."""
+        return None
+
+    @staticmethod
+    def constructor(target: Any) -> Any:
+        """Say that options and columns are mixed in the constructor."""
+        return None
+
+    def start(self, columns: Mapping[str, Any], seed: int) -> Any:
+        """Make the environment of a row, and reset it."""
+        first = next(iter(inspect.signature(self.target).parameters), None)
+        if first in _EXAMPLES:
+            self.instance = self.target(dict(columns), **self.options)
+        else:
+            self.instance = self.target.from_dict({**columns, **self.options})
+        observation, _ = self.instance.reset()
+        told = _told(observation)
+        return (None if told in (columns, *columns.values()) else told), {}
+
+    def step(self, text: str) -> Any:
+        """Give a text to the environment."""
+        observation, *rest = self.instance.step(text)
+        return _told(observation), *rest
+
+
+def _told(observation: Any) -> Any:
+    """Return what Tunix's agents tell the policy of an observation."""
+    if isinstance(observation, Mapping):
+        return next((observation[name] for name in _QUESTIONS if name in observation), observation)
+    return observation
+
+
+class SkyrlAdapter(Adapter):
+    """An environment of SkyRL-Gym."""
+
+    @staticmethod
+    def fits(target: Any) -> bool:
+        """Say whether a class has ``init`` and ``step`` and no ``reset``."""
+        return all(callable(getattr(target, name, None)) for name in ("init", "step")) and not hasattr(target, "reset")
+
+    @staticmethod
+    def entry(target: Any) -> Any:
+        """Say that any column goes into the extras."""
+        return None
+
+    @staticmethod
+    def constructor(target: Any) -> Any:
+        """Return what gets the options by name, unless they are SkyRL's one mapping."""
+        return None if "env_config" in inspect.signature(target).parameters else target
+
+    def start(self, columns: Mapping[str, Any], seed: int) -> Any:
+        """Make the environment of a row, and give it the prompt."""
+        parameters = inspect.signature(self.target).parameters
+        is_whole = "env_config" in parameters
+        given: dict[str, Any] = {"env_config": Config(self.options)} if is_whole else dict(self.options)
+        if "extras" in parameters:
+            given["extras"] = dict(columns)
+        self.instance = self.target(**given)
+        prompt = _messages(columns.get("prompt"))
+        returned = self.instance.init([dict(message) for message in prompt])
+        given_back = returned[0] if isinstance(returned, tuple) else returned
+        if list(given_back[: len(prompt)]) != prompt:
+            raise WrongError(
+                "must return the prompt that init got, with messages added at most; change the data instead"
+            )
+        return list(given_back[len(prompt) :])
+
+
+class Config(dict[str, Any]):
+    """The options as SkyRL's environments read them: by key, or as attributes."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(name)
+        return self[name]
+
+
+def _messages(prompt: Any) -> list[Mapping[str, Any]]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return list(prompt or ())
+
+
+_BASES = ("EnvClient", "HTTPEnvClient", "SyncEnvClient")
+_BOOKKEEPING = ("reward", "done", "metadata")
+
+
+class OpenenvAdapter(Adapter):
+    """An environment of OpenEnv on its server."""
+
+    called = ()  # but those of a client's synchronous form
+
+    @staticmethod
+    def fits(target: Any) -> bool:
+        """Say whether a class is a client of OpenEnv."""
+        return any(n.split(".")[0] in ("openenv", "openenv_core") and n.endswith(_BASES) for n in ancestors(target))
+
+    @staticmethod
+    def entry(target: Any) -> Any:
+        """Say that any column may be passed."""
+        return None
+
+    def start(self, columns: Mapping[str, Any], seed: int) -> Any:
+        """Connect to the server and reset the environment."""
+        client = self.target(**self.options)
+        self.instance = client.sync() if hasattr(client, "sync") else client
+        if hasattr(self.instance, "connect"):
+            self.instance.connect()
+        result = self.instance.reset(**{"seed": seed, **columns})
+        return _observed(result.observation)
+
+    def step(self, text: str) -> Any:
+        """Make an action of a text, and do it."""
+        result = self.instance.step(_action(self.target, text))
+        return SimpleNamespace(observation=_observed(result.observation), reward=result.reward, done=result.done)
+
+
+def _action(target: Any, text: str) -> Any:
+    """Make the action that a text stands for.
+
+    Raises:
+        ValueError: for a text that is no JSON object, where an action has several fields.
+    """
+    action = _action_class(target)
+    if action is None:
+        return json.loads(text)
+    required = [name for name, field in action.model_fields.items() if field.is_required()]
+    return action(**{required[0]: text}) if len(required) == 1 else action(**json.loads(text))
+
+
+def _action_class(target: Any) -> Any:
+    """Return the class that a client names for its actions; None if it takes any mapping."""
+    for base in (b for c in target.__mro__ for b in getattr(c, "__orig_bases__", ())):
+        for argument in typing.get_args(base)[:1]:
+            if hasattr(argument, "model_fields"):
+                return argument
+    return None
+
+
+def _observed(observation: Any) -> Any:
+    fields = observation.model_dump() if hasattr(observation, "model_dump") else observation
+    if not isinstance(fields, Mapping):
+        return fields
+    told = {name: value for name, value in fields.items() if name not in _BOOKKEEPING and value is not None}
+    return next(iter(told.values())) if len(told) == 1 else json.dumps(told, ensure_ascii=False, default=str)
+
+
+OPTION = "adapter"
+TOOLS = "tools"
+"""The value of the option for a class that is one of tools, though one of them is called ``step``."""
+ADAPTERS: Mapping[str, type[Adapter]] = MappingProxyType(
+    {"tunix": TunixAdapter, "openenv": OpenenvAdapter, "skyrl": SkyrlAdapter, "gym": GymAdapter}
+)
+
+
+def adapter_for(target: Any, options: Mapping[str, Any]) -> type[Adapter] | None:
+    """Return the adapter for a class; None for one of tools.
+
+    Raises:
+        EpisodeError: for an option ``adapter`` that names none.
+    """
+    if (named := options.get(OPTION)) is not None:
+        if named not in (*ADAPTERS, TOOLS):
+            raise EpisodeError(
+                f"the environment's option adapter must be one of {', '.join(ADAPTERS)}, {TOOLS}, got {named!r}"
+            )
+        return ADAPTERS.get(named)
+    return next((adapter for adapter in ADAPTERS.values() if adapter.fits(target)), None)
+
+
+def own_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are the class's own."""
+    return {name: value for name, value in options.items() if name != OPTION}

@@ -1,0 +1,436 @@
+"""The ways in which models write tool calls: read from the text of a turn, and found out from a chat template.
+
+hermes        <tool_call>{"name": "add", "arguments": {"a": 47, "b": 38}}</tool_call>
+llama3        {"name": "add", "parameters": {"a": 47, "b": 38}}
+qwen3_coder   <tool_call><function=add><parameter=a>47</parameter></function></tool_call>, each tag on a line
+python        [add(a=47, b=38), now()], with or without marks around, as <|call|>add(47,38)<|end_call|>
+"""
+
+import ast
+import json
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+from tpu_grpo.config.sections import ToolFormat
+from tpu_grpo.environments.actions import BadCall, ToolCall
+from tpu_grpo.records.errors import ConfigError
+
+MOST_DIGITS = 4000
+"""Whole numbers may have about so many; Python writes out no more than 4,300."""
+MOST_LEVELS = 64
+"""Lists and objects may be nested so deep; processes cannot send each other what is nested far deeper."""
+_MOST_BITS = MOST_DIGITS * 332 // 100
+
+
+def checked_call(call: ToolCall | BadCall) -> ToolCall | BadCall:
+    """Return a call with tuples as lists; a BadCall for values that JSON does not have, and for half characters."""
+    if isinstance(call, BadCall):
+        return call
+    try:
+        return ToolCall(_checked_value(call.name), _checked_value(dict(call.arguments)))
+    except ValueError as error:
+        return BadCall(str(error))
+
+
+def _checked_value(value: Any, level: int = 0) -> Any:
+    if level > MOST_LEVELS:
+        raise ValueError(f"arguments must be nested at most {MOST_LEVELS} levels deep")
+    match value:
+        case None | bool():
+            return value
+        case int():
+            if value.bit_length() > _MOST_BITS:
+                raise ValueError(f"a whole number must have at most {MOST_DIGITS:,} digits")
+            return value
+        case float():
+            if not math.isfinite(value):
+                raise ValueError(f"a number must be finite, got {value}")
+            return value
+        case str():
+            if any("\ud800" <= character <= "\udfff" for character in value):
+                raise ValueError("a text must be of whole characters, got a half of a surrogate pair")
+            return value
+        case list() | tuple():
+            return [_checked_value(each, level + 1) for each in value]
+        case dict() if all(isinstance(key, str) for key in value):
+            return {_checked_value(key): _checked_value(each, level + 1) for key, each in value.items()}
+    raise ValueError(f"an argument must be text, a number, true, false, null, a list or an object, got {value!r:.80}")
+
+
+OPEN, CLOSE, PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
+Calls = list[ToolCall | BadCall]
+_BARE = re.compile(r"\{\s*[\"'](name|parameters|arguments|function|type)[\"']")
+"""How an object begins that is meant as a call; other text that begins with a brace is an answer."""
+
+
+def read_hermes(text: str, *, ended: bool) -> tuple[str, Calls]:
+    """Return the text around the calls of a turn, and the calls; a turn that was cut loses a call that is not closed.
+
+    A closing tag inside an argument's text is part of that text.
+    """
+    content, calls, at = "", [], 0
+    while (opened := text.find(OPEN, at)) >= 0:
+        content += text[at:opened]
+        begin = opened + len(OPEN)
+        call, behind = _decode(text, begin)
+        closed = text.find(CLOSE, behind)
+        if closed < 0:
+            return content, [*calls, *_unclosed(ended)]
+        if (rest := text[behind:closed].strip()) and not isinstance(call, BadCall):
+            call = BadCall(f"the call is not JSON alone: {_short(rest)} follows it before {CLOSE}")
+        calls.append(call)
+        at = closed + len(CLOSE)
+    return content + text[at:], calls
+
+
+def read_llama3(text: str, *, ended: bool) -> tuple[str, Calls]:
+    """Return the text before the calls of a turn, and the calls, separated by semicolons; see `read_hermes`."""
+    content, calls_text = "", text
+    if _BARE.match(text.lstrip()) is None:  # else a tag stands in an argument
+        content, tag, calls_text = text.partition(PYTHON_TAG)
+        if not tag:
+            return text, []
+    calls, at = [], 0
+    while calls_text[at:].strip():
+        call, behind = _decode(calls_text, at)
+        if isinstance(call, BadCall) and behind == at:  # where it ends cannot be told
+            return content, [*calls, *([call] if ended else [])]
+        rest = calls_text[behind:].lstrip()
+        calls.append(call)
+        if rest and not rest.startswith(";"):
+            return content, [
+                *calls,
+                BadCall(f"calls must be separated by semicolons: {_short(rest)} follows a call"),
+            ]
+        at = len(calls_text) - len(rest) + 1
+    return content, calls
+
+
+def _unclosed(ended: bool) -> Calls:
+    return [BadCall(f"the call is not closed: {CLOSE} is missing")] if ended else []
+
+
+def _decode(text: str, begin: int) -> tuple[ToolCall | BadCall, int]:
+    """Read the JSON value from a place on; return the call and the place after it, or ``begin`` for no JSON."""
+    start = begin + len(text[begin:]) - len(text[begin:].lstrip())
+    try:
+        value, behind = _DECODER.raw_decode(text, start)
+    except RecursionError:
+        return BadCall("the call is not JSON: it is nested too deep"), begin
+    except json.JSONDecodeError as error:
+        return BadCall(f"the call is not JSON: {error.msg} at character {error.pos - start} of it"), begin
+    except ValueError as error:  # a number of too many digits, or one that JSON does not have
+        return BadCall(f"the call is not JSON: {error}"), begin
+    return _call_of_json(value), behind
+
+
+def _call_of_json(value: Any) -> ToolCall | BadCall:
+    """Read a call from its JSON value: an object with a name, and an object of arguments or that object's JSON."""
+    if not isinstance(value, dict):
+        return BadCall(f"the call must be a JSON object with a name and arguments, got {_short(json.dumps(value))}")
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return BadCall(f"the call must name a tool, its keys are {', '.join(value) or 'none'}")
+    if unknown := [key for key in value if key not in ("name", "arguments", "parameters", "type", "id")]:
+        return BadCall(f"the call must have a name and arguments, got {_short(', '.join(unknown))} beside them")
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        with suppress(ValueError, RecursionError):
+            arguments = _DECODER.decode(arguments)
+    if not isinstance(arguments, dict):
+        return BadCall(f"the arguments must be a JSON object, got {_short(json.dumps(arguments))}")
+    return ToolCall(name, arguments)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:80]}..."
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_number)
+
+
+Schemas = Mapping[str, Mapping[str, Any]]
+"""The properties of each tool's parameters, by the tool's name: {"add": {"a": {"type": "integer"}}}."""
+END, PARAMETER_END = "</function>", "</parameter>"
+_FUNCTION = re.compile(r"\s*<function=([^>\n]*)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]*)>")
+_BOOLEANS = {"true": True, "false": False}
+_KINDS = {
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+    "null": "null",
+    "object": "a JSON object",
+    "array": "a JSON list",
+}
+
+
+def read_qwen3_coder(text: str, schemas: Schemas, *, ended: bool) -> tuple[str, Calls]:
+    """Return the text around the calls of a turn, and the calls; a cut turn loses a call that is not closed."""
+    content, calls, at = "", [], 0
+    while (opened := text.find(OPEN, at)) >= 0:
+        content += text[at:opened]
+        closed = text.find(CLOSE, opened)
+        if closed < 0:
+            return content, [*calls, *([BadCall(f"the call is not closed: {CLOSE} is missing")] if ended else [])]
+        calls.append(_xml_call(text[opened + len(OPEN) : closed], schemas))
+        at = closed + len(CLOSE)
+    return content + text[at:], calls
+
+
+def _xml_call(body: str, schemas: Schemas) -> ToolCall | BadCall:
+    if (begins := _FUNCTION.match(body)) is None or not begins[1].strip():
+        return BadCall("the call must begin with <function=NAME>")
+    if not body.rstrip().endswith(END):
+        return BadCall(f"the call is not closed: {END} is missing")
+    name, inside = begins[1].strip(), body.rstrip()[: -len(END)]
+    arguments: dict[str, Any] = {}
+    at = begins.end()
+    while (parameter := _PARAMETER.match(inside, at)) is not None:
+        key, closed = parameter[1].strip(), inside.find(PARAMETER_END, parameter.end())
+        if closed < 0:
+            return BadCall(f"the parameter {key} is not closed: {PARAMETER_END} is missing")
+        if key in arguments:
+            return BadCall(f"the parameter {key} is given twice")
+        text = inside[parameter.end() : closed].removeprefix("\n").removesuffix("\n")
+        value = _xml_value(text, key, schemas.get(name, {}).get(key))
+        if isinstance(value, BadCall):
+            return value
+        arguments[key] = value
+        at = closed + len(PARAMETER_END)
+    if rest := inside[at:].strip():
+        return BadCall(f"the call must hold <parameter=NAME> tags alone, got {rest[:80]}")
+    return ToolCall(name, arguments)
+
+
+def _xml_value(text: str, key: str, schema: Any) -> Any:
+    """Return a text as the first of the schema's types that it can be; as it is where nothing is known of it."""
+    types = _types(schema)
+    if not types:
+        return text
+    for kind in sorted(types, key=lambda kind: kind == "string"):  # text is what anything can be
+        try:
+            return _as(kind, text)
+        except (ValueError, RecursionError):
+            continue
+    wanted = " or ".join(_KINDS.get(kind, kind) for kind in types)
+    return BadCall(f"the parameter {key} must be {wanted}, got {text[:80]}")
+
+
+def _types(schema: Any) -> list[str]:
+    """Return the JSON types that a schema takes, of ``type``, ``anyOf`` or ``oneOf``; those of an enum's values."""
+    if not isinstance(schema, Mapping):
+        return []
+    named = schema.get("type")
+    if named is not None:
+        found = [named] if isinstance(named, str) else list(named)
+        return [*found, "null"] if schema.get("nullable") else found
+    if options := schema.get("anyOf", schema.get("oneOf")):
+        return [kind for option in options for kind in _types(option)]
+    return []
+
+
+def _as(kind: str, text: str) -> Any:
+    """Return a text as a value of a JSON type; ValueError if it is none."""
+    bare = text.strip()
+    match kind:
+        case "string":
+            return text
+        case "integer":
+            return int(bare)
+        case "number":
+            try:
+                return int(bare)
+            except ValueError:
+                return float(bare)
+        case "boolean":
+            if bare.lower() not in _BOOLEANS:
+                raise ValueError
+            return _BOOLEANS[bare.lower()]
+        case "null":
+            if bare.lower() not in ("null", "none"):
+                raise ValueError
+            return None
+    value = json.loads(bare)
+    if not isinstance(value, dict if kind == "object" else list):
+        raise ValueError
+    return value
+
+
+_WORDS = {"true": True, "false": False, "null": None}
+"""Names of JSON that models, and templates that write values by tojson, put for Python's."""
+_LIST = re.compile(r"\[\s*[A-Za-z_][\w.]*\(")
+
+
+@dataclass(frozen=True)
+class PythonCalls:
+    """A PythonCalls reads the calls of turns; opening and closing marks are empty where a template writes none."""
+
+    schemas: Schemas
+    opening: str = ""
+    closing: str = ""
+
+    def read(self, text: str, *, ended: bool) -> tuple[str, Calls]:
+        """Return the text around the calls of a turn, and the calls; a cut turn loses a call that is not closed.
+
+        Without marks, a turn is calls if it begins like a list of them, or like a call of a known tool.
+        """
+        if not self.opening:
+            return self._bare(text, ended)
+        content, calls, at = "", [], 0
+        while (opened := text.find(self.opening, at)) >= 0:
+            content += text[at:opened]
+            begin = opened + len(self.opening)
+            closed = text.find(self.closing, begin) if self.closing else text.find(self.opening, begin)
+            if closed < 0 and self.closing:
+                missing = BadCall(f"the call is not closed: {self.closing} is missing")
+                return content, [*calls, *([missing] if ended else [])]
+            closed = len(text) if closed < 0 else closed
+            calls += self.parse(text[begin:closed])
+            at = closed + len(self.closing)
+        return content + text[at:], calls
+
+    def _bare(self, text: str, ended: bool) -> tuple[str, Calls]:
+        stripped = text.strip()
+        names = "|".join(re.escape(name) for name in self.schemas)
+        if _LIST.match(stripped) is None and (not names or re.match(rf"({names})\s*\(", stripped) is None):
+            return text, []
+        calls = self.parse(stripped)
+        if not ended and any(isinstance(call, BadCall) for call in calls):
+            return "", []
+        return "", calls
+
+    def parse(self, source: str) -> Calls:
+        """Return the calls of a piece of Python: one, several on lines of their own, or a list of them."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SyntaxWarning)  # such as one for the escape \\d in a text
+                tree = ast.parse(source.strip())
+            nodes = list(_listed(tree))
+            return [self._call(node) for node in nodes] or [BadCall("the call is empty")]
+        except SyntaxError as error:
+            where = "" if error.offset is None else f" at character {error.offset} of line {error.lineno}"
+            return [BadCall(f"the call is not Python: {error.msg}{where}")]
+        except (ValueError, RecursionError, MemoryError) as error:  # a null byte; what is nested too deep for ast
+            return [BadCall(f"the call is not Python: {error or 'it is nested too deep'}")]
+
+    def _call(self, node: ast.expr) -> ToolCall | BadCall:
+        if not isinstance(node, ast.Call):
+            return BadCall(f"the call must be written NAME(...), got {ast.unparse(node)[:80]}")
+        name = ast.unparse(node.func)
+        if re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", name) is None:
+            return BadCall(f"the call must begin with the name of a tool, got {name[:80]}")
+        order = list(self.schemas.get(name, {}))
+        if name in self.schemas and len(node.args) > len(order):
+            return BadCall(f"{name} takes {len(order)} arguments, got {len(node.args)}")
+        arguments: dict[str, Any] = {}
+        for place, value in enumerate(node.args):
+            if isinstance(read := _literal(value), BadCall):
+                return read
+            arguments[order[place] if place < len(order) else str(place)] = read
+        for keyword in node.keywords:
+            if keyword.arg is None or isinstance(read := _literal(keyword.value), BadCall):
+                return BadCall(f"an argument must be a value written out, got {ast.unparse(keyword.value)[:80]}")
+            if keyword.arg in arguments:
+                return BadCall(f"the argument {keyword.arg} is given twice")
+            arguments[keyword.arg] = read
+        return ToolCall(name, arguments)
+
+
+def _listed(tree: ast.Module) -> Iterator[ast.expr]:
+    """Yield the calls of a module: of lists, of tuples, or each a statement."""
+    for statement in tree.body:
+        if not isinstance(statement, ast.Expr):
+            raise ValueError(f"there are calls alone, got {ast.unparse(statement)[:80]}")
+        value = statement.value
+        yield from value.elts if isinstance(value, ast.List | ast.Tuple) else [value]
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return the value of an argument that is written out; a BadCall for anything that would have to be computed."""
+    try:
+        return ast.literal_eval(_Words().visit(node))
+    except (ValueError, TypeError):
+        return BadCall(f"an argument must be a value written out, got {ast.unparse(node)[:80]}")
+
+
+class _Words(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.copy_location(ast.Constant(_WORDS[node.id]), node) if node.id in _WORDS else node
+
+
+class CallReader(Protocol):
+    """Reads the calls of a turn."""
+
+    def __call__(self, text: str, *, ended: bool) -> tuple[str, Calls]:
+        """Return the text around the calls, and the calls in order.
+
+        Args:
+            text: the turn without its thinking and the token that ended it.
+            ended: whether the turn ended by itself; if it was cut, so may be its last call.
+        """
+        ...
+
+
+def format_of(written: str, name: str) -> ToolFormat:
+    """Tell the format of a call of the tool ``name``, as a chat template has written it.
+
+    Raises:
+        ConfigError: if it is none of the formats.
+    """
+    if f"<function={name}>" in written:
+        return "qwen3_coder"
+    if re.search(rf'<tool_call>\s*\{{"name": ?"{re.escape(name)}"', written):
+        return "hermes"
+    if re.match(rf'\s*(<\|python_tag\|>)?\{{"name": ?"{re.escape(name)}", ?"parameters"', written):
+        return "llama3"
+    if f"{name}(" in written:
+        return "python"
+    raise ConfigError(
+        f"environment.tool_format=auto needs a chat template that writes tool calls as hermes, llama3, qwen3_coder or "
+        f"python, this one writes {written!r:.120}; set environment.tool_format to what the model writes"
+    )
+
+
+def reader(tool_format: ToolFormat, written: str, name: str, schemas: Schemas) -> CallReader:
+    """Return what reads calls in a format, which is not "auto".
+
+    Args:
+        tool_format: which one.
+        written: a call of the tool ``name`` as the chat template writes it.
+        name: of a tool.
+        schemas: what the tools take.
+    """
+    readers: Mapping[str, Callable[[], CallReader]] = {
+        "hermes": lambda: read_hermes,
+        "llama3": lambda: read_llama3,
+        "qwen3_coder": lambda: partial(read_qwen3_coder, schemas=schemas),
+        "python": lambda: PythonCalls(schemas, *_marks(written, name)).read,
+    }
+    return readers[tool_format]()
+
+
+def schemas_of(tools: list[dict[str, Any]]) -> Schemas:
+    """Return the properties of each tool's parameters by the tool's name."""
+    return {
+        str(tool["function"]["name"]): dict(tool["function"].get("parameters", {}).get("properties", {}))
+        for tool in tools
+    }
+
+
+def _marks(written: str, name: str) -> tuple[str, str]:
+    """Return what a template writes around Python-style calls beside brackets: "" and "" if nothing."""
+    before, called, rest = written.partition(f"{name}(")
+    if not called:
+        return "", ""
+    return before.strip().removesuffix("[").strip(), rest[rest.rindex(")") + 1 :].strip().removeprefix("]").strip()
