@@ -20,7 +20,7 @@ import socket
 import time
 from functools import partial
 from pathlib import Path
-from selectors import EVENT_READ, DefaultSelector
+from selectors import EVENT_READ, EVENT_WRITE, DefaultSelector
 from typing import Any
 
 from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError, WorkerChannel
@@ -41,8 +41,6 @@ _DYING_SECONDS = 1.0
 _TIDY_SECONDS = 2.0
 _LOOP_SECONDS = 5.0
 _POLL_SECONDS = 0.5
-_FULL_SECONDS = 0.005
-"""What does not fit into a socket is tried again after this time."""
 _SERVER_BYTES = 2**26
 _BLOCKED = "was ended with its process, where another environment had blocked the event loop"
 
@@ -223,11 +221,16 @@ class Supervisor:
 
         Call ``hear(0.0)`` before: nobody may have looked for long, and what has come is taken in before it is judged.
         """
-        if any(crew.is_full for crew in self.crews):
-            seconds = min(seconds, _FULL_SECONDS)
-        elif self._deadlines:
+        if self._deadlines:
             seconds = min(seconds, max(self._deadlines[0][0] - time.monotonic(), 0.0))
-        self.hear(seconds)
+        full = [channel for crew in self.crews for channel in crew.full]
+        for channel in full:
+            self.selector.modify(channel, EVENT_READ | EVENT_WRITE, self.selector.get_key(channel).data)
+        try:
+            self.hear(seconds)
+        finally:
+            for channel in [channel for channel in full if channel.fileno() >= 0]:  # others are closed
+                self.selector.modify(channel, EVENT_READ, self.selector.get_key(channel).data)
         for crew in self.crews:
             crew.flush()
         now = time.monotonic()
@@ -292,9 +295,9 @@ class Crew:
         return any(each.is_ready for each in (self.servers if self.service.mode == "alone" else self.workers))
 
     @property
-    def is_full(self) -> bool:
-        """Whether something waits to be sent."""
-        return any(each.channel.is_full for each in (*self.servers, *self.workers))
+    def full(self) -> list[WorkerChannel]:
+        """The channels with something that waits to be sent."""
+        return [each.channel for each in (*self.servers, *self.workers) if each.channel.is_full]
 
     def flush(self) -> None:
         """Send what waits."""
