@@ -63,7 +63,7 @@ BROAD_EXCEPTS = {
     "tpu_grpo/config/plugins.py:_load_module": "runs the user's code; re-raised with its name",
     "tpu_grpo/data/record_files.py:_explained": "file systems raise many types; re-raised with the address",
     "tpu_grpo/data/sources.py:call_function": "runs the user's code; re-raised with its name",
-    "tpu_grpo/rewards/loading.py:_find_named": "runs the user's code; re-raised with its name",
+    "tpu_grpo/rewards/reward_functions.py:_find_named": "runs the user's code; re-raised with its name",
     "tpu_grpo/rewards/calling.py:_answer_batch": "runs the user's code; becomes a Problem, which on_error decides",
     "tpu_grpo/rewards/calling.py:_find_failing_row": "runs the user's code, to find the row that raises",
     "tpu_grpo/rewards/calling.py:_call_for_row": "runs the user's code; becomes a Problem, which on_error decides",

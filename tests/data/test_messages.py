@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import DataSection
-from tpu_grpo.data.messages import read_messages
+from tpu_grpo.data.chat_messages import read_messages
 from tpu_grpo.data.rendering import PromptRenderer
 from tpu_grpo.records.errors import ConfigError, DataError
 

@@ -174,7 +174,7 @@ def test_a_conversation_survives_being_written() -> None:
     """Numbers keep their bits, also those that are none, or that need more than 64; hosts run nothing that they get."""
     branch = Branch((1, 2), 0, 2, np.arange(12, dtype=np.uint16).reshape(2, 3, 2))
     failure = Failure("died", "ended", reward=-0.1)
-    kept = KeptEnvironment("game.py:Game", {"board": bytes(range(256))}, {"lock": "cannot be pickled"})
+    kept = KeptEnvironment("game.py:Game", bytes(range(256)))
     said = ({"role": "assistant", "content": "\u00e9", "tool_calls": [{"arguments": {"n": 2**70, "x": None}}]},)
     turns = (Turn(0, 1, "a", ("move", ""), "b", 3, float("-inf"), 1), Turn(1, 2, "c"))
     episode = Episode("p", (branch, Branch((), 2, 2)), turns, "failed", said, "game", 0.1, failure, kept, 1e-300)

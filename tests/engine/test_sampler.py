@@ -14,7 +14,7 @@ import pytest
 
 from tests.engine.building import SAMPLED, build_engine, requests
 from tests.models.random_checkpoint import write_random_qwen3
-from tpu_grpo.config.loading import parse_config
+from tpu_grpo.config.config_files import parse_config
 from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.generation import Finished
 from tpu_grpo.engine.sampler import Sampler, impossible, stream

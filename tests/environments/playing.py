@@ -5,7 +5,7 @@ from typing import Any
 
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Answered, BadCall, Ended, Failed, Reply, ToolCall
-from tpu_grpo.environments.loading import load_environment
+from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.environments.pool import EnvironmentPool
 
 

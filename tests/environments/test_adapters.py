@@ -5,7 +5,7 @@ import pytest
 from tests.environments.playing import acted, answer, begun, ended, failure, open_pool, says, told
 from tpu_grpo.environments.actions import Answered
 from tpu_grpo.environments.adapter_classes import OpenenvAdapter, adapter_for
-from tpu_grpo.environments.loading import find_environment, load_environment
+from tpu_grpo.environments.environment_classes import find_environment, load_environment
 from tpu_grpo.environments.tool_values import WrongError, observed_text, step_of
 
 LIBRARIES = "tests.environments.libraries"

@@ -9,8 +9,7 @@ import pytest
 
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Answered, BadCall, Ended, LoadedEnvironment, ToolCall
-from tpu_grpo.environments.conversation import BRANCH_SAMPLES, Conversation, Start
-from tpu_grpo.environments.observations import shares
+from tpu_grpo.environments.conversation import BRANCH_SAMPLES, Conversation, Start, shares
 from tpu_grpo.environments.tool_values import WrongError
 from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey, SamplingParams

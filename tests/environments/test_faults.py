@@ -21,7 +21,7 @@ from tests.environments.playing import acted, begun, call, ended, failure, open_
 from tests.marks import marked
 from tpu_grpo.environments import pool as pool_module
 from tpu_grpo.environments.actions import Answered, Reply
-from tpu_grpo.environments.loading import load_environment
+from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.environments.playing import PlayedEnvironment
 from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.records.errors import EpisodeError

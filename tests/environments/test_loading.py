@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tpu_grpo.environments import loading
+from tpu_grpo.environments import environment_classes
 from tpu_grpo.environments.actions import LoadedEnvironment
-from tpu_grpo.environments.loading import check_columns, load_environment
+from tpu_grpo.environments.environment_classes import check_columns, load_environment
 from tpu_grpo.records.errors import EpisodeError
 
 TOOL = '''
@@ -227,7 +227,7 @@ def test_options_that_a_constructor_does_not_take(load):
 
 
 def test_shipped_names(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(loading, "SHIPPED", {"counting": "tests.environments.games:Counter"})
+    monkeypatch.setattr(environment_classes, "SHIPPED", {"counting": "tests.environments.games:Counter"})
     loaded = load_environment("counting", {})
     assert loaded.source == "tests.environments.games:Counter"
     with pytest.raises(EpisodeError, match="'countin' is not a shipped environment; did you mean counting"):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.environments.playing import call
 from tpu_grpo.environments.actions import Answered, Ended
-from tpu_grpo.environments.loading import load_environment
+from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.environments.playing import Act, End, PlayedEnvironment, Playing, Start
 from tpu_grpo.workers.attributes import opened
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.environments.playing import begun, open_pool, told
-from tpu_grpo.environments.loading import load_environment
+from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.environments.playing import PlayedEnvironment
 from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.workers import supervisor

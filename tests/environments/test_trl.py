@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.environments.playing import acted, answer, begun, call, ended, open_pool, told
-from tpu_grpo.environments.loading import load_environment
+from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.workers.attributes import opened
 
 FILE = "tests.environments.trl_examples"

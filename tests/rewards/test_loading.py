@@ -11,7 +11,7 @@ import pytest
 from tests.rewards.conftest import MakeFile
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import RewardError
-from tpu_grpo.rewards import SHIPPED, load_reward, loading, open_rewards, repeats_itself
+from tpu_grpo.rewards import SHIPPED, load_reward, open_rewards, repeats_itself, reward_functions
 from tpu_grpo.rewards.calling import Call, Caller, RewardBatch
 
 COLUMNS = ("question", "answer")
@@ -26,7 +26,7 @@ def load(name: str, columns: tuple[str, ...] = COLUMNS, **options: Any) -> Call:
 def call(loaded: Call) -> Any:
     """What the function returns for TABLE."""
     columns = {name: TABLE[name] for name in loaded.arguments}
-    return Caller(loaded, loading.find_reward(loaded.source)).raw_outputs(RewardBatch(columns, step=7, size=1))
+    return Caller(loaded, reward_functions.find_reward(loaded.source)).raw_outputs(RewardBatch(columns, step=7, size=1))
 
 
 # --- what a function is called with ----------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_an_entry_point_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch):
         EntryPoint("brief", "tests.rewards.faulty:good", "tpu_grpo.rewards"),
         EntryPoint("gone", "nowhere:f", "x"),
     ]
-    monkeypatch.setattr(loading, "entry_points", lambda group: points if group == "tpu_grpo.rewards" else [])
+    monkeypatch.setattr(reward_functions, "entry_points", lambda group: points if group == "tpu_grpo.rewards" else [])
     assert load("brief", ()).name == "brief"
     with pytest.raises(RewardError, match="reward gone, an entry point at nowhere:f, failed to load: ModuleNotFound"):
         load("gone", ())

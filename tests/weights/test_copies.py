@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from tpu_grpo.engine.engine import engine_mesh
 from tpu_grpo.hosts import Hosts
 from tpu_grpo.records.errors import LockstepError
-from tpu_grpo.weights.copies import CopyCheck
+from tpu_grpo.weights.sync import CopyCheck
 
 LAYOUT = {"norm": P(), "up": P(None, "tensor"), "only": P(("data", "tensor"), None)}
 

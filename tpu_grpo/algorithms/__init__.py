@@ -29,7 +29,7 @@ from typing import Any
 
 from tpu_grpo.algorithms.advantages import ADVANTAGES
 from tpu_grpo.algorithms.algorithm import Algorithm, Sequences, TokenLosses, token_ratio
-from tpu_grpo.algorithms.checks import build, try_out
+from tpu_grpo.algorithms.checks import build, notices, try_out
 from tpu_grpo.algorithms.cispo import Cispo
 from tpu_grpo.algorithms.combined import RunAlgorithm
 from tpu_grpo.algorithms.correction import CorrectionSums, correction_metrics, open_correction
@@ -39,7 +39,6 @@ from tpu_grpo.algorithms.dr_grpo import DrGrpo
 from tpu_grpo.algorithms.formula import objective_line
 from tpu_grpo.algorithms.grpo import Grpo
 from tpu_grpo.algorithms.gspo import Gspo
-from tpu_grpo.algorithms.notices import notices
 from tpu_grpo.algorithms.penalties import ENTROPY_STEP, check_penalties
 from tpu_grpo.algorithms.reinforce import Reinforce
 from tpu_grpo.algorithms.rloo import Rloo

@@ -5,6 +5,7 @@
 Nothing heavy is imported, so that ``--help`` and a typing error cost nothing.
 """
 
+from tpu_grpo.config.config_files import changed_config, load_config, parse_config
 from tpu_grpo.config.data_sections import (
     BUILTIN,
     GIVEN,
@@ -26,7 +27,6 @@ from tpu_grpo.config.learning_sections import (
     OptimizerSection,
     UpdateSection,
 )
-from tpu_grpo.config.loading import changed_config, load_config, parse_config
 from tpu_grpo.config.run_config import CACHE_MARGIN_TOKENS, MICRO_BATCHES, PROMPT_MARGIN_TOKENS, RunConfig, settings
 from tpu_grpo.config.section import parse_layers
 from tpu_grpo.config.sections import (

@@ -26,8 +26,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.config import DataSection
+from tpu_grpo.data.chat_messages import Conversation, Message, Record
 from tpu_grpo.data.lazy_records import reading
-from tpu_grpo.data.messages import Conversation, Message, Record
 from tpu_grpo.records.errors import ConfigError, DataError
 from tpu_grpo.records.stages import Prompt
 

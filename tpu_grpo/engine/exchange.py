@@ -204,8 +204,7 @@ def _completion(given: dict[str, Any]) -> Completion:
 def _episode(given: dict[str, Any]) -> Episode:
     kept = given["kept"]
     if kept is not None:
-        attributes = {name: base64.b64decode(value) for name, value in kept["attributes"].items()}
-        kept = KeptEnvironment(**kept | {"attributes": attributes})
+        kept = KeptEnvironment(**kept | {"state": base64.b64decode(kept["state"])})
     return Episode(
         **given
         | {

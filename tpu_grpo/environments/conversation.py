@@ -19,13 +19,36 @@ import numpy as np
 
 from tpu_grpo.config import EnvironmentSection
 from tpu_grpo.environments.actions import Action, Answered, Ended, LoadedEnvironment, Message, ToolCall
-from tpu_grpo.environments.observations import cut_answers
 from tpu_grpo.environments.tool_values import WrongError
 from tpu_grpo.records.episode import Branch, Ending, Episode, Failure, Turn
 from tpu_grpo.records.stages import Completion, Prompt, Request
 
 if TYPE_CHECKING:
     from tpu_grpo.environments.chat_dialect import Dialect
+
+
+def cut_answers(messages: Sequence[Message], most: int, dialect: "Dialect") -> list[Message]:
+    """Return the answers to a turn, the longest of them cut so that all have at most so many tokens together."""
+    texts = [str(message["content"]) for message in messages]
+    wanted = [dialect.count(text) for text in texts]
+    return [
+        message if room == tokens else {**message, "content": dialect.shortened(text, room)}
+        for message, text, tokens, room in zip(messages, texts, wanted, shares(wanted, most), strict=True)
+    ]
+
+
+def shares(wanted: Sequence[int], most: int) -> list[int]:
+    """Divide so many tokens among answers that want some: none gets more than it wants, or less than another cut one.
+
+    What cannot be divided goes to the longest, and of answers that are as long to the last ones.
+    """
+    given, left = [0] * len(wanted), most
+    shortest_first = sorted(range(len(wanted)), key=lambda n: (wanted[n], n))
+    for place, n in enumerate(shortest_first):
+        given[n] = min(wanted[n], left // (len(wanted) - place))
+        left -= given[n]
+    return given
+
 
 BRANCH_SAMPLES = 2**20
 """Later branches of a conversation draw as samples that are this many further on, because they come to the same

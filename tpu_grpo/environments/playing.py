@@ -33,7 +33,7 @@ from tpu_grpo.environments.actions import (
     ToolCall,
 )
 from tpu_grpo.environments.adapter_classes import Adapter, adapter_for, fitting, own_options
-from tpu_grpo.environments.loading import find_environment, import_beforehand
+from tpu_grpo.environments.environment_classes import find_environment, import_beforehand
 from tpu_grpo.environments.tool_values import (
     MOST_CALLS,
     WrongError,

@@ -31,8 +31,8 @@ from tpu_grpo.records.stages import Conversation, Figure, Rollout
 from tpu_grpo.rewards.calling import NO_VALUES, SHORT_REPR, Answer, Call, Problem, RewardBatch, TokenValues
 from tpu_grpo.rewards.executors import Executor, run
 from tpu_grpo.rewards.feed import Feed
-from tpu_grpo.rewards.loading import workers_of
 from tpu_grpo.rewards.protocol import OF_ROWS, TEXT_ARGUMENTS
+from tpu_grpo.rewards.reward_functions import workers_of
 from tpu_grpo.rewards.shipped import SHIPPED
 
 LOG = logging.getLogger("tpu_grpo.rewards")

@@ -24,7 +24,7 @@ import numpy as np
 from tpu_grpo.records.errors import RewardError
 from tpu_grpo.rewards.calling import Answer, Call, Caller, Problem, RewardBatch, failed_answer
 from tpu_grpo.rewards.feed import Feed, Served, Task
-from tpu_grpo.rewards.loading import find_reward
+from tpu_grpo.rewards.reward_functions import find_reward
 from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError
 from tpu_grpo.workers.messages import Mode
 from tpu_grpo.workers.supervisor import Crew, Session, StartError, Supervisor

@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from tpu_grpo.config import RunConfig
-from tpu_grpo.data.messages import Message, record_of
+from tpu_grpo.data.chat_messages import Message, record_of
 from tpu_grpo.data.rendering import PromptRenderer
 from tpu_grpo.engine.engine import Engine
 from tpu_grpo.engine.options import EngineOptions, choose_attention

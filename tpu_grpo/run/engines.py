@@ -20,9 +20,8 @@ from tpu_grpo.models.families.leaves import WeightRule
 from tpu_grpo.records.errors import WeightsError
 from tpu_grpo.records.stages import Prompt, Request, SampleKey, SamplingParams, SyncResult
 from tpu_grpo.tunix_loop.adapter import SampledTexts
-from tpu_grpo.weights.copies import CopyCheck
 from tpu_grpo.weights.plan import named_leaves
-from tpu_grpo.weights.sync import WeightSync
+from tpu_grpo.weights.sync import CopyCheck, WeightSync
 
 PROBE_TOKENS = 16
 """The most tokens of a completion of the probe."""

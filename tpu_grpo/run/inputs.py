@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tpu_grpo.config import DataSection, RunConfig
+from tpu_grpo.data.chat_messages import Conversation
 from tpu_grpo.data.lazy_records import Record
-from tpu_grpo.data.messages import Conversation
 from tpu_grpo.data.rendering import ToolsOf
 from tpu_grpo.data.sources import Source, glance
 from tpu_grpo.data.stream import PromptStream, open_evaluation_prompts, open_prompts, with_template
@@ -172,7 +172,7 @@ def load_environments(config: RunConfig) -> dict[str, LoadedEnvironment]:
     """
     if not config.environment.is_on:
         return {}
-    from tpu_grpo.environments.loading import load_environment  # a second to import
+    from tpu_grpo.environments.environment_classes import load_environment  # a second to import
 
     section = config.environment
     loaded = {name: load_environment(source, section.options, name) for name, source in section.names.items()}
@@ -199,7 +199,7 @@ def check_environment_columns(loaded: Mapping[str, LoadedEnvironment], columns: 
     """
     if not loaded:
         return
-    from tpu_grpo.environments.loading import check_columns
+    from tpu_grpo.environments.environment_classes import check_columns
 
     if "" not in loaded and COLUMN not in columns:
         raise DataError(

@@ -14,14 +14,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.lax import Precision
 from jax.sharding import Sharding
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 from tpu_grpo.models.families.leaves import Transform, WeightRule, same
 from tpu_grpo.records.errors import WeightsError
-from tpu_grpo.weights.adapters import adapters_of, merged
+
+A, B = "_lora_a", "_lora_b"
+"""The suffixes that qwix appends to a weight's name for the two matrices of its adapter."""
+
+
+def adapters_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Map the name of every weight that has an adapter to the names of the adapter's two matrices."""
+    return {name.removesuffix(A): (name, name.removesuffix(A) + B) for name in names if name.endswith(A)}
+
+
+def merged(
+    weight: Array, a: Float[Array, "*inputs r"], b: Float[Array, "r *outputs"], scale: float, input_axis: int = 0
+) -> Array:
+    """Return weight + scale * a b, with the product's first axis moved to ``input_axis``, computed in float32."""
+    product = jnp.tensordot(a.astype(jnp.float32), b.astype(jnp.float32), 1, precision=Precision.HIGHEST)
+    return weight.astype(jnp.float32) + scale * jnp.moveaxis(product, 0, input_axis)
+
 
 Leaves = Mapping[str, Array]
 Spec = jax.ShapeDtypeStruct

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers.utils import get_json_schema
 
-from tpu_grpo.environments.loading import load_environment
+from tpu_grpo.environments.environment_classes import load_environment
 from tpu_grpo.environments.shipped import SHIPPED
 from tpu_grpo.models.tokenizers import build_tool_tokenizer
 from tpu_grpo.tasks import TASKS
