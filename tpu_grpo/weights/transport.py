@@ -30,9 +30,9 @@ Axes = tuple[str, ...]
 
 # The intermediate sharding of a leaf whose target is replicated.
 #
-# For replicated targets we go through a fully sharded layout: all-to-all first, all-gather last, so that no device holds
-# a full parameter that it will then slice. XLA's partitioner does not find this route by itself: going from four row
-# shards to two copies of two column shards, for example, it would gather the whole leaf on every device.
+# For replicated targets we go through a fully sharded layout: all-to-all first, all-gather last, so that no device
+# holds a full parameter that it will then slice. XLA's partitioner does not find this route by itself: going from four
+# row shards to two copies of two column shards, for example, it would gather the whole leaf on every device.
 #
 #     trainer's sharding        P(fsdp, -)         rows 0 | rows 1 | rows 2 | rows 3
 #     intermediate sharding     P(data, tensor)    each device holds a quarter: half of the rows of half of the columns
