@@ -114,7 +114,7 @@ def test_train_starts_as_the_command_does(joined: list[str], monkeypatch: pytest
     fake = ModuleType("tpu_grpo.run.pipeline")
     fake.__dict__["train"] = train
     monkeypatch.setitem(sys.modules, "tpu_grpo.run.pipeline", fake)
-    monkeypatch.setattr(tpu_grpo, "pipeline", fake, raising=False)
+    monkeypatch.setattr(import_module("tpu_grpo.run"), "pipeline", fake, raising=False)
     assert tpu_grpo.train(config, stop_requested=asked) == {"steps": 3}
     assert joined == ["prepare", "hosts", "train", "left"]
 
@@ -131,7 +131,7 @@ def test_train_takes_functions_as_rewards(joined: list[str], monkeypatch: pytest
     fake = ModuleType("tpu_grpo.run.pipeline")
     fake.__dict__["train"] = train
     monkeypatch.setitem(sys.modules, "tpu_grpo.run.pipeline", fake)
-    monkeypatch.setattr(tpu_grpo, "pipeline", fake, raising=False)
+    monkeypatch.setattr(import_module("tpu_grpo.run"), "pipeline", fake, raising=False)
     assert tpu_grpo.train(tpu_grpo.parse_config({}), rewards=[reward]) == {"steps": 1}
 
 
