@@ -30,8 +30,8 @@ from tpu_grpo.engine import repairs
 from tpu_grpo.engine.dealing import expected_tokens, make_groups, places_for, rows_kept
 from tpu_grpo.engine.flash_attention import check_pages
 from tpu_grpo.engine.generation import Finished, Generation
+from tpu_grpo.engine.launches import Runner
 from tpu_grpo.engine.options import EngineOptions, check_tokens
-from tpu_grpo.engine.runner import Runner
 from tpu_grpo.engine.scheduler import EngineUse, SteppedScheduler
 from tpu_grpo.engine.waves import Conversations, Limits, Waves
 from tpu_grpo.records.errors import RequestError

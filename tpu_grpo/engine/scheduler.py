@@ -31,6 +31,7 @@ from sgl_jax.srt.server_args import PortArgs, ServerArgs
 from tpu_grpo.engine import repairs
 from tpu_grpo.engine.decode_loop import LaunchOutput, Sampled, StepOutput, for_host
 from tpu_grpo.engine.experts import ExpertTable
+from tpu_grpo.engine.launches import Runner
 from tpu_grpo.engine.options import rows_left
 from tpu_grpo.engine.reservation import (
     Reservation,
@@ -41,7 +42,6 @@ from tpu_grpo.engine.reservation import (
     reserve,
     reserve_ahead,
 )
-from tpu_grpo.engine.runner import Runner
 from tpu_grpo.records.errors import RequestError
 from tpu_grpo.records.stages import Completion, Request
 

@@ -32,11 +32,6 @@ class DistributedRewards:
         self._compared = tuple(name for name in rewards.names if name in compared)
         """These rewards give the same value for the same text, wherever they are computed."""
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the rewards, as configured."""
-        return self.rewards.names
-
     def score(self, rollout: Rollout) -> Scores:
         """Return the rewards of all B rows of a rollout that is there; see ``DistributedScoring.finish``."""
         if self._hosts.count > 1:
