@@ -1,23 +1,5 @@
 """One algorithm a file: its advantages and its token loss side by side, with paper and equations.
 
-grpo.py        GRPO, with dual clip or a bound on both sides
-dr_grpo.py     Dr. GRPO
-rloo.py        RLOO
-dapo.py        DAPO
-gspo.py        GSPO, and GSPO-token
-cispo.py       CISPO
-dppo.py        DPPO
-sapo.py        SAPO
-reinforce.py   REINFORCE
-advantages.py  advantages without an objective of their own
-correction.py  weights and masks for the difference between engine and trainer
-algorithm.py   what an algorithm is
-combined.py    the algorithm of a run, put together from these
-formula.py     the objective of a run in one line
-notices.py     what a run says of its settings at its start
-penalties.py   which penalties and bonuses go together
-checks.py      what is seen to before one is trained with
-
     algorithm = open_algorithm(config.algorithm)
 
 A new algorithm is a file here, a line in `SHIPPED`, and its test; or a file of the user's own, named in the config.

@@ -96,7 +96,7 @@ class Algorithm(Protocol):
 
     @property
     def aggregation(self) -> LossAggregation:
-        """How the token losses become one number unless ``algorithm.loss_aggregation`` is set; an attribute will do."""
+        """How token losses are averaged unless ``algorithm.loss_aggregation`` is set; a class attribute is enough."""
         ...
 
     def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:

@@ -1,4 +1,4 @@
-"""What is seen to before anything heavy is built: that a class is an algorithm, and what it answers to a trial call."""
+"""Checks before anything heavy is built: a class must be an algorithm, and a trial call must give the right shapes."""
 
 import inspect
 import math

@@ -74,7 +74,7 @@ class Exchange:
         layout: ExpertLayout,
         context_tokens: int,
     ) -> list[Completion]:
-        """Gather the experts of all ``completions``; every row takes the place of ``context_tokens`` tokens."""
+        """Gather the experts of all ``completions``; every row is padded to ``context_tokens`` tokens."""
         mine, found = self._mine(own), list(completions)
         piece = max(1, PIECE_BYTES // (self.hosts.count * context_tokens * layout.token_bytes))
         piece = min(piece, self._share)

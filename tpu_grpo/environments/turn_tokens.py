@@ -106,7 +106,7 @@ class Encoder:
         return self._special.sub("", text)
 
     def spelled_by_accident(self) -> str | None:
-        """Return a marker that the vocabulary alone makes of its text; None if there is no such, as there should be."""
+        """Return a special token that the vocabulary alone makes of its text; None, as it should be, without one."""
         found = (
             token.content
             for token, number in zip(self._markers, self._ids, strict=True)

@@ -179,7 +179,7 @@ class ProgramCache:
 def _write(
     cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any, host_callbacks: Any
 ) -> None:
-    """Keep a program, whichever process this is; it takes the place of jax's function of the same arguments."""
+    """Keep a program in the cache, in every process; it replaces jax's function of the same arguments."""
     if host_callbacks:  # their addresses are part of the program
         return
     from jax._src import compilation_cache

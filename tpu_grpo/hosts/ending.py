@@ -79,7 +79,7 @@ def exit_code(error: BaseException) -> int:
 
 
 class Here:
-    """Holds what a last message says about this process: set by whoever knows, read at the end."""
+    """Holds what a last message says about this process: set while the process runs, read at its end."""
 
     index: int = 0
     stage: str = "start-up"

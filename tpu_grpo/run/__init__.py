@@ -1,1 +1,1 @@
-"""A run: what it reads is opened, its parts are built, the pipeline drives them, and ``run.dir`` is its alone."""
+"""A run: its inputs are opened, its parts are built, the pipeline drives them; one run at a time has ``run.dir``."""

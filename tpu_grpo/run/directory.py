@@ -288,7 +288,7 @@ class RunDirectory:
             digest_of_tokens: makes the digest that a run kept which was begun before digests were of texts.
 
         Returns:
-            Lines for whoever watches: where files were moved, and what is not as it was.
+            Lines for the console: where files were moved, and which settings and files have changed.
 
         Raises:
             DataError: for other data than before, on every host, unless ``checkpoint.allow_changes`` names ``data``.

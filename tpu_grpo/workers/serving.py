@@ -1,4 +1,4 @@
-"""What a worker does: it sets users' code up, and answers the main process until that wants no more.
+"""The loop of a worker: it sets up users' code, then answers requests of the main process until it is told to end.
 
 main process                            worker
                                 <-      Ready or SetupFailed

@@ -475,7 +475,7 @@ class Crew:
             self._lost_server(server)
 
     def _lost(self, worker: Worker, how: str, *, forced: bool) -> None:
-        """Take note that a worker is gone, which was ended if that was ``forced``."""
+        """Note that a worker is gone; ``forced`` says that it was ended from here."""
         self._hear(worker)  # it may have replied before
         is_wanted = bool(worker.broke) or worker in self.workers
         self._disconnect(worker)

@@ -33,7 +33,7 @@ class TextArena:
         return self._said()
 
     def step(self, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Do what a text says."""
+        """Make the move that a text describes."""
         done, info = self._game.step(action)
         if not done:
             return self._said(), 0.0, False, info
