@@ -21,7 +21,7 @@ def test_turns_end_as_the_chat_template_ends_them() -> None:
         }
     )
     gemma = tokenizer("gemma2")
-    environments = open_environments(config, gemma, load_environments(config), keep=False)
+    environments = open_environments(config, gemma, load_environments(config))
     assert environments is not None
     asked = "<bos><start_of_turn>user\nGuess.<end_of_turn>\n<start_of_turn>model\n"
     messages = [{"role": "user", "content": "Guess."}]

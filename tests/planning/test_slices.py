@@ -26,7 +26,7 @@ def test_a_slice_has_the_chips_and_hosts_of_its_name(name: str, chips: int, host
     assert len(target.devices) == target.slice.chips == chips
     assert len(hosts_of(target.devices)) == target.slice.hosts == hosts
     assert {device.device_kind for device in target.devices} == {kind}
-    assert target.name == name.replace("litepod", "e")
+    assert target.slice.name == name.replace("litepod", "e")
 
 
 @pytest.mark.parametrize(("tensor", "hosts"), [(1, 1), (2, 1), (4, 1), (8, 2), (16, 4)])

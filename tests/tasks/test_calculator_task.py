@@ -78,7 +78,7 @@ def test_teacher_calls_mostly_for_large_numbers_and_writes_calls_badly() -> None
 def told(config: RunConfig, lessons: Iterable[Lesson]) -> list[list[str]]:
     """What the environment of a config answers to what the assistant says in each lesson, to its end."""
     tokenizer = build_tool_tokenizer()
-    environments = open_environments(config, tokenizer, load_environments(config), keep=False)
+    environments = open_environments(config, tokenizer, load_environments(config))
     assert environments is not None
     heard = []
     with closing(environments):

@@ -34,20 +34,19 @@ class CompiledProgram:
 
     name: str
     stage: Stage
-    argument_bytes: float
-    output_bytes: float
+    argument_bytes: float = 0.0
+    output_bytes: float = 0.0
     """Bytes of the results, without those that are written into arguments."""
-    temporary_bytes: float
-    code_bytes: float
-    flops: float
-    """The compiler's count, which takes a loop once and leaves out kernels."""
-    accessed_bytes: float
-    """The compiler's count, which takes a loop once and leaves out kernels."""
-    kernels: int
+    temporary_bytes: float = 0.0
+    code_bytes: float = 0.0
+    flops: float = 0.0
+    """The compiler's count, which takes a loop once and leaves out kernels; so does the count of bytes."""
+    accessed_bytes: float = 0.0
+    kernels: int = 0
     """The number of calls of Pallas kernels."""
-    fits: bool
+    fits: bool = True
     """False when the compiler refused the program for its memory; then only ``temporary_bytes`` has a meaning."""
-    seconds: float
+    seconds: float = 0.0
     """The time that compiling took."""
 
 
@@ -111,9 +110,7 @@ def compiled_figures(lowered: jax.stages.Lowered, options: Mapping[str, Any]) ->
         size = refused_bytes(str(error))
         if size is None:
             raise
-        nothing = dict.fromkeys(("argument_bytes", "output_bytes", "code_bytes", "flops", "accessed_bytes"), 0.0)
-        seconds = time.perf_counter() - started
-        return nothing | {"temporary_bytes": size, "kernels": 0, "fits": False, "seconds": seconds}
+        return {"temporary_bytes": size, "fits": False, "seconds": time.perf_counter() - started}
     memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
     return {
         "argument_bytes": memory.argument_size_in_bytes,
@@ -123,7 +120,6 @@ def compiled_figures(lowered: jax.stages.Lowered, options: Mapping[str, Any]) ->
         "flops": cost.get("flops", 0.0),
         "accessed_bytes": cost.get("bytes accessed", 0.0),
         "kernels": compiled.as_text().count('custom_call_target="tpu_custom_call"'),
-        "fits": True,
         "seconds": time.perf_counter() - started,
     }
 

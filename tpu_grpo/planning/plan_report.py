@@ -6,14 +6,14 @@ from typing import Any
 from tpu_grpo.launching.tpus import GIB
 from tpu_grpo.planning.slice_plan import FEW_LAYERS, Plan, Suggestion
 from tpu_grpo.planning.stage_memory import COLUMNS
-from tpu_grpo.planning.step_seconds import ASSUMPTIONS, MEAN_ASSUMPTION, StepTime
+from tpu_grpo.planning.step_seconds import StepTime, assumptions
 
 
 def plan_lines(plan: Plan, mean_new_tokens: float | None = None) -> list[str]:
     """Return the plan as lines for a terminal; with a mean length of completions, its seconds as well."""
     config, chip = plan.config, plan.target.chip
     lines = [
-        f"slice      {plan.target.name}: {len(plan.target.devices)} chips, {plan.target.slice.hosts} hosts, "
+        f"slice      {plan.target.slice.name}: {len(plan.target.devices)} chips, {plan.target.slice.hosts} hosts, "
         f"{chip.memory_bytes / GIB:.2f} GiB a chip",
         f"model      {config.model.path}: {plan.model}, {config.model.dtype}",
         f"meshes     {plan.meshes}",
@@ -31,13 +31,12 @@ def plan_lines(plan: Plan, mean_new_tokens: float | None = None) -> list[str]:
 
 def _memory(plan: Plan) -> list[str]:
     """Return a line for each stage, in GiB per device."""
-    limit, lines = plan.target.chip.memory_bytes / GIB, []
-    lines.append(f"{'GiB a device':12}" + "".join(f"{name:>12}" for name in (*COLUMNS, "total", "of chip")))
+    limit = plan.target.chip.memory_bytes / GIB
+    lines = [f"{'GiB a device':12}" + "".join(f"{name:>12}" for name in (*COLUMNS, "total", "of chip"))]
     for stage in plan.memory:
-        values = [stage.parts.get(name, 0.0) / GIB for name in COLUMNS]
+        cells = "".join(f"{stage.parts.get(name, 0.0) / GIB:12.2f}" for name in COLUMNS)
         total = stage.total / GIB
-        cells = "".join(f"{value:12.2f}" for value in (*values, total))
-        lines.append(f"{stage.stage:12}{cells}{total / limit:12.0%}  {stage.program}")
+        lines.append(f"{stage.stage:12}{cells}{total:12.2f}{total / limit:12.0%}  {stage.program}")
     worst = plan.worst
     if plan.fits:
         lines.append(f"fits: the {worst.stage} needs most and leaves {-plan.excess / GIB:.2f} GiB")
@@ -67,11 +66,7 @@ def _time(plan: Plan, mean_new_tokens: float | None) -> list[str]:
             f"{figures['update_seconds']:.1f}; {figures['completion_tokens_per_second']:,.0f} completion tokens/s, "
             f"{figures['chip_hours']:,.1f} chip-hours for {plan.config.run.max_steps} steps"
         )
-    return [*lines, *(f"  assumed: {assumption}" for assumption in _assumptions(mean_new_tokens))]
-
-
-def _assumptions(mean_new_tokens: float | None) -> list[str]:
-    return [*ASSUMPTIONS, *([] if mean_new_tokens is None else [MEAN_ASSUMPTION])]
+    return [*lines, *(f"  assumed: {assumption}" for assumption in assumptions(mean_new_tokens))]
 
 
 def _speed(plan: Plan, step: StepTime) -> dict[str, float]:
@@ -88,7 +83,7 @@ def _speed(plan: Plan, step: StepTime) -> dict[str, float]:
 def plan_as_json(plan: Plan, mean_new_tokens: float | None = None) -> dict[str, Any]:
     """Return everything in the plan, in bytes per device and in seconds; those of a mean length under "at_mean"."""
     return {
-        "slice": plan.target.name,
+        "slice": plan.target.slice.name,
         "chips": len(plan.target.devices),
         "hosts": plan.target.slice.hosts,
         "chip": asdict(plan.target.chip),
@@ -108,7 +103,7 @@ def plan_as_json(plan: Plan, mean_new_tokens: float | None = None) -> dict[str, 
         "sync": list(plan.sync),
         **_step_as_json(plan, None),
         "at_mean": None if mean_new_tokens is None else _step_as_json(plan, mean_new_tokens),
-        "assumptions": _assumptions(mean_new_tokens),
+        "assumptions": assumptions(mean_new_tokens),
     }
 
 
@@ -117,15 +112,7 @@ def _step_as_json(plan: Plan, mean_new_tokens: float | None) -> dict[str, Any]:
     step = plan.work.step(mean_new_tokens)
     return {
         "mean_new_tokens": step.completion_tokens / plan.config.sampled_rows,
-        "time": [
-            {
-                "stage": stage.stage,
-                "seconds": stage.seconds,
-                "by_cause": dict(stage.by_cause),
-                "beside": dict(stage.beside),
-            }
-            for stage in step.stages
-        ],
+        "time": [{"stage": stage.stage, "seconds": stage.seconds, **asdict(stage)} for stage in step.stages],
         **_speed(plan, step),
     }
 

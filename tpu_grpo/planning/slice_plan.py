@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -200,14 +202,13 @@ def suggest(plan: Plan, say: Callable[[str], None]) -> Suggestion | None:
 
 def _changes(plan: Plan) -> Iterator[tuple[str, object]]:
     """Yield settings that help the stage that needs most memory; those that cost the least speed come first."""
-    if plan.worst.stage in ("update", "logprobs"):
-        yield from _update_changes(plan.config)
-    elif plan.worst.stage == "rollout":
-        yield from _rollout_changes(plan)
-    if (plan.config.meshes.trainer.tp or 1) > 1:
-        yield "meshes.trainer.tp", 1
-    if plan.worst.stage == "sync":
-        yield from _update_changes(plan.config)
+    stage, narrower = plan.worst.stage, [("meshes.trainer.tp", 1)] if (plan.config.meshes.trainer.tp or 1) > 1 else []
+    if stage == "rollout":
+        yield from (*_rollout_changes(plan), *narrower)
+    elif stage == "sync":
+        yield from (*narrower, *_update_changes(plan.config))
+    else:
+        yield from (*_update_changes(plan.config), *narrower)
 
 
 def _update_changes(config: RunConfig) -> Iterator[tuple[str, object]]:
@@ -233,9 +234,8 @@ def _rollout_changes(plan: Plan) -> Iterator[tuple[str, object]]:
             digit = 10 ** max(0, len(str(fitting)) - 2)
             yield "rollout.kv_tokens", fitting // digit * digit
         yield "rollout.kv_tokens", tokens // 2
-    engine = next(program.name for program in plan.programs if program.name.startswith("decode"))
-    rows = int(engine.split()[2])
-    if rows > 8:
+    decoding = next(program.name for program in plan.programs if program.name.startswith("decode"))
+    if (rows := int(decoding.split()[2])) > 8:
         yield "rollout.max_running_requests", rows // 2
     tensor = config.meshes.sampler.tensor
     sizes = [2, 4, 8, 16, 32] if tensor is None else [tensor * 2]
@@ -245,10 +245,7 @@ def _rollout_changes(plan: Plan) -> Iterator[tuple[str, object]]:
 def _overridden(config: RunConfig, name: str, value: object) -> RunConfig:
     tree = config.model_dump(mode="json")
     *sections, setting = name.split(".")
-    section = tree
-    for part in sections:
-        section = section[part]
-    section[setting] = value
+    reduce(getitem, sections, tree)[setting] = value
     return parse_config(tree)
 
 

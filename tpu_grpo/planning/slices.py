@@ -25,11 +25,6 @@ class Target:
     devices: tuple[Any, ...]
 
     @property
-    def name(self) -> str:
-        """The slice's name with the common name of its generation."""
-        return self.slice.name
-
-    @property
     def chip(self) -> Chip:
         """The memory and the speeds of each of its chips."""
         return self.slice.generation.chip

@@ -46,20 +46,22 @@ SPREAD = 0.9
 """The standard deviation of the logarithm of the lengths of completions. With it, 6 % of completions with a mean of 680
 tokens are cut at 2,048."""
 HALVINGS = 80
-ASSUMPTIONS = (
-    f"of a chip's products {costs.PRODUCTS:.0%} are reached by the learner and {costs.PREFILL:.0%} by prefills, of its "
-    f"memory's speed {costs.MEMORY:.0%}, of its usable links' {costs.LINKS:.0%}; attention gets through at most "
-    f"{costs.CACHE_BYTES_PER_SECOND / 1e9:.0f} GB/s of keys and values, "
-    "and in 8 bits at half as many",
-    "a launch of an engine takes its host half a millisecond, and more for arrays, devices and rows; one thread drives "
-    "the engines of a host",
-    f"every prompt has data.max_prompt_tokens tokens; training rows are packed to {costs.FILL:.0%}",
-    "rewards, evaluation, checkpoints, and the filters top-k, top-p and min-p take no time",
-)
-MEAN_ASSUMPTION = (
-    "lengths with a mean are log-normal, with a standard deviation of their logarithm of "
-    f"{SPREAD}, and cut at rollout.max_new_tokens"
-)
+
+
+def assumptions(mean_new_tokens: float | None) -> list[str]:
+    """Say what the seconds of a plan assume; with a mean length of completions, of their lengths as well."""
+    assumed = [
+        f"of a chip's products {costs.PRODUCTS:.0%} are reached by the learner and {costs.PREFILL:.0%} by prefills, of "
+        f"its memory's speed {costs.MEMORY:.0%}, of its usable links' {costs.LINKS:.0%}; attention gets through at "
+        f"most {costs.CACHE_BYTES_PER_SECOND / 1e9:.0f} GB/s of keys and values, and in 8 bits at half as many",
+        "a launch of an engine takes its host half a millisecond, and more for arrays, devices and rows; one thread "
+        "drives the engines of a host",
+        f"every prompt has data.max_prompt_tokens tokens; training rows are packed to {costs.FILL:.0%}",
+        "rewards, evaluation, checkpoints, and the filters top-k, top-p and min-p take no time",
+        "lengths with a mean are log-normal, with a standard deviation of their logarithm of "
+        f"{SPREAD}, and cut at rollout.max_new_tokens",
+    ]
+    return assumed[:-1] if mean_new_tokens is None else assumed
 
 
 def completion_lengths(count: int, *, mean: float, longest: int) -> list[int]:
@@ -332,9 +334,9 @@ class StepWork:
             accessed_bytes=self.accessed_bytes[program],
             updates=stage == "update",
         )
-        times = count * repeats
-        parts, beside = ({cause: times * seconds for cause, seconds in each.items()} for each in one)
-        return StageTime(stage, parts, beside)
+        return StageTime(
+            stage, *({cause: count * repeats * seconds for cause, seconds in each.items()} for each in one)
+        )
 
     def _memory_seconds(self, count: float) -> float:
         return count / (costs.MEMORY * self.generation.chip.memory_bytes_per_second)

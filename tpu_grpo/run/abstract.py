@@ -1,9 +1,5 @@
 """A run without arrays: the same model, engine and weight sync, built from abstract values.
 
-    with open_abstract_checkpoint(config) as checkpoint:
-        run = AbstractRun(config, checkpoint, build_meshes(config, checkpoint, devices), stop_token_ids=[2])
-        run.sync.describe()
-
 Every array is a ``jax.ShapeDtypeStruct``. The devices can be anything XLA can compile for, including a TPU
 slice that this machine does not have.
 """

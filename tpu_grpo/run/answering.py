@@ -1,11 +1,5 @@
 """A model that answers prompts of people: the policy of a checkpoint, an export, or any model, in an engine by itself.
 
-    speaker = Speaker(config, "latest")
-    prompt = speaker.prompt({"question": "47+38="})
-    speaker.start([prompt])                                 # builds the engine, for these prompts
-    for answers in speaker.answer(prompt, turn=0, cancelled=lambda: False):
-        ...
-
 The engine is as small as the answers allow, and on as few devices as hold the model.
 """
 
@@ -44,6 +38,12 @@ CHAT_TOKENS = 2048
 
 class Speaker:
     """One model that answers. Its config says how prompts are written and how answers are sampled and scored.
+
+        speaker = Speaker(config, "latest")
+        prompt = speaker.prompt({"question": "47+38="})
+        speaker.start([prompt])                                 # builds the engine, for these prompts
+        for answers in speaker.answer(prompt, turn=0, cancelled=lambda: False):
+            ...
 
     Args:
         config: of the model's run, or of the run that it is spoken to as.

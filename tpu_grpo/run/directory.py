@@ -9,11 +9,10 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from tpu_grpo.config import RunConfig, load_config
@@ -59,8 +58,8 @@ class Earlier:
     """What is not as it was in the steps that are done."""
     summary: dict[str, Any] | None = None
     """That of a run that has nothing left to do; None for any other."""
-    refusal: TpuGrpoError | None = None
-    """Why this run cannot start here."""
+    refusal: dict[str, str] | None = None
+    """The error for which this run cannot start here, as hosts tell it to each other."""
 
     def refuse(self) -> None:
         """Raise what keeps this run from starting here, if anything does.
@@ -72,7 +71,7 @@ class Earlier:
             DataError: for a file of the earlier run that cannot be read.
         """
         if self.refusal is not None:
-            raise self.refusal
+            raise _raised(self.refusal)
 
     def describe(self, config: RunConfig) -> list[str]:
         """Say what a start would do with the directory, as lines of text; raises as `refuse` does."""
@@ -102,24 +101,19 @@ def look(config: RunConfig, hosts: Hosts, *, guess: bool = False) -> Earlier:
     def look_for_all() -> dict[str, Any]:
         if (owner := holder(config.run_dir, guess=guess)) is not None:  # taken later, but then much has been imported
             raise taken(config.run_dir, owner)
-        seen = _seen_in(config)
-        refusal = None if seen.refusal is None else _told(seen.refusal)
-        return {**asdict(replace(seen, refusal=None)), "refusal": refusal}
+        return asdict(_seen_in(config))
 
     seen = first_does(hosts, "what lies in run.dir", look_for_all)
     changes = tuple(Change(**change) for change in seen["changes"])
-    refusal = None if seen["refusal"] is None else _raised(seen["refusal"])
-    return Earlier(seen["makes_room"], tuple(seen["steps"]), changes, seen["summary"], refusal)
+    return Earlier(**{**seen, "steps": tuple(seen["steps"]), "changes": changes})
 
 
 def how_it_ended(config: RunConfig, summary: dict[str, Any]) -> str:
     """Say of a finished run that it is, and what to do to go on."""
-    last, steps = config.run.max_steps, summary["steps"]
+    last, steps, allow = config.run.max_steps, summary["steps"], ""
     if (why := summary.get("ended_early")) and steps < last:
         return f"this run is done, after step {steps} of {last}: {why}"
-    allow = ""
-    if config.optimizer.schedule != "constant":
-        schedule = config.optimizer.schedule
+    if (schedule := config.optimizer.schedule) != "constant":
         allow = f" with checkpoint.allow_changes=[run.max_steps], because the {schedule} schedule ends there,"
     return f"this run is done: {steps} of {last} steps; set run.max_steps higher{allow} to go on, or another run.dir"
 
@@ -145,7 +139,7 @@ def _seen_in(config: RunConfig) -> Earlier:
             )
         return Earlier(steps=steps, changes=changes)
     except TpuGrpoError as error:
-        return Earlier(refusal=error)
+        return Earlier(refusal=_told(error))
 
 
 def _check_writable(directory: Path) -> None:
@@ -262,20 +256,18 @@ class RunDirectory:
     def __enter__(self) -> Self:
         with ExitStack() as stack:
             stack.callback(self._release)
-            token = first_does(self._hosts, "run directory", self._take)
+            token = self._first_does("run directory", self._take)
             check_shared(self.path, token, self._hosts, SEEN_SECONDS)
             if self._config.checkpoint.resume != "never":
                 self.saved_steps = _agreed_steps(self.path / CHECKPOINTS_DIR, self._hosts)
-            self._moves = first_does(self._hosts, "what lies in run.dir now", self._look_again)
+            self._moves = self._first_does("what lies in run.dir now", self._look_again)
             if not self._moves:
                 stack.enter_context(host_log(self.path / LOGS_DIR, self._hosts.index))
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
 
     def begin(
         self, start: int, data: Mapping[str, Any], digest_of_tokens: Callable[[], str] | None = None
@@ -295,13 +287,11 @@ class RunDirectory:
         """
         notes = []
         if self._moves:
-            told = first_does(self._hosts, "moving an earlier run's files", self._move_aside)
+            told = self._first_does("moving an earlier run's files", self._move_aside)
             check_shared(self.path, told["token"], self._hosts, STALE_SECONDS)
             self._stack.enter_context(host_log(self.path / LOGS_DIR, self._hosts.index))
             notes = [f"an earlier run's files were moved to {told['moved']}"]
-        return notes + first_does(
-            self._hosts, "the record of the run", lambda: self._record(start, data, digest_of_tokens)
-        )
+        return notes + self._first_does("the record of the run", lambda: self._record(start, data, digest_of_tokens))
 
     def is_ours(self) -> bool:
         """Say, on host 0, whether no other process has taken the directory from this one; it may be given back."""
@@ -313,9 +303,8 @@ class RunDirectory:
 
     def _take(self) -> str:
         self._made = not self.path.exists()
-        with _writable(self._config):
-            self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = RunLock.take(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = RunLock.take(self.path)
         return self._lock.owner.token
 
     def _release(self) -> None:
@@ -329,8 +318,7 @@ class RunDirectory:
 
         It is looked at again because another run may have been there before this one had the lock.
         """
-        with _writable(self._config):
-            seen = _seen_in(self._config)
+        seen = _seen_in(self._config)
         seen.refuse()
         self._changes = seen.changes
         if not seen.makes_room and not (self.path / CONFIG_FILE).exists():
@@ -342,13 +330,12 @@ class RunDirectory:
         assert self._lock is not None
         before, aside = self._lock, _free_name(self.path)
         before.stop_beating()
-        with _writable(self._config):
-            self.path.rename(aside)
-            self._lock = None
-            try:
-                token = self._take()
-            finally:
-                before.release(aside / LOCK_FILE)
+        self.path.rename(aside)
+        self._lock = None
+        try:
+            token = self._take()
+        finally:
+            before.release(aside / LOCK_FILE)
         self._write_config()  # first, or what a kill leaves would be no run's
         return {"moved": str(aside), "token": token}
 
@@ -356,16 +343,15 @@ class RunDirectory:
         """Write what this run is, and what of it was otherwise in the steps that are done."""
         changed_data = self._changed_data(start, data, digest_of_tokens)
         changed = [*self._changes, *changed_data]
-        with _writable(self._config):
-            history = self.path / HISTORY_FILE
-            if changed_data and history.exists():  # other prompts have these numbers now
-                history.rename(history.with_name(f"{history.stem}.until_{start}{history.suffix}"))
-            if changed:
-                with (self.path / CHANGES_FILE).open("ab") as file:
-                    file.writelines(encode_line({"step": start, **asdict(change)}) for change in changed)
-            self._write_config()
-            write_json(self.path / SOURCES_FILE, sources(self._config))
-            write_json(self.path / DATA_FILE, data)
+        history = self.path / HISTORY_FILE
+        if changed_data and history.exists():  # other prompts have these numbers now
+            history.rename(history.with_name(f"{history.stem}.until_{start}{history.suffix}"))
+        if changed:
+            with (self.path / CHANGES_FILE).open("ab") as file:
+                file.writelines(encode_line({"step": start, **asdict(change)}) for change in changed)
+        self._write_config()
+        write_json(self.path / SOURCES_FILE, sources(self._config))
+        write_json(self.path / DATA_FILE, data)
         return [f"changed after step {start}: {change} ({change.meaning})" for change in changed]
 
     def _changed_data(
@@ -392,19 +378,20 @@ class RunDirectory:
         return [change]
 
     def _write_config(self) -> None:
-        with _writable(self._config):
-            replace_text(self.path / CONFIG_FILE, self._config.to_yaml())
+        replace_text(self.path / CONFIG_FILE, self._config.to_yaml())
 
+    def _first_does(self, name: str, action: Callable[[], Any]) -> Any:
+        """Do something on host 0 for all; an error of the file system says which setting it comes from."""
 
-@contextmanager
-def _writable(config: RunConfig) -> Iterator[None]:
-    """Say of an error of the file system which setting it comes from."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"run.dir must be a directory this process can write, got {config.run_dir}: {error}"
-        ) from error
+        def act() -> Any:
+            try:
+                return action()
+            except OSError as error:
+                raise ConfigError(
+                    f"run.dir must be a directory this process can write, got {self.path}: {error}"
+                ) from error
+
+        return first_does(self._hosts, name, act)
 
 
 # --- what hosts do with the directory they share ---------------------------------------------------------------------

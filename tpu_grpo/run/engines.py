@@ -69,19 +69,15 @@ class SyncedEngines:
         self._config = config
         self._hosts = hosts
         self._calls = itertools.count(1)
-        self._sync: WeightSync | None = None
-        self._checks: tuple[CopyCheck, CopyCheck] | None = None
-
-    @property
-    def sync(self) -> WeightSync | None:
+        self.sync: WeightSync | None = None
         """The compiled weight sync; None before the first ``install``."""
-        return self._sync
+        self._checks: tuple[CopyCheck, CopyCheck] | None = None
 
     @property
     def shared_leaves(self) -> frozenset[str]:
         """The trainer's parameters whose arrays the engines hold as well, after the first ``install``."""
-        assert self._sync is not None, "install comes first"
-        return self._sync.shared_leaves
+        assert self.sync is not None, "install comes first"
+        return self.sync.shared_leaves
 
     def install(self, params: nnx.State) -> SyncResult:
         """Move the trainer's parameters into every replica, and drop prefixes cached under the old ones.
@@ -90,9 +86,9 @@ class SyncedEngines:
             LockstepError: if copies of a parameter differ between hosts.
         """
         leaves = named_leaves(params)
-        if self._sync is None:
-            self._sync = build_weight_sync(self._config, self._rules, params, self.replicas.weight_specs)
-        weights, result = self._sync(leaves)
+        if self.sync is None:
+            self.sync = build_weight_sync(self._config, self._rules, params, self.replicas.weight_specs)
+        weights, result = self.sync(leaves)
         self._check_copies(leaves, weights)
         self.replicas.install_weights(weights)
         return result
@@ -102,18 +98,18 @@ class SyncedEngines:
 
         Leaves that are aliased with the trainer's stay, because the trainer needs them.
         """
-        assert self._sync is not None, "install comes before release"
+        assert self.sync is not None, "install comes before release"
         self.replicas.release()
-        self._sync.release()
+        self.sync.release()
 
     def worst_leaf(self, params: nnx.State) -> tuple[str, float]:
         """Return the sampler parameter that differs most from the one recomputed from the trainer's, and by how much.
 
         Differences in the last bit of a merged adapter are ignored, because two programs may round differently.
         """
-        assert self._sync is not None, "install comes first"
+        assert self.sync is not None, "install comes first"
         gaps = {}
-        for move, leaf in self._sync.expected(named_leaves(params)):
+        for move, leaf in self.sync.expected(named_leaves(params)):
             allowed = float(jnp.finfo(leaf.dtype).eps * jnp.abs(leaf).max()) if move.merges else 0.0
             gap = self.replicas.differs_by(move.target, leaf)
             gaps[move.target] = gap if gap > allowed else 0.0

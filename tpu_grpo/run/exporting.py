@@ -1,19 +1,11 @@
 """Leaves a policy as a directory that others load: a Hugging Face checkpoint, or adapters in the format of PEFT.
 
-    export_policy(config, Policy(model, 40, checkpoint, tokenizer), Path("my_model"))
-
-    config.json, generation_config.json, tokenizer files       those of the model that the run started from
-    model.safetensors, or shards and their index               all tensors, with adapters merged into them
-    adapter_model.safetensors, adapter_config.json             or these, with export.kind=adapter
-    README.md                                                  the figures of the run, and its config
-    tpu_grpo.yaml                                              the config again, for scripts/sample.py
-
-Arrays are gathered one at a time, by all hosts; host 0 writes. The directory gets its name when it is complete.
+README.md has the figures of the run; tpu_grpo.yaml is its config again, for scripts/sample.py. Arrays are gathered one
+at a time, by all hosts; host 0 writes. The directory gets its name when it is complete.
 """
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +49,7 @@ def export_policy(config: RunConfig, policy: Policy, directory: Path, hosts: Hos
     """
     hosts, kind = hosts or Hosts(), config.export.kind
     dtype = jnp.dtype(config.export.dtype or config.model.dtype)
-    with _written_by_first(directory, hosts) as target:
+    with new_directory(directory) if hosts.is_first else nullcontext() as target:
         if kind == "adapter":
             count = _write_adapters(target, config, policy, dtype)
         else:
@@ -78,16 +70,6 @@ def export_policy(config: RunConfig, policy: Policy, directory: Path, hosts: Hos
             write_model_card(target, config.run_dir, facts, config.to_yaml(), versions())
             (target / EXPORTED_CONFIG_FILE).write_text(config.to_yaml(), encoding="utf-8")
     hosts.barrier(f"export of step {policy.step}")
-
-
-@contextmanager
-def _written_by_first(directory: Path, hosts: Hosts) -> Iterator[Path | None]:
-    """Give host 0 a directory to write into, and the others none."""
-    if not hosts.is_first:
-        yield None
-        return
-    with new_directory(directory) as target:
-        yield target
 
 
 def _write_model(target: Path | None, config: RunConfig, policy: Policy, dtype: np.dtype[Any]) -> int:

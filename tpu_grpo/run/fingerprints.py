@@ -11,7 +11,7 @@ import glob
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -43,38 +43,31 @@ without one their size is compared, and with one their content."""
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
     """Name -> value of everything hosts must agree on: settings, versions, environment, and all files that are read."""
-    found = {f"setting {name}": value for name, value in _values(config.model_dump(mode="json"))}
+    settings = _leaves(config.model_dump(mode="json"))
+    found = {f"setting {name}": repr(value) for name, value in settings if name not in OWN_SETTINGS}
     found |= {f"version of {name}": value for name, value in versions().items()}
     variables = (name for name in os.environ if name.startswith("JAX_") or name in ENVIRONMENT)
     found |= {f"environment variable {n}": os.environ[n] for n in sorted(variables) if n not in OWN_ENVIRONMENT}
-    return found | _digests(dict(_files(config)))
+    return found | _digests(_files(config))
 
 
 def model_fingerprints(directory: Path) -> dict[str, str]:
     """Name -> digest of every file of a model's directory, tokenizer included."""
-    return _digests(dict(_model_files(directory)))
+    return _digests(_model_files(directory))
 
 
-def _digests(files: Mapping[str, Path]) -> dict[str, str]:
-    """A file that cannot be read is a value too: the message that names it comes from whoever opens it."""
+def _digests(files: Iterable[tuple[str, Path]]) -> dict[str, str]:
+    """Name -> digest; a file that cannot be read is a value too: whoever opens it says what is wrong."""
 
-    def digest(path: Path) -> str:
+    def digest(named: tuple[str, Path]) -> tuple[str, str]:
+        name, path = named
         try:
-            return _sha256(path)
+            return name, _sha256(path)
         except OSError as error:
-            return f"not readable: {type(error).__name__}"
+            return name, f"not readable: {type(error).__name__}"
 
     with ThreadPoolExecutor() as pool:
-        return dict(zip(files, pool.map(digest, files.values()), strict=True))
-
-
-def _values(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in tree.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict):
-            yield from _values(value, f"{name}.")
-        elif name not in OWN_SETTINGS:
-            yield name, repr(value)
+        return dict(pool.map(digest, files))
 
 
 def _files(config: RunConfig) -> Iterator[tuple[str, Path]]:

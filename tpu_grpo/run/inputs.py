@@ -1,8 +1,5 @@
 """What a run reads: model, environments, rewards and prompts, each opened and checked once, before jax is imported.
 
-    inputs = open_inputs(config)
-    task = open_task(config, inputs, algorithm, hosts)
-
 What is quick comes first, so that a typing error is answered at once: files of the model and of the data are looked
 into before a tokenizer is imported.
 """
@@ -68,47 +65,45 @@ def open_inputs(config: RunConfig, reading: Callable[[], None] = lambda: None) -
     checkpoint = read_model(config)
     environments = load_environments(config)
     columns, held_columns = _columns_at_a_glance(config)
-    rewards = held_rewards = None
-    if columns is not None:
-        check_environment_columns(environments, columns)
-        rewards = open_rewards(config.rewards, columns, config.run.max_steps)
-    if held_columns is not None:
-        held_rewards = _rewards_of_evaluation(config, held_columns, rewards)
+    rewards = None if columns is None else _open_rewards(config, environments, columns)
+    held_rewards = None if held_columns is None else _rewards_of_evaluation(config, held_columns, rewards)
     reading()
     tokenizer, tools = open_tokenizer(config, checkpoint), tools_of(environments)
     prompts = open_prompts(config.data, config.run.seed, tokenizer, tools)
-    held_out = open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools)
-    if rewards is None:
-        check_environment_columns(environments, prompts.columns)
-        rewards = open_rewards(config.rewards, prompts.columns, config.run.max_steps)
-    return Inputs(
-        checkpoint,
-        tokenizer,
-        environments,
-        prompts,
-        rewards,
-        None if held_out is None else _held_out(config, environments, held_out, held_rewards, rewards),
-    )
+    rewards = rewards or _open_rewards(config, environments, prompts.columns)
+    held_out = open_held_out(config, tokenizer, environments, held_rewards, rewards)
+    return Inputs(checkpoint, tokenizer, environments, prompts, rewards, held_out)
 
 
 def open_held_out(
-    config: RunConfig, tokenizer: "PreTrainedTokenizerFast", environments: Mapping[str, LoadedEnvironment]
-) -> HeldOutInputs | None:
-    """Open the held-out prompts and their rewards alone; None if the config has none. Raises as `open_inputs` does."""
-    prompts = open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools_of(environments))
-    return None if prompts is None else _held_out(config, environments, prompts, None, None)
-
-
-def _held_out(
     config: RunConfig,
+    tokenizer: "PreTrainedTokenizerFast",
     environments: Mapping[str, LoadedEnvironment],
-    prompts: tuple[Prompt, ...],
-    rewards: RewardSet | None,
-    of_run: RewardSet | None,
-) -> HeldOutInputs:
+    rewards: RewardSet | None = None,
+    of_run: RewardSet | None = None,
+) -> HeldOutInputs | None:
+    """Open the held-out prompts and their rewards; None if the config has none. Raises as `open_inputs` does.
+
+    Args:
+        config: the run.
+        tokenizer: the model's.
+        environments: what prompts begin conversations with.
+        rewards: those of held-out prompts, if they are open already.
+        of_run: the rewards of the run, if they are open already.
+    """
+    prompts = open_evaluation_prompts(config.evaluation, config.data, tokenizer, tools_of(environments))
+    if prompts is None:
+        return None
     columns = tuple(prompts[0].columns)
     check_environment_columns(environments, columns)
     return HeldOutInputs(prompts, rewards or _rewards_of_evaluation(config, columns, of_run))
+
+
+def _open_rewards(
+    config: RunConfig, environments: Mapping[str, LoadedEnvironment], columns: Collection[str]
+) -> RewardSet:
+    check_environment_columns(environments, columns)
+    return open_rewards(config.rewards, columns, config.run.max_steps)
 
 
 def _rewards_of_evaluation(config: RunConfig, columns: Collection[str], of_run: RewardSet | None) -> RewardSet:

@@ -1,9 +1,5 @@
 """One process at a time has a run's directory: a file in it says which, and is locked while that process lives.
 
-    lock = RunLock.take(run_dir)        # ConfigError names the process that has it
-    ...
-    lock.release()
-
 Three signs say whether the process that a file names is alive, and the first that can be had decides:
 
 1. The operating system's lock on the file (flock) ends with its process, whatever ended it. It holds on one machine,

@@ -1,23 +1,17 @@
-"""The files of numbers that are not finite, written by the run. An update whose loss or gradient is not finite leaves
+"""The files of an update or a rollout with a number that is not finite, and `replay`, which does such an update again.
 
-    <run.dir>/non_finite/7.npz            the passes of the update, as arrays, with the config and what it came to
-    <run.dir>/non_finite/7.jsonl          the samples of step 7, as samples.jsonl has them
-    <run.dir>/non_finite/checkpoints/7/   policy and optimizer as they were before the update
+    <run.dir>/non_finite/7.npz            of an update: its passes, as arrays, with the config and what it came to
+    <run.dir>/non_finite/7.jsonl          the samples of step 7; of a rollout with tokens and log-probabilities
+    <run.dir>/non_finite/checkpoints/7/   policy and optimizer as they were before the update, or in the rollout
 
-and `replay` does it again from them. A rollout in which a log-probability of the engine is not finite leaves
-
-    <run.dir>/non_finite/7.jsonl          what was sampled for step 7, with its tokens and log-probabilities
-    <run.dir>/non_finite/checkpoints/7/   policy and optimizer as they were in the rollout
-
-One of them is there at a time, the newest: a checkpoint is large.
+The newest failure alone is kept: a checkpoint is large.
 """
 
 import io
 import json
-import math
 import shutil
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +38,6 @@ from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, NON_FINITE_DIR
 from tpu_grpo.observe.sample_rows import conversation_fields, sample_fields, sample_rows
 from tpu_grpo.observe.summary import versions
 from tpu_grpo.records.errors import DataError
-from tpu_grpo.records.stages import Completion
 from tpu_grpo.run.meshes import build_meshes
 from tpu_grpo.run.model_files import open_model
 from tpu_grpo.run.policies import load_inputs
@@ -70,7 +63,22 @@ class FailureFiles:
             rows = sample_rows(failed.scored, failed.advantages)
             lines = [encode_line({"step": failed.step, **sample_fields(row)}) for row in rows]
             replace_bytes(path.with_suffix(".jsonl"), lines)
-            replace_bytes(path, [_packed(_about(failed, self.config), passes)])
+            about = {
+                "format": FORMAT,
+                "step": failed.step,
+                "update": failed.update,
+                "updates": failed.updates,
+                "passes": len(passes),
+                "loss": str(failed.loss),  # JSON has no infinities
+                "grad_norm": str(failed.grad_norm),
+                "config": self.config.model_dump(mode="json"),
+                "versions": versions(),
+            }
+            arrays: dict[str, Any] = {
+                f"{n}/{name}": array for n, each in enumerate(passes) for name, array in each.items()
+            }
+            np.savez_compressed(file := io.BytesIO(), **{_ABOUT: np.array(json.dumps(about))}, **arrays)
+            replace_bytes(path, [file.getvalue()])
         self.hosts.barrier("the files of an update that is not finite")
         return path
 
@@ -137,17 +145,23 @@ def read_update(path: Path) -> KeptUpdate:
             f"--replay needs a file that a run has written, <run.dir>/{NON_FINITE_DIR}/<step>.npz, got {path} "
             f"({type(error).__name__}: {error}); correct the path"
         ) from error
-    numbers = {name: float(about[name]) for name in ("loss", "grad_norm")}
-    place = (about["step"], about["update"], about["updates"])
     return KeptUpdate(
-        path, *place, **numbers, settings=about["config"], versions=about["versions"], passes=tuple(passes)
+        path=path,
+        step=about["step"],
+        update=about["update"],
+        updates=about["updates"],
+        loss=float(about["loss"]),
+        grad_norm=float(about["grad_norm"]),
+        settings=about["config"],
+        versions=about["versions"],
+        passes=tuple(passes),
     )
 
 
 def _rows(broken: BrokenRollout) -> Iterator[dict[str, Any]]:
     """Yield the rows as people read them, with null for a log-probability that is not finite."""
     for prompt, completion, text in zip(broken.prompts, broken.completions, broken.texts, strict=True):
-        yield {
+        row = {
             "step": broken.step,
             "prompt": prompt.text,
             "completion": text,
@@ -155,50 +169,15 @@ def _rows(broken: BrokenRollout) -> Iterator[dict[str, Any]]:
             "prompt_token_ids": list(prompt.token_ids),
             "token_ids": completion.token_ids.tolist(),
             "logprobs": completion.logprobs.tolist(),
-            **_conversation(completion),
         }
-
-
-def _conversation(completion: Completion) -> dict[str, Any]:
-    """Return what a row of a conversation has beside, or in place of others: its first prompt is that of a branch."""
-    if (episode := completion.episode) is None:
-        return {}
-    branches = [
-        {"prompt_token_ids": list(branch.prompt), "start": branch.start, "end": branch.end}
-        for branch in episode.branches
-    ]
-    first = branches[0]["prompt_token_ids"] if branches else []
-    return {
-        "prompt": episode.prompt,
-        "prompt_token_ids": first,
-        **conversation_fields(completion),
-        "branches": branches,
-    }
-
-
-def _about(failed: FailedUpdate, config: RunConfig) -> dict[str, Any]:
-    return {
-        "format": FORMAT,
-        "step": failed.step,
-        "update": failed.update,
-        "updates": failed.updates,
-        "passes": len(failed.passes),
-        **{name: _text(getattr(failed, name)) for name in ("loss", "grad_norm")},
-        "config": config.model_dump(mode="json"),
-        "versions": versions(),
-    }
-
-
-def _text(value: float) -> float | str:
-    """Return a number as JSON has it, which has no infinities."""
-    return value if math.isfinite(value) else str(value)
-
-
-def _packed(about: Mapping[str, Any], passes: Sequence[PassArrays]) -> bytes:
-    arrays: dict[str, Any] = {f"{n}/{name}": array for n, each in enumerate(passes) for name, array in each.items()}
-    file = io.BytesIO()
-    np.savez_compressed(file, **{_ABOUT: np.array(json.dumps(about)), **arrays})
-    return file.getvalue()
+        if (episode := completion.episode) is not None:  # every branch has a prompt of its own
+            branches = [
+                {"prompt_token_ids": list(branch.prompt), "start": branch.start, "end": branch.end}
+                for branch in episode.branches
+            ]
+            row["prompt"], row["prompt_token_ids"] = episode.prompt, branches[0]["prompt_token_ids"] if branches else []
+            row |= {**conversation_fields(completion), "branches": branches}
+        yield row
 
 
 # --- an update done again --------------------------------------------------------------------------------------------
@@ -225,44 +204,37 @@ def replay(kept: KeptUpdate, config: RunConfig, hosts: Hosts) -> Iterator[str]:
     yield f"step {kept.step}{of_several}: {len(kept.passes)} passes; in the run {_came_to(kept.loss, kept.grad_norm)}"
     values = by_name(parameters(parts.updater.model)) | parts.updater.stepped()
     yield f"parameters  as they were before the update, {kept.checkpoints / str(step)}: {_finite_of(values)}"
-    batches = [placed_pass(arrays, meshes.trainer) for arrays in kept.passes]
-    yield from _Replay(parts.updater, parts.settings, meshes.trainer).lines(batches, kept)
+    yield from _updated(parts.updater, parts.settings, meshes.trainer, kept)
 
 
-@dataclass(frozen=True)
-class _Replay:
-    """An updater as it was before the update."""
+def _updated(updater: Updater, settings: LossSettings, mesh: Mesh, kept: KeptUpdate) -> Iterator[str]:
+    loss = 0.0
+    for number, arrays in enumerate(kept.passes, start=1):
+        batch = placed_pass(arrays, mesh)
+        with mesh:
+            measured = jax.device_get(updater.accumulate(batch))
+        loss += float(measured.loss)
+        given, tokens = _finite_of(pass_arrays(batch)), _finite_tokens(updater, settings, batch)
+        yield f"pass {number:<5}  given {given}; {tokens}; loss {float(measured.loss):g}"
+    gradients = updater.gradients()
+    yield f"gradients   {_finite_of(gradients)}"
+    norm = float(jax.device_get(_norm(gradients)))
+    same = np.array_equal([loss, norm], [kept.loss, kept.grad_norm], equal_nan=True)
+    yield f"in all      {_came_to(loss, norm)}: {'as in the run' if same else 'not as in the run'}"
 
-    updater: Updater
-    settings: LossSettings
-    mesh: Mesh
 
-    def lines(self, batches: Sequence[TrainBatch], kept: KeptUpdate) -> Iterator[str]:
-        loss = 0.0
-        for number, batch in enumerate(batches, start=1):
-            with self.mesh:
-                measured = jax.device_get(self.updater.accumulate(batch))
-            loss += float(measured.loss)
-            given = _finite_of(pass_arrays(batch))
-            yield f"pass {number:<5}  given {given}; {self._tokens(batch)}; loss {float(measured.loss):g}"
-        gradients = self.updater.gradients()
-        yield f"gradients   {_finite_of(gradients)}"
-        norm = float(jax.device_get(_norm(gradients)))
-        same = np.array_equal([loss, norm], [kept.loss, kept.grad_norm], equal_nan=True)
-        yield f"in all      {_came_to(loss, norm)}: {'as in the run' if same else 'not as in the run'}"
-
-    def _tokens(self, batch: TrainBatch) -> str:
-        """Say of which sampled tokens the policy's log-probability is not finite."""
-        found = whole(logprobs(self.updater.model, batch.rows, **self.settings.forward))
-        mask, ids = whole(batch.rows.mask), whole(batch.rows.token_ids)
-        bad = np.argwhere(mask & ~np.isfinite(found))
-        if not len(bad):
-            return f"the log-probabilities of its {mask.sum()} sampled tokens are finite"
-        row, place = bad[0].tolist()
-        return (
-            f"of its {mask.sum()} sampled tokens {len(bad)} have a log-probability that is not finite, the first in "
-            f"row {row} at place {place}, token {ids[row, place]}"
-        )
+def _finite_tokens(updater: Updater, settings: LossSettings, batch: TrainBatch) -> str:
+    """Say of which sampled tokens the policy's log-probability is not finite."""
+    found = whole(logprobs(updater.model, batch.rows, **settings.forward))
+    mask, ids = whole(batch.rows.mask), whole(batch.rows.token_ids)
+    bad = np.argwhere(mask & ~np.isfinite(found))
+    if not len(bad):
+        return f"the log-probabilities of its {mask.sum()} sampled tokens are finite"
+    row, place = bad[0].tolist()
+    return (
+        f"of its {mask.sum()} sampled tokens {len(bad)} have a log-probability that is not finite, the first in "
+        f"row {row} at place {place}, token {ids[row, place]}"
+    )
 
 
 _norm = jax.jit(optax.global_norm)

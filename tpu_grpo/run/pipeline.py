@@ -104,32 +104,34 @@ class Run:
         if start:
             self.log.note(f"continuing after step {start}")
         self.stop.begin()
-        if not start:
-            try:
-                with self._may_be_abandoned(together=True):
-                    self._evaluate_if_due(0)
-            except StepAbandoned:
-                raise self._stopped(0) from None
-        announce(self.hosts, f"step {start + 1} begins, in which the update is compiled")
-        profiled, step = self.config.logging.profile_steps, start
-        with Timeline(profiled, self.config.run_dir / PROFILE_DIR, self.hosts.index, self.log.note) as timeline:
-            while not self._is_last(step):
-                with timeline.step(step + 1):
-                    try:
-                        self._step(step + 1)
-                    except StepAbandoned:
-                        raise self._stopped(step) from None
-                    step = here.step = step + 1
-                    if self._any_host(self.stop.asked) and not self._is_last(step):
-                        raise self._stopped(step)
-                    if step == self._best_step or self._due(step, self.config.checkpoint.every):
-                        self._save(step)
+        try:
+            step = self._train(start)
+        except StepAbandoned:
+            raise self._stopped(here.step or 0) from None
         if step < self.config.run.max_steps:
             self.log.note(f"the run ends after step {step}: {self.draw.why_exhausted}")
         self.parts.learner.close(best=self._best_step)
         if self.config.export.every is not None:
             with self.watch.stage("export"):
                 self.log.note(self._export(step))
+
+    def _train(self, step: int) -> int:
+        """Do the steps after ``step``, and return the last."""
+        if not step:
+            with self._may_be_abandoned(together=True):
+                self._evaluate_if_due(0)
+        announce(self.hosts, f"step {step + 1} begins, in which the update is compiled")
+        profile_dir = self.config.run_dir / PROFILE_DIR
+        with Timeline(self.config.logging.profile_steps, profile_dir, self.hosts.index, self.log.note) as timeline:
+            while not self._is_last(step):
+                with timeline.step(step + 1):
+                    self._step(step + 1)
+                    step = here.step = step + 1
+                    if self._any_host(self.stop.asked) and not self._is_last(step):
+                        raise self._stopped(step)
+                    if step == self._best_step or self._due(step, self.config.checkpoint.every):
+                        self._save(step)
+        return step
 
     def _step(self, step: int) -> None:
         parts, stage = self.parts, self.watch.stage

@@ -14,14 +14,15 @@ Which groups are learnt from follows from the order of the prompts, never from w
 always gets P groups; those that cannot be learnt from have weight 0 there (see learner/signal.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 from jaxtyping import Bool
 
-from tpu_grpo.records.stages import Figure, PromptBatch, Rollout, ScoredRollout, Scores
+from tpu_grpo.records.stages import PromptBatch, Rollout, ScoredRollout, Scores
 
 SUMS = (
     "rollout/wait_seconds",
@@ -75,12 +76,12 @@ class Rounds:
     def __init__(self, wanted: int):
         self._wanted = wanted
         self._rounds: list[ScoredRollout] = []
-        self._informative: list[Bool[np.ndarray, " N"]] = []
+        self._informative_N = np.zeros(0, np.bool_)
 
     def add(self, scored: ScoredRollout, informative: Bool[np.ndarray, " N"]) -> None:
         """Take in a round, and which of its N groups can be learnt from."""
         self._rounds.append(scored)
-        self._informative.append(informative)
+        self._informative_N = np.concatenate([self._informative_N, informative])
 
     @property
     def last(self) -> PromptBatch | None:
@@ -90,11 +91,11 @@ class Rounds:
     @property
     def enough(self) -> bool:
         """Whether as many groups as are wanted can be learnt from."""
-        return sum(int(each.sum()) for each in self._informative) >= self._wanted
+        return self._informative_N.sum() >= self._wanted
 
     def groups(self) -> StepGroups:
         """Choose the groups of the step: the first that can be learnt from, and if these are few the first others."""
-        informative = np.concatenate(self._informative)
+        informative = self._informative_N
         found = np.flatnonzero(informative)[: self._wanted]
         others = np.flatnonzero(~informative)[: self._wanted - len(found)]
         chosen = np.sort(np.concatenate([found, others])).tolist()
@@ -106,44 +107,45 @@ def join(rounds: Sequence[ScoredRollout]) -> ScoredRollout:
     """Put the rounds of a step together, one after the other; a single one stays as it is."""
     if len(rounds) == 1:
         return rounds[0]
-    rollouts, scores, first = [each.rollout for each in rounds], [each.scores for each in rounds], rounds[0].rollout
-    batch = replace(
-        first.batch,
-        prompts=tuple(prompt for rollout in rollouts for prompt in rollout.batch.prompts),
-        records=tuple(record for rollout in rollouts for record in rollout.batch.records),
-        positions=tuple(position for rollout in rollouts for position in rollout.batch.positions),
-    )
+    rollouts, scores = [each.rollout for each in rounds], [each.scores for each in rounds]
+    batches = [rollout.batch for rollout in rollouts]
+    figures = dict(scores[0].figures)
+    for later in scores[1:]:
+        figures |= {name: figures[name].merged(new) if name in figures else new for name, new in later.figures.items()}
     rollout = Rollout(
-        batch,
-        first.group_size,
-        tuple(completion for rollout in rollouts for completion in rollout.completions),
-        tuple(text for rollout in rollouts for text in rollout.texts),
-        sum(rollout.seconds for rollout in rollouts),
-        _joined_rollout_figures(rollouts),
-        tuple(host for rollout in rollouts for host in rollout.told),
+        batch=replace(
+            batches[0],
+            prompts=tuple(chain.from_iterable(batch.prompts for batch in batches)),
+            records=tuple(chain.from_iterable(batch.records for batch in batches)),
+            positions=tuple(chain.from_iterable(batch.positions for batch in batches)),
+        ),
+        group_size=rollouts[0].group_size,
+        completions=tuple(chain.from_iterable(rollout.completions for rollout in rollouts)),
+        texts=tuple(chain.from_iterable(rollout.texts for rollout in rollouts)),
+        seconds=sum(rollout.seconds for rollout in rollouts),
+        figures=_joined_figures(rollouts),
+        told=tuple(chain.from_iterable(rollout.told for rollout in rollouts)),
     )
-    total = np.concatenate([each.total for each in scores])
-    by_name = {name: np.concatenate([each.by_name[name] for each in scores]) for name in scores[0].by_name}
-    per_token = tuple(values for each in scores for values in each.per_token)
-    seconds = sum(each.seconds for each in scores)
-    names = scores[0].token_rewards
-    unscored = np.concatenate([~each.scored for each in scores])
-    return ScoredRollout(rollout, Scores(total, by_name, seconds, _joined_figures(scores), per_token, names, unscored))
+    joined = Scores(
+        total=np.concatenate([each.total for each in scores]),
+        by_name={name: np.concatenate([each.by_name[name] for each in scores]) for name in scores[0].by_name},
+        seconds=sum(each.seconds for each in scores),
+        figures=figures,
+        per_token=tuple(chain.from_iterable(each.per_token for each in scores)),
+        token_rewards=scores[0].token_rewards,
+        unscored=np.concatenate([~each.scored for each in scores]),
+    )
+    return ScoredRollout(rollout, joined)
 
 
-def _joined_rollout_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Add up, or take the mean over rounds by their seconds."""
+def _joined_figures(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Add up the figures of SUMS, and take the means of the others over rounds, weighed by their seconds."""
     joined: dict[str, float] = {}
     for name in dict.fromkeys(name for rollout in rollouts for name in rollout.figures):
         having = [rollout for rollout in rollouts if name in rollout.figures]
-        weights = [1.0 if name in SUMS else rollout.seconds for rollout in having]
-        value = sum(weight * rollout.figures[name] for weight, rollout in zip(weights, having, strict=True))
-        joined[name] = value if name in SUMS else value / (sum(weights) or 1.0)
-    return joined
-
-
-def _joined_figures(scores: Sequence[Scores]) -> Mapping[str, Figure]:
-    joined = dict(scores[0].figures)
-    for later in scores[1:]:
-        joined |= {name: joined[name].merged(new) if name in joined else new for name, new in later.figures.items()}
+        if name in SUMS:
+            joined[name] = sum(rollout.figures[name] for rollout in having)
+        else:
+            weighed = sum(rollout.seconds * rollout.figures[name] for rollout in having)
+            joined[name] = weighed / (sum(rollout.seconds for rollout in having) or 1.0)
     return joined

@@ -77,7 +77,7 @@ def open_task(config: RunConfig, inputs: Inputs, algorithm: RunAlgorithm, hosts:
         hosts.agree_all({f"prompts of {part.name}": part.rendered.digest for part in prompts.parts})
     _check_token_rewards(config, rewards, algorithm)
     judges = [rewards] if held_out is None else [rewards, held_out.rewards]
-    environments = _open_environments(config, inputs.tokenizer, inputs.environments, judges)
+    environments = open_environments(config, inputs.tokenizer, inputs.environments, judges)
     return Task(
         prompts,
         DistributedRewards(rewards, hosts, _compared(config.rewards)),
@@ -91,7 +91,7 @@ def open_held_out_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, ho
     loaded = load_environments(config)
     if (held_out := open_held_out(config, tokenizer, loaded)) is None:
         return None
-    environments = _open_environments(config, tokenizer, loaded, [held_out.rewards])
+    environments = open_environments(config, tokenizer, loaded, [held_out.rewards])
     return _distributed(config, held_out, environments, hosts)
 
 
@@ -129,28 +129,11 @@ def _compared(specs: Sequence[RewardSpec]) -> list[str]:
     return [spec.shown for spec in specs if repeats_itself(spec)]
 
 
-def _open_environments(
-    config: RunConfig,
-    tokenizer: PreTrainedTokenizerFast,
-    loaded: Mapping[str, LoadedEnvironment],
-    judges: Sequence[RewardSet],
-) -> Environments | None:
-    """Open the environments of a run, which keep their attributes where a reward asks for them; None without any."""
-    asking = [name for rewards in judges for name in rewards.of_environments]
-    if asking and not loaded:
-        raise RewardError(
-            f"{', '.join(asking)} must have conversations with environments, got environment.name unset; set it, or "
-            "take other rewards"
-        )
-    return open_environments(config, tokenizer, loaded, keep=any(rewards.keeps_environments for rewards in judges))
-
-
 def open_environments(
     config: RunConfig,
     tokenizer: PreTrainedTokenizerFast,
     loaded: Mapping[str, LoadedEnvironment],
-    *,
-    keep: bool,
+    judges: Sequence[RewardSet] = (),
 ) -> Environments | None:
     """Open the environments of a run; None for one without.
 
@@ -158,11 +141,18 @@ def open_environments(
         config: the run.
         tokenizer: the model's.
         loaded: what ``load_environments`` returned.
-        keep: whether the environments' attributes are kept for rewards.
+        judges: the rewards; environments keep their attributes where one of these asks for them.
 
     Raises:
+        RewardError: for rewards that ask for environments, where there are none.
         ConfigError: for a chat template that cannot write tools or several turns.
     """
+    asking = [name for rewards in judges for name in rewards.of_environments]
+    if asking and not loaded:
+        raise RewardError(
+            f"{', '.join(asking)} must have conversations with environments, got environment.name unset; set it, or "
+            "take other rewards"
+        )
     if not loaded:
         return None
     section, switches = config.environment, template_switches(config.data, tokenizer)
@@ -170,9 +160,8 @@ def open_environments(
         name: open_dialect(tokenizer, environment.tools, section.tool_format, switches)
         for name, environment in loaded.items()
     }
-    return Environments(
-        loaded, dialects, EnvironmentPool(loaded, section, keep), section, config.data.max_prompt_tokens
-    )
+    pool = EnvironmentPool(loaded, section, any(rewards.keeps_environments for rewards in judges))
+    return Environments(loaded, dialects, pool, section, config.data.max_prompt_tokens)
 
 
 def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> tuple[int, ...]:

@@ -20,7 +20,6 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import jax
@@ -46,6 +45,8 @@ class Timeline:
         self._steps = frozenset(steps)
         self._directory = directory
         self._host = f"host_{host}"
+        self._own = directory / f".{self._host}"
+        """Where the profiler writes, before the files get their names."""
         self._note = note
         self._recording: list[int] = []
         """The steps so far of the recording in progress."""
@@ -53,9 +54,7 @@ class Timeline:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """End a recording that an error or the end of the run cut short; it is written as far as it goes."""
         if self._recording:
             self._end()
@@ -69,11 +68,6 @@ class Timeline:
             yield
         if self._recording and step + 1 not in self._steps:
             self._end()
-
-    @property
-    def _own(self) -> Path:
-        """Where the profiler writes, before the files get their names."""
-        return self._directory / f".{self._host}"
 
     def _begin(self, step: int) -> bool:
         options = ProfileOptions()
