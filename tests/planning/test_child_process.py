@@ -1,6 +1,7 @@
 """A process that plans, and ends in the ways it can: real processes and signals."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,18 +27,12 @@ def test_its_output_and_code_are_the_commands(code: int) -> None:
 
 @pytest.mark.parametrize(
     ("ended_by", "said"),
-    [
-        ("signal.SIGKILL", "PlanningError: a plan must have the memory that compiling takes"),
-        (
-            "signal.SIGABRT",
-            "PlanningError: libtpu must compile the programs of this config, but ended its process by SIGABRT",
-        ),
-    ],
+    [("signal.SIGKILL", "have the memory that compiling takes"), ("signal.SIGABRT", "ended its process by SIGABRT")],
 )
 def test_an_end_without_a_word_is_explained(ended_by: str, said: str) -> None:
     done = run(f"os.kill(os.getpid(), {ended_by})")
     assert done.returncode == 1
-    assert said in done.stderr
+    assert re.search(rf"^PlanningError: .* must .*{said}", done.stderr)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

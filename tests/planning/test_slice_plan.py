@@ -1,6 +1,6 @@
 """Fast plans are lines through two models of few layers. Suggestions are tried in order, and kept if they help."""
 
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from tests.models.random_checkpoint import write_random
-from tests.planning.figures import program, run_of
+from tests.planning.figures import RESIDENT, program, run_of
 from tpu_grpo.config import RunConfig
 from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.models.families.gemma2 import Gemma2Config
 from tpu_grpo.planning import slice_plan
-from tpu_grpo.planning.slice_plan import FEW_LAYERS, extrapolated, with_layers
+from tpu_grpo.planning.slice_plan import FEW_LAYERS, Plan, extrapolated, with_layers
+from tpu_grpo.planning.stage_memory import StageMemory
 from tpu_grpo.records.errors import ConfigError
 
 
@@ -26,7 +27,6 @@ def test_a_line_through_two_and_four_layers() -> None:
     assert whole.flops == 6 + 2 * 34
     assert whole.temporary_bytes == 7  # never falls
     assert whole.kernels == 36
-    assert extrapolated(few, more, 4) == extrapolated(few, more, 4)
     assert extrapolated(few, more, 2).argument_bytes == 10
 
 
@@ -38,50 +38,24 @@ def test_few_layers_are_the_first_ones_where_they_differ(tmp_path: Path) -> None
         assert fewer.config.has_window == (False, True)
 
 
-@dataclass
-class FakePlan:
-    """A plan that fits once every stage takes at most 100 bytes."""
-
-    config: RunConfig
-    needs: dict[str, float]
-    target: Any = field(
-        default_factory=lambda: SimpleNamespace(devices=range(16), chip=SimpleNamespace(memory_bytes=100))
-    )
-    resident: Any = field(default_factory=lambda: SimpleNamespace(cache=320))
-    fast: bool = True
-    programs: tuple[Any, ...] = (SimpleNamespace(name="decode of 64 rows"),)
-
-    @property
-    def memory(self) -> list[Any]:
-        return [SimpleNamespace(stage=name, total=total) for name, total in self.needs.items()]
-
-    @property
-    def worst(self) -> Any:
-        return max(self.memory, key=lambda stage: stage.total)
-
-    @property
-    def excess(self) -> float:
-        return self.worst.total - 100
-
-    @property
-    def fits(self) -> bool:
-        return self.worst.total <= 100
-
-
-def planner(needs: Any) -> Any:
-    def make_plan(config: RunConfig, target: Any, *, fast: bool, say: Any) -> FakePlan:
-        assert fast
-        return FakePlan(config, needs(config))
-
-    return make_plan
+def plan_of(config: RunConfig, needs: dict[str, float]) -> Plan:
+    """A plan for 16 chips of 100 bytes, whose stages need so many."""
+    target: Any = SimpleNamespace(devices=range(16), chip=SimpleNamespace(memory_bytes=100))
+    memory = tuple(StageMemory(stage, "", {"work": need}) for stage, need in needs.items())  # pyright: ignore[reportArgumentType]
+    resident, programs = replace(RESIDENT, cache=320), (program("rollout", name="decode of 64 rows"),)
+    work: Any = None
+    return Plan(config, target, "", "", "", True, resident, programs, (), memory, work)
 
 
 def suggested(monkeypatch: pytest.MonkeyPatch, needs: Any, **sections: Any) -> tuple[Any, list[str]]:
+    def make_plan(config: RunConfig, target: Any, *, fast: bool, say: Any) -> Plan:
+        assert fast
+        return plan_of(config, needs(config))
+
     said: list[str] = []
-    monkeypatch.setattr(slice_plan, "make_plan", planner(needs))
+    monkeypatch.setattr(slice_plan, "make_plan", make_plan)
     config = run_of(**sections)
-    plan: Any = FakePlan(config, needs(config))
-    return slice_plan.suggest(plan, said.append), said
+    return slice_plan.suggest(plan_of(config, needs(config)), said.append), said
 
 
 def test_changes_add_up_until_everything_fits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,47 +74,31 @@ def test_changes_add_up_until_everything_fits(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_dot_attention_gives_way_to_flash(monkeypatch: pytest.MonkeyPatch) -> None:
-    def needs(config: RunConfig) -> dict[str, float]:
-        return {"rollout": 50, "update": 120 - 30 * (config.model.attention == "auto")}
-
-    suggestion, _ = suggested(monkeypatch, needs, model={"attention": "dot"})
+    suggestion, _ = suggested(
+        monkeypatch,
+        lambda config: {"rollout": 50, "update": 120 - 30 * (config.model.attention == "auto")},
+        model={"attention": "dot"},
+    )
     assert suggestion.overrides == ("model.attention=auto",)
 
 
-def test_a_rollout_gets_fewer_rows_or_more_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    def needs(config: RunConfig) -> dict[str, float]:
-        return {"rollout": 120 - 30 * (config.meshes.sampler.tensor == 4), "update": 10}
-
-    suggestion, said = suggested(monkeypatch, needs)
-    assert suggestion.overrides == ("meshes.sampler.tensor=4",)
-    assert said[0] == "trying rollout.max_running_requests=32"
-
-
-def test_as_many_cache_tokens_as_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of 320 for 100,000 tokens exceeds by 240; with 5 to spare it may take 75, which is 23,437 tokens."""
-
-    def needs(config: RunConfig) -> dict[str, float]:
-        assert config.rollout.kv_tokens is not None
-        return {"rollout": 20 + 320 * config.rollout.kv_tokens / 100_000}
-
+@pytest.mark.parametrize(
+    ("needed", "tokens"),
+    [
+        ({100_000: 340.0, 23_000: 93.6}, 23_000),  # of 320 it may take 75 with 5 to spare, which is 23,437 tokens
+        ({100_000: 340.0, 23_000: 400.0, 50_000: 95.0}, 50_000),  # that brought nothing: half of them
+    ],
+)
+def test_as_many_cache_tokens_as_fit(
+    monkeypatch: pytest.MonkeyPatch, needed: dict[int | None, float], tokens: int
+) -> None:
     rollout = {"kv_tokens": 100_000, "max_new_tokens": 8}
-    suggestion, said = suggested(monkeypatch, needs, rollout=rollout)
-    assert suggestion.overrides == ("rollout.kv_tokens=23000",)
-    assert said == ["trying rollout.kv_tokens=23000"]
+    suggestion, said = suggested(monkeypatch, lambda run: {"rollout": needed[run.rollout.kv_tokens]}, rollout=rollout)
+    assert suggestion.overrides == (f"rollout.kv_tokens={tokens}",)
+    assert said[0] == "trying rollout.kv_tokens=23000"
 
 
-def test_half_the_cache_where_that_brought_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    needed = {100_000: 340.0, 23_000: 400.0, 50_000: 95.0}
-
-    def needs(config: RunConfig) -> dict[str, float]:
-        assert config.rollout.kv_tokens is not None
-        return {"rollout": needed[config.rollout.kv_tokens]}
-
-    suggestion, _ = suggested(monkeypatch, needs, rollout={"kv_tokens": 100_000, "max_new_tokens": 8})
-    assert suggestion.overrides == ("rollout.kv_tokens=50000",)
-
-
-def test_settings_that_do_not_go_together_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollout_gets_fewer_rows_or_more_devices_where_these_go_together(monkeypatch: pytest.MonkeyPatch) -> None:
     def needs(config: RunConfig) -> dict[str, float]:
         if config.meshes.sampler.tensor == 2:
             raise ConfigError("two do not divide it")
@@ -148,6 +106,7 @@ def test_settings_that_do_not_go_together_are_passed_over(monkeypatch: pytest.Mo
 
     suggestion, said = suggested(monkeypatch, needs)
     assert suggestion.overrides == ("meshes.sampler.tensor=4",)
+    assert said[0] == "trying rollout.max_running_requests=32"
     assert "  two do not divide it" in said
 
 

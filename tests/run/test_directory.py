@@ -13,35 +13,59 @@ from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError
 from tpu_grpo.run.directory import RunDirectory, how_it_ended, look
 from tpu_grpo.run.lock import RunLock
 
+ALONE = Hosts()
+
 
 def config_for(directory: Path | str, resume: str = "auto", **run: Any) -> RunConfig:
     return parse_config({"run": {"dir": str(directory), **run}, "checkpoint": {"resume": resume}})
 
 
+def run_of(directory: Path, max_steps: int = 4, **sections: Any) -> RunConfig:
+    return parse_config({"run": {"dir": str(directory), "max_steps": max_steps}, **sections})
+
+
+def go_on(config: RunConfig, start: int = 4, digest: str = "a" * 64) -> list[str]:
+    """Begin a run after this step, end it, and return what it noted."""
+    with RunDirectory(config, ALONE) as directory:
+        return directory.begin(start, {"digest": digest})
+
+
 def begin(config: RunConfig) -> Path | None:
     """Begin a run, end it, and say where an earlier one went."""
-    with RunDirectory(config, Hosts()) as directory:
-        notes = directory.begin(0, {"digest": "a" * 64})
-    moved = [note.removeprefix("an earlier run's files were moved to ") for note in notes if note.startswith("an earl")]
-    return Path(moved[0]) if moved else None
+    moved = [note.partition("an earlier run's files were moved to ")[2] for note in go_on(config, 0)]
+    return next((Path(place) for place in moved if place), None)
 
 
 def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+def leave(config: RunConfig, *saved: int, **summary: Any) -> None:
+    """What a run leaves that has done steps; with a summary if it has come to its end."""
+    directory = config.run_dir
+    directory.mkdir(exist_ok=True)
+    (directory / "config.yaml").write_text(config.to_yaml())
+    (directory / "metrics.jsonl").write_text('{"step": 1}\n')
+    for step in saved:
+        (directory / "checkpoints" / str(step)).mkdir(parents=True)
+    if summary:
+        (directory / "summary.json").write_text(json.dumps(summary))
+
+
 def leave_files(directory: Path, text: str) -> None:
-    (directory / "checkpoints" / "4").mkdir(parents=True)
-    (directory / "config.yaml").write_text(config_for(directory).to_yaml())
+    leave(config_for(directory), 4)
     (directory / "metrics.jsonl").write_text(text)
 
 
 @pytest.mark.parametrize("resume", ["auto", "never"])
-def test_a_new_directory_is_made_with_the_resolved_config(tmp_path: Path, resume: str) -> None:
+def test_a_new_or_empty_directory_gets_the_resolved_config(tmp_path: Path, resume: str) -> None:
     config = config_for(tmp_path / "a" / "b", resume, seed=7)
+    if resume == "never":
+        (tmp_path / "a" / "b").mkdir(parents=True)
     assert begin(config) is None
     assert names(tmp_path / "a" / "b") == ["config.yaml", "data.json", "logs", "sources.json"]
     assert load_config(tmp_path / "a" / "b" / "config.yaml") == config
+    assert names(tmp_path) == ["a"]
 
 
 def test_the_default_directory_is_below_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,12 +104,6 @@ def test_an_unrelated_file_of_that_number_is_stepped_over(tmp_path: Path) -> Non
     assert (tmp_path / "run.1").read_text() == "mine"
 
 
-def test_an_empty_directory_is_used_as_it_is(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    assert begin(config_for(tmp_path / "run", "never")) is None
-    assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
 def test_a_linked_directory_is_moved_without_its_target(tmp_path: Path) -> None:
     leave_files(tmp_path / "disk", "earlier")
     (tmp_path / "run").symlink_to(tmp_path / "disk")
@@ -108,7 +126,7 @@ def test_the_working_directory_is_not_moved_away(tmp_path: Path, monkeypatch: py
     assert [path.name for path in tmp_path.iterdir()] == ["work"]
 
 
-def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     with pytest.raises(ConfigError) as caught:
         begin(config_for(tmp_path / "run"))
@@ -116,21 +134,12 @@ def test_a_file_in_the_way_is_named(tmp_path: Path) -> None:
     assert str(caught.value).startswith(start)
     assert isinstance(caught.value.__cause__, FileExistsError)
     assert (tmp_path / "run").read_text() == "a file"
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir(mode=0o555)
-    with pytest.raises(
-        ConfigError, match=r"^run\.dir must be a directory this process can write, got .*Permission denied"
-    ):
-        begin(config_for(tmp_path / "run"))
-
-
-def test_a_directory_below_a_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^run\.dir must be .*Not a directory"):
-        begin(config_for(tmp_path / "file" / "run", "never"))
+        begin(config_for(tmp_path / "run" / "below", "never"))
+    if os.geteuid() != 0:  # root writes everywhere
+        (tmp_path / "locked").mkdir(mode=0o555)
+        with pytest.raises(ConfigError, match=r"^run\.dir must be a directory .*Permission denied"):
+            begin(config_for(tmp_path / "locked"))
 
 
 def test_files_that_are_no_runs_are_never_moved(tmp_path: Path) -> None:
@@ -142,13 +151,6 @@ def test_files_that_are_no_runs_are_never_moved(tmp_path: Path) -> None:
 
 
 # --- what is not as it was --------------------------------------------------------------------------------------------
-
-STEPS = '{"step": 1}\n'
-
-
-def go_on(config: RunConfig, start: int = 4, digest: str = "a" * 64) -> list[str]:
-    with RunDirectory(config, Hosts()) as directory:
-        return directory.begin(start, {"digest": digest})
 
 
 def changes(directory: Path) -> list[Any]:
@@ -177,18 +179,18 @@ def test_a_run_of_an_older_digest_goes_on_with_the_same_prompts_only(tmp_path: P
     """Earlier versions kept a digest of tokens, and did not say of what it was."""
     config, texts = config_for(tmp_path), {"digest": "b" * 64, "digest_of": "texts"}
     go_on(config, 0, "a" * 64)
-    with RunDirectory(config, Hosts()) as directory, pytest.raises(DataError, match=r"was a{9}\.\.\., now it is c{9}"):
+    with RunDirectory(config, ALONE) as directory, pytest.raises(DataError, match=r"was a{9}\.\.\., now it is c{9}"):
         directory.begin(4, texts, lambda: "c" * 64)
-    with RunDirectory(config, Hosts()) as directory:
+    with RunDirectory(config, ALONE) as directory:
         assert directory.begin(4, texts, lambda: "a" * 64) == []
     assert json.loads((tmp_path / "data.json").read_text()) == texts
-    with RunDirectory(config, Hosts()) as directory:
+    with RunDirectory(config, ALONE) as directory:
         assert directory.begin(4, texts, lambda: pytest.fail("its own digest is of texts now")) == []
 
 
 def test_a_harmless_change_goes_on_and_is_recorded(tmp_path: Path) -> None:
     go_on(config_for(tmp_path, max_steps=5), 0)
-    (tmp_path / "metrics.jsonl").write_text(STEPS)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     longer = config_for(tmp_path, max_steps=10)
     assert go_on(longer) == ["changed after step 4: run.max_steps: 5 -> 10 (results do not depend on it)"]
     assert changes(tmp_path) == [{"step": 4, "name": "run.max_steps", "old": "5", "new": "10", "effect": "none"}]
@@ -198,11 +200,13 @@ def test_a_harmless_change_goes_on_and_is_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints"])
 def test_a_change_of_results_is_refused_unless_it_is_allowed(tmp_path: Path, left: str) -> None:
-    go_on(config_for(tmp_path), 0)
+    go_on(config_for(tmp_path, seed=2), 0)
+    assert go_on(config_for(tmp_path), 0) == []  # without a step there is nothing to compare
+    assert load_config(tmp_path / "config.yaml").run.seed == 0
     if left == "checkpoints":
         (tmp_path / "checkpoints" / "4").mkdir(parents=True)
     else:
-        (tmp_path / "metrics.jsonl").write_text(STEPS)
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     before = (tmp_path / "config.yaml").read_bytes()
     with pytest.raises(ConfigError) as caught:
         go_on(config_for(tmp_path, seed=1))
@@ -220,16 +224,10 @@ def test_a_change_of_results_is_refused_unless_it_is_allowed(tmp_path: Path, lef
     ]
 
 
-def test_without_a_step_there_is_nothing_to_compare(tmp_path: Path) -> None:
-    go_on(config_for(tmp_path), 0)
-    assert go_on(config_for(tmp_path, seed=1), 0) == []
-    assert load_config(tmp_path / "config.yaml").run.seed == 1
-
-
 def test_a_continued_run_is_as_it_was_when_its_start_fails(tmp_path: Path) -> None:
     go_on(config_for(tmp_path, max_steps=5), 0)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.is_file()}
-    with pytest.raises(DataError, match="bad"), RunDirectory(config_for(tmp_path, max_steps=10), Hosts()):
+    with pytest.raises(DataError, match="bad"), RunDirectory(config_for(tmp_path, max_steps=10), ALONE):
         raise DataError("bad")
     assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir() if path.is_file()} == before
 
@@ -246,7 +244,7 @@ def test_a_run_that_requires_a_checkpoint_ends_before_anything_is_built(tmp_path
 @pytest.mark.parametrize("resume", ["auto", "never", "require"])
 def test_a_directory_in_use_is_refused_untouched(tmp_path: Path, resume: str) -> None:
     run = tmp_path / "run"
-    with RunDirectory(config_for(run, seed=1), Hosts()) as directory:
+    with RunDirectory(config_for(run, seed=1), ALONE) as directory:
         directory.begin(0, {"digest": "a" * 64})
         before = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in [run, *run.iterdir()]}
         with pytest.raises(ConfigError, match=rf"{run} is in use by process {os.getpid()} on host .* since 20"):
@@ -258,7 +256,7 @@ def test_a_directory_in_use_is_refused_untouched(tmp_path: Path, resume: str) ->
 
 def test_a_moved_directory_stays_in_use(tmp_path: Path) -> None:
     leave_files(tmp_path / "run", "earlier")
-    with RunDirectory(config_for(tmp_path / "run", "never"), Hosts()) as directory:
+    with RunDirectory(config_for(tmp_path / "run", "never"), ALONE) as directory:
         with pytest.raises(ConfigError, match="is in use by"):
             begin(config_for(tmp_path / "run"))
         directory.begin(0, {"digest": "a" * 64})
@@ -272,7 +270,7 @@ def test_a_start_that_fails_leaves_an_earlier_run_in_place(tmp_path: Path) -> No
     leave_files(tmp_path / "run", "earlier")
     with (
         pytest.raises(DataError, match="no such file"),
-        RunDirectory(config_for(tmp_path / "run", "never"), Hosts()),
+        RunDirectory(config_for(tmp_path / "run", "never"), ALONE),
     ):
         raise DataError("no such file")
     assert names(tmp_path) == ["run"]
@@ -287,7 +285,7 @@ def test_what_is_left_by_a_start_that_ends_after_the_move_is_a_runs(
     with (
         monkeypatch.context() as patched,
         pytest.raises(KeyboardInterrupt),
-        RunDirectory(never, Hosts()) as directory,
+        RunDirectory(never, ALONE) as directory,
     ):
         patched.setattr("tpu_grpo.run.directory.check_shared", lambda *_, **__: _interrupt())
         directory.begin(0, {"digest": "a" * 64})
@@ -313,17 +311,11 @@ def test_the_steps_to_go_on_from_are_those_that_were_saved(tmp_path: Path) -> No
     for name in ("10", "9", "11.orbax-checkpoint-tmp", "descriptor"):
         (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text(config_for(tmp_path / "run").to_yaml())
-    with RunDirectory(config_for(tmp_path / "run"), Hosts()) as directory:
+    with RunDirectory(config_for(tmp_path / "run"), ALONE) as directory:
         assert directory.saved_steps == (9, 10)
 
 
 # --- what lies there before a start -----------------------------------------------------------------------------------
-
-ALONE = Hosts()
-
-
-def run_of(directory: Path, max_steps: int = 4, **sections: Any) -> RunConfig:
-    return parse_config({"run": {"dir": str(directory), "max_steps": max_steps}, **sections})
 
 
 def finished(config: RunConfig) -> dict[str, Any] | None:
@@ -334,18 +326,6 @@ def finished(config: RunConfig) -> dict[str, Any] | None:
 
 def describe(config: RunConfig) -> list[str]:
     return look(config, ALONE, guess=True).describe(config)
-
-
-def leave(config: RunConfig, *saved: int, **summary: Any) -> None:
-    """What a run leaves that has done steps; with a summary if it has come to its end."""
-    directory = config.run_dir
-    directory.mkdir()
-    (directory / "config.yaml").write_text(config.to_yaml())
-    (directory / "metrics.jsonl").write_text('{"step": 1}\n')
-    for step in saved:
-        (directory / "checkpoints" / str(step)).mkdir(parents=True)
-    if summary:
-        (directory / "summary.json").write_text(json.dumps(summary))
 
 
 def state(directory: Path) -> dict[str, int]:
@@ -398,7 +378,9 @@ def test_a_run_without_prompts_left_is_finished_too(tmp_path: Path) -> None:
     assert how_it_ended(longer, summary) == (
         "this run is done, after step 3 of 9: 8 of 8 prompts are retired (data.retire); add harder prompts"
     )
-    changed = run_of(tmp_path / "run", 9, data={"retire": {"at": 0.9}}, checkpoint={"allow_changes": ["data"]})
+    changed = run_of(
+        tmp_path / "run", max_steps=9, data={"retire": {"at": 0.9}}, checkpoint={"allow_changes": ["data"]}
+    )
     assert finished(changed) is None
 
 

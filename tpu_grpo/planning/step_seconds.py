@@ -334,9 +334,8 @@ class StepWork:
             accessed_bytes=self.accessed_bytes[program],
             updates=stage == "update",
         )
-        return StageTime(
-            stage, *({cause: count * repeats * seconds for cause, seconds in each.items()} for each in one)
-        )
+        times = count * repeats
+        return StageTime(stage, *({cause: times * seconds for cause, seconds in each.items()} for each in one))
 
     def _memory_seconds(self, count: float) -> float:
         return count / (costs.MEMORY * self.generation.chip.memory_bytes_per_second)

@@ -9,6 +9,7 @@ The newest failure alone is kept: a checkpoint is large.
 
 import io
 import json
+import math
 import shutil
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -69,15 +70,13 @@ class FailureFiles:
                 "update": failed.update,
                 "updates": failed.updates,
                 "passes": len(passes),
-                "loss": str(failed.loss),  # JSON has no infinities
-                "grad_norm": str(failed.grad_norm),
+                **{name: _json(getattr(failed, name)) for name in ("loss", "grad_norm")},
                 "config": self.config.model_dump(mode="json"),
                 "versions": versions(),
             }
-            arrays: dict[str, Any] = {
-                f"{n}/{name}": array for n, each in enumerate(passes) for name, array in each.items()
-            }
-            np.savez_compressed(file := io.BytesIO(), **{_ABOUT: np.array(json.dumps(about))}, **arrays)
+            arrays: dict[str, Any] = {_ABOUT: np.array(json.dumps(about))}
+            arrays |= {f"{n}/{name}": array for n, each in enumerate(passes) for name, array in each.items()}
+            np.savez_compressed(file := io.BytesIO(), **arrays)
             replace_bytes(path, [file.getvalue()])
         self.hosts.barrier("the files of an update that is not finite")
         return path
@@ -156,6 +155,11 @@ def read_update(path: Path) -> KeptUpdate:
         versions=about["versions"],
         passes=tuple(passes),
     )
+
+
+def _json(value: float) -> float | str:
+    """Return a number as JSON has it, which has no infinities."""
+    return value if math.isfinite(value) else str(value)
 
 
 def _rows(broken: BrokenRollout) -> Iterator[dict[str, Any]]:

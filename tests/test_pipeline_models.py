@@ -1,0 +1,185 @@
+"""Whole runs of other models and settings: adapters, some layers, experts whose routing is replayed, Gemma, filters."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.several.runs import outcome, run_hosts, settings, write_files
+from tests.test_pipeline import lines
+from tpu_grpo.cli.dry_run import check
+from tpu_grpo.cli.evaluate import evaluate_checkpoint
+from tpu_grpo.config import EvaluationSection, RunConfig, load_config, parse_config
+from tpu_grpo.hosts import Hosts, Watch
+from tpu_grpo.observe.evaluation import record_of
+from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.run.abstract import open_abstract_checkpoint
+from tpu_grpo.run.fingerprints import fingerprints
+from tpu_grpo.run.pipeline import train
+
+DEMO = Path(__file__).parents[1] / "configs" / "demo_cpu.yaml"
+LORA = {"rank": 2, "layers": "1"}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_files(tmp_path_factory.mktemp("files"))
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_files(tmp_path_factory.mktemp("experts"), model_type="qwen3_moe")
+
+
+@pytest.fixture(autouse=True)
+def in_the_directory_of_the_files(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+
+
+def config(run_dir: Path, *, steps: int = 2, **model: Any) -> RunConfig:
+    meshes, run = {"sampler": {"tensor": 4}, "probe_every": 1}, {"max_steps": steps}
+    tree = settings(run_dir, run=run, meshes=meshes, checkpoint={"every": 1})
+    return parse_config(tree | {"model": tree["model"] | model})
+
+
+def replaying(run_dir: Path, *, steps: int = 2) -> dict[str, Any]:
+    meshes = {"trainer": {"fsdp": 4}, "sampler": {"tensor": 2}, "probe_every": 1}
+    algorithm, run = {"routing_replay": True}, {"max_steps": steps}
+    return settings(run_dir, run=run, meshes=meshes, algorithm=algorithm, checkpoint={"every": 1})
+
+
+@pytest.mark.slow
+def test_a_run_with_adapters_goes_on_and_is_a_start_for_others(tmp_path: Path) -> None:
+    whole = train(config(tmp_path / "whole", lora=LORA))
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    for name in ("checkpoints", "adapters"):  # as if it had been killed in step 2
+        shutil.rmtree(tmp_path / "parts" / name / "2")
+    parts = train(config(tmp_path / "parts", lora=LORA))
+    assert parts["params_digest"] == whole["params_digest"]
+    metrics = lines(tmp_path / "whole")
+    assert [m["rollout/tokens_digest"] for m in metrics] == [
+        m["rollout/tokens_digest"] for m in lines(tmp_path / "parts")
+    ]
+    assert max(m["agreement/logprob_abs_diff_max"] for m in metrics) <= 1e-4  # adapted trainer, merged sampler
+    adapters = tmp_path / "whole/adapters"
+    assert sorted(path.name for path in adapters.iterdir()) == ["1", "2"]
+    tensors = {step: load_file(adapters / step / "adapter_model.safetensors") for step in "12"}
+    for name, value in tensors["2"].items():
+        np.testing.assert_array_equal(value, load_file(tmp_path / "parts/adapters/2/adapter_model.safetensors")[name])
+    assert any((tensors["1"][name] != value).any() for name, value in tensors["2"].items())
+    started = config(tmp_path / "next", steps=1, lora=LORA | {"path": str(adapters / "2")})
+    train(started)
+    first = lines(tmp_path / "next")[0]["rollout/tokens_digest"]  # step 1's prompts and keys, but other weights
+    assert first != metrics[0]["rollout/tokens_digest"]
+    compared = fingerprints(started).keys()
+    assert {"adapter file adapter_config.json", "adapter file adapter_model.safetensors"} <= compared
+
+
+@pytest.mark.slow
+def test_a_run_of_some_layers_moves_the_others_once(tmp_path: Path) -> None:
+    train(config(tmp_path / "run", train_layers="1"))
+    moved = [m["weights/bytes_moved"] for m in lines(tmp_path / "run")]
+    train(config(tmp_path / "all"))
+    assert max(moved) < min(m["weights/bytes_moved"] for m in lines(tmp_path / "all"))
+    assert not (tmp_path / "run/adapters").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [{"lora": LORA}, {"train_layers": "1"}], ids=["adapters", "layers"])
+def test_a_checkpoint_of_what_is_trained_gives_the_numbers_that_the_run_found(
+    tmp_path: Path, model: dict[str, Any]
+) -> None:
+    evaluation = {"path": "held.jsonl", "prompts": 6, "samples": 4}
+    given = config(tmp_path, **model).model_copy(update={"evaluation": EvaluationSection(**evaluation)})
+    train(given)
+    _, found = evaluate_checkpoint(given, "latest", Hosts(), Watch(Hosts()))
+    last = (tmp_path / "evaluation.jsonl").read_text().splitlines()[-1]
+    assert record_of(found) == json.loads(last)
+
+
+def test_what_the_model_lacks_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"train_layers": "1-2"}, r"model.train_layers must name layers .* which has 2 \(0-1\), got 1-2"),
+        ({"lora": {"rank": 2, "layers": "0,9"}}, r"model.lora.layers must name layers .* which has 2 \(0-1\), got 0,9"),
+        ({"lora": {"rank": 2, "targets": "query"}}, r"model.lora.targets must be found in .*attn.q_proj"),
+    ]
+    for model, expected in cases:
+        with pytest.raises(ConfigError, match=expected):
+            check(config(tmp_path / "run", **model))
+
+
+@pytest.mark.parametrize(("section", "setting"), [("algorithm", "routing_replay=true"), ("rollout", "experts=fused")])
+def test_settings_of_experts_are_refused_for_other_models(section: str, setting: str) -> None:
+    name, value = setting.split("=")
+    config = parse_config({section: {name: value}})
+    refused = pytest.raises(ConfigError, match=f"{section}.{setting} needs a model with experts, got a qwen3; leave it")
+    with refused, open_abstract_checkpoint(config):
+        pass
+
+
+@pytest.mark.slow
+def test_a_run_that_replays_routing_goes_on_where_it_was_left(
+    experts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an evaluation's and a probe's requests between, and nothing compiled after the second step."""
+    monkeypatch.chdir(experts)
+    held_out = {"path": "held.jsonl", "every": 1, "prompts": 4}
+    whole = train(parse_config(replaying(tmp_path / "whole", steps=3) | {"evaluation": held_out}))
+    metrics = lines(tmp_path / "whole")
+    assert max(m["agreement/logprob_abs_diff_max"] for m in metrics) <= 1e-4
+    assert metrics[1]["compile/count"] == metrics[2]["compile/count"]
+    for steps in (2, 3):
+        parts = train(parse_config(replaying(tmp_path / "parts", steps=steps) | {"evaluation": held_out}))
+    assert parts["params_digest"] == whole["params_digest"]
+
+
+@pytest.mark.several_hosts
+@pytest.mark.timeout(600)
+def test_experts_reach_the_trainer_of_every_host(experts: Path, tmp_path: Path) -> None:
+    """Two replicas, of one host or of two, bring the trainer the same experts."""
+    found = []
+    for hosts, devices in ((1, 4), (2, 2)):
+        run_dir = tmp_path / str(hosts)
+        ended = run_hosts(hosts, devices, experts, replaying(run_dir))
+        assert ended.code == 0, ended.errors
+        found.append(outcome(run_dir))
+        assert max(m["agreement/logprob_abs_diff_max"] for m in lines(run_dir)) <= 1e-4
+    assert found[0] == found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "model", [{}, {"lora": {"rank": 2}}, {"train_layers": "1"}], ids=["all parameters", "adapters", "a layer"]
+)
+def test_engines_and_trainer_agree_at_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any]
+) -> None:
+    """Gemma 2, with rows longer than its window and padded on the left.
+
+    The trainer is sharded in both directions, and the sampler repeats key-value heads.
+    """
+    monkeypatch.chdir(write_files(tmp_path / "files", kv_heads=2, model_type="gemma2"))
+    meshes = {"trainer": {"fsdp": 2, "tp": 2}, "sampler": {"tensor": 4}, "probe_every": 1}
+    model = {"path": "model", "remat": "decoder", **model}
+    train(parse_config(settings(tmp_path / "run", model=model, meshes=meshes)))
+    steps = lines(tmp_path / "run")
+    assert [step["step"] for step in steps] == [1, 2]
+    assert max(step["agreement/logprob_abs_diff_max"] for step in steps) <= 1e-4
+    assert max(step["agreement/probe"] for step in steps) <= 1e-5
+
+
+@pytest.mark.slow  # the demo's engine and learner are compiled
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.9, "min_p": 0.02}, {"min_p": 0.2}], ids=str)
+def test_engine_and_trainer_agree_among_the_tokens_that_filters_keep(tmp_path: Path, filters: dict[str, float]) -> None:
+    words = [f"rollout.{name}={value}" for name, value in filters.items()]
+    more = ["algorithm.filtered_ratio=true", "run.max_steps=3", "evaluation.prompts=8", f"run.dir={tmp_path}"]
+    train(load_config(DEMO, [*words, *more]))
+    steps = lines(tmp_path)
+    assert len(steps) == 3
+    assert max(step["agreement/logprob_abs_diff_max"] for step in steps) <= 1e-4
+    assert max(step["agreement/logprob_abs_diff_mean"] for step in steps) <= 1e-5
+    assert min(step["update/entropy"] for step in steps) > 0.0
