@@ -21,8 +21,8 @@ import tpu_grpo
 from tpu_grpo.learner import parameters
 from tpu_grpo.learner.loss import agreement_metrics
 from tpu_grpo.models.tunix_model import load_model
+from tpu_grpo.run.inputs import open_model
 from tpu_grpo.run.meshes import build_meshes
-from tpu_grpo.run.model_files import open_model
 from tpu_grpo.run.parts import open_engines
 from tpu_grpo.tunix_loop.adapter import RolloutAdapter
 from tpu_grpo.tunix_loop.cluster import Cluster

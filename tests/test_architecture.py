@@ -322,7 +322,7 @@ def planted(root: Path, name: str, text: str) -> list[Source]:
         ),
         (
             "tpu_grpo/tunix_loop/a.py",
-            "from tpu_grpo.run.task import x",
+            "from tpu_grpo.run.parts import x",
             "tpu_grpo/tunix_loop/a.py:1 tunix_loop imports run",
         ),
         ("tpu_grpo/cellar/a.py", "", "tpu_grpo/cellar/a.py:1 the room cellar has no level; give it one in this test"),

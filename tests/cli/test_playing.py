@@ -7,7 +7,7 @@ from tpu_grpo.cli.playing import Game
 from tpu_grpo.config import parse_config
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.run.inputs import load_environments
-from tpu_grpo.run.task import open_environments
+from tpu_grpo.run.parts import open_environments
 
 
 def test_turns_end_as_the_chat_template_ends_them() -> None:

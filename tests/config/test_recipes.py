@@ -11,7 +11,7 @@ from tpu_grpo.config import RunConfig, load_config, parse_config
 from tpu_grpo.learner.optimizers import learning_rate_schedule
 from tpu_grpo.models.checkpoint import abstract_checkpoint
 from tpu_grpo.rewards import open_rewards
-from tpu_grpo.run.model_files import check_model
+from tpu_grpo.run.inputs import check_model
 
 RECIPES = sorted((REPOSITORY / "configs" / "recipes").glob("*.yaml"))
 MODELS = REPOSITORY / "configs" / "models"

@@ -18,7 +18,7 @@ from tpu_grpo.learner.signal import _asked
 from tpu_grpo.records.errors import ConfigError, RewardError
 from tpu_grpo.records.stages import ScoredRollout, Scores
 from tpu_grpo.run.inputs import open_inputs
-from tpu_grpo.run.task import Task, _check_token_rewards, open_task
+from tpu_grpo.run.parts import Task, _check_token_rewards, open_task
 
 REWARD = """
 from tpu_grpo.rewards import per_token

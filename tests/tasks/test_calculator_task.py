@@ -12,7 +12,7 @@ from tpu_grpo.config import RunConfig, load_config
 from tpu_grpo.models.tokenizers import build_tool_tokenizer
 from tpu_grpo.records.stages import Prompt
 from tpu_grpo.run.inputs import load_environments
-from tpu_grpo.run.task import open_environments
+from tpu_grpo.run.parts import open_environments
 from tpu_grpo.tasks import calculator_task as calculator
 from tpu_grpo.tasks.lessons import Lesson
 

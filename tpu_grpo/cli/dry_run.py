@@ -10,7 +10,7 @@ from tpu_grpo.hosts import Hosts
 from tpu_grpo.run.abstract import AbstractRun, open_abstract_checkpoint
 from tpu_grpo.run.inputs import Inputs, open_inputs
 from tpu_grpo.run.meshes import build_meshes
-from tpu_grpo.run.task import open_task
+from tpu_grpo.run.parts import open_task
 
 
 def check(config: RunConfig, devices: Sequence[Any] | None = None, inputs: Inputs | None = None) -> list[str]:

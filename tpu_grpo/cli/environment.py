@@ -80,7 +80,7 @@ def _play(named: NamedModel, console: Console, options: argparse.Namespace) -> N
     from tpu_grpo.cli.playing import Game, policy_of_file, policy_of_function
     from tpu_grpo.hosts import Hosts
     from tpu_grpo.run.inputs import open_inputs
-    from tpu_grpo.run.task import open_task
+    from tpu_grpo.run.parts import open_task
 
     inputs = open_inputs(config)
     tokenizer = inputs.tokenizer

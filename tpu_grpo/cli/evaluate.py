@@ -59,11 +59,10 @@ def evaluate_checkpoint(config: RunConfig, which: str, hosts: Hosts, watch: Watc
     from tpu_grpo.learner import parameters
     from tpu_grpo.observe.evaluation import record_of, write_samples
     from tpu_grpo.observe.json_lines import write_json
+    from tpu_grpo.run.inputs import open_model
     from tpu_grpo.run.meshes import build_meshes
-    from tpu_grpo.run.model_files import open_model
-    from tpu_grpo.run.parts import open_engines
+    from tpu_grpo.run.parts import evaluate_policy, open_engines, open_held_out_task
     from tpu_grpo.run.policies import choose, load_policy
-    from tpu_grpo.run.task import evaluate_policy, open_held_out_task
 
     keep_programs(config.run.compilation_cache, hosts)
     chosen = choose(config, which)

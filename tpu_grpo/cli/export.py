@@ -65,7 +65,7 @@ def export_checkpoint(config: RunConfig, which: str, directory: Path) -> str:
     from jax.sharding import Mesh
 
     from tpu_grpo.run.exporting import Policy, export_policy
-    from tpu_grpo.run.model_files import open_model
+    from tpu_grpo.run.inputs import open_model
     from tpu_grpo.run.policies import choose, load_policy
 
     directory = directory.expanduser().absolute()

@@ -25,8 +25,8 @@ from tpu_grpo.models.builtin import write_builtin_config
 from tpu_grpo.models.checkpoint import Checkpoint, abstract_checkpoint
 from tpu_grpo.models.tunix_model import abstract_model
 from tpu_grpo.run.engines import build_weight_sync
+from tpu_grpo.run.inputs import builtin_name, check_model, model_directory
 from tpu_grpo.run.meshes import Meshes
-from tpu_grpo.run.model_files import builtin_name, check_model, model_directory
 from tpu_grpo.run.policies import with_adapters
 from tpu_grpo.weights.sync import WeightSync
 

@@ -25,10 +25,10 @@ from tpu_grpo.records.errors import ConfigError, RequestError
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Request, Rollout, SampleKey, Scores
 from tpu_grpo.rewards import RewardSet, open_rewards
 from tpu_grpo.run.engines import SyncedEngines
+from tpu_grpo.run.inputs import open_model
 from tpu_grpo.run.meshes import default_tensor
-from tpu_grpo.run.model_files import open_model
+from tpu_grpo.run.parts import stop_ids
 from tpu_grpo.run.policies import choose, load_policy
-from tpu_grpo.run.task import stop_ids
 
 STEPS_PER_LAUNCH = 4
 """Text is told after so many tokens; fewer would be slower, and more would come in leaps."""

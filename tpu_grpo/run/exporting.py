@@ -24,7 +24,7 @@ from tpu_grpo.models.lora import write_adapter_files
 from tpu_grpo.observe.model_card import ModelFacts, write_model_card
 from tpu_grpo.observe.run_files import EXPORTED_CONFIG_FILE
 from tpu_grpo.observe.summary import versions
-from tpu_grpo.run.task import stop_ids
+from tpu_grpo.run.parts import stop_ids
 from tpu_grpo.weights.plan import adapters_of, merged, named_leaves
 
 MIB = 2**20

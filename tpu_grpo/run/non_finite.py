@@ -39,8 +39,8 @@ from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, NON_FINITE_DIR
 from tpu_grpo.observe.sample_rows import conversation_fields, sample_fields, sample_rows
 from tpu_grpo.observe.summary import versions
 from tpu_grpo.records.errors import DataError
+from tpu_grpo.run.inputs import open_model
 from tpu_grpo.run.meshes import build_meshes
-from tpu_grpo.run.model_files import open_model
 from tpu_grpo.run.policies import load_inputs
 
 FORMAT = 1

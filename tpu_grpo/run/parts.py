@@ -1,26 +1,37 @@
-"""Builds the parts of a run from its config; task.py puts together what the policy learns."""
+"""Builds the parts of a run from its config: what the policy learns, its engines, and the learner."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
 
-from tpu_grpo.algorithms import open_algorithm
-from tpu_grpo.config import RunConfig
+from tpu_grpo.algorithms import RunAlgorithm, open_algorithm
+from tpu_grpo.config import RewardSpec, RunConfig
+from tpu_grpo.data.rendering import template_switches
+from tpu_grpo.data.stream import PromptStream, prompts_digest
 from tpu_grpo.engine.dealing import divided_places
 from tpu_grpo.engine.options import EngineOptions
 from tpu_grpo.engine.replicas import Replicas
 from tpu_grpo.engine.sampler import Sampler
+from tpu_grpo.environments.actions import LoadedEnvironment
+from tpu_grpo.environments.chat_dialect import open_dialect, turn_ends
 from tpu_grpo.environments.episodes import Environments
+from tpu_grpo.environments.pool import EnvironmentPool
 from tpu_grpo.hosts import Hosts, announce, counted, keep_programs
 from tpu_grpo.learner import Learner
 from tpu_grpo.models.checkpoint import Checkpoint
+from tpu_grpo.models.tokenizers import stop_token_ids
+from tpu_grpo.observe.evaluation import GREEDY, Evaluation, EvaluationSamples, EvaluationSettings, evaluate
+from tpu_grpo.records.errors import ConfigError, RewardError
+from tpu_grpo.records.stages import Prompt
+from tpu_grpo.rewards import DistributedRewards, RewardSet, repeats_itself
+from tpu_grpo.rewards.final_answer import final_answer
 from tpu_grpo.run.engines import Probe, SyncedEngines
-from tpu_grpo.run.inputs import Inputs, open_inputs
+from tpu_grpo.run.inputs import HeldOutInputs, Inputs, agreed_checkpoint, load_environments, open_held_out, open_inputs
 from tpu_grpo.run.meshes import Meshes, build_meshes
-from tpu_grpo.run.model_files import agreed_checkpoint
 from tpu_grpo.run.non_finite import FailureFiles
 from tpu_grpo.run.policies import load_inputs
-from tpu_grpo.run.task import Task, open_task, stop_ids
 
 
 @dataclass(frozen=True)
@@ -28,7 +39,7 @@ class Parts:
     """Everything that the pipeline drives."""
 
     checkpoint: Checkpoint
-    task: Task
+    task: "Task"
     sampler: Sampler
     engines: SyncedEngines
     learner: Learner
@@ -91,3 +102,175 @@ def open_engines(
     if config.hosts.check == "step":
         replicas.check_every_launch()
     return SyncedEngines(replicas, checkpoint.weight_rules, tokenizer, config, hosts)
+
+
+# --- what the policy learns ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """What the policy learns: prompts, the rewards of completions, and held-out prompts for evaluation."""
+
+    prompts: PromptStream
+    rewards: DistributedRewards
+    held_out: "HeldOut | None"
+    """None if the config has no held-out prompts."""
+    environments: Environments | None = None
+    """With what prompts begin conversations; None if completions are single answers."""
+
+    def close(self) -> None:
+        """Close the rewards and environments, and end their processes."""
+        self.rewards.close()
+        if self.held_out is not None:
+            self.held_out.close()
+        if self.environments is not None:
+            self.environments.close()
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Prompts that are kept for evaluation, with the rewards that score their answers."""
+
+    prompts: tuple[Prompt, ...]
+    rewards: DistributedRewards
+    settings: EvaluationSettings
+    best: str
+    """The value, as mode/reward, whose maximum decides which step is the best."""
+    environments: Environments | None = None
+    """With what prompts begin conversations; those of the run, if there is one."""
+
+    def close(self) -> None:
+        """Close the rewards and environments, and end their processes."""
+        self.rewards.close()
+        if self.environments is not None:
+            self.environments.close()
+
+
+def open_task(config: RunConfig, inputs: Inputs, algorithm: RunAlgorithm, hosts: Hosts) -> Task:
+    """Put together what the policy learns; the hosts divide the scoring among them.
+
+    Raises:
+        ConfigError: for rewards of single tokens with an algorithm that would spread them over all.
+        RewardError: for rewards that ask for environments, where there are none.
+        LockstepError: hosts read, generated or downloaded different prompts.
+    """
+    prompts, rewards, held_out = inputs.prompts, inputs.rewards, inputs.held_out
+    if hosts.count > 1:
+        hosts.agree_all({f"prompts of {part.name}": part.rendered.digest for part in prompts.parts})
+    _check_token_rewards(config, rewards, algorithm)
+    judges = [rewards] if held_out is None else [rewards, held_out.rewards]
+    environments = open_environments(config, inputs.tokenizer, inputs.environments, judges)
+    return Task(
+        prompts,
+        DistributedRewards(rewards, hosts, _compared(config.rewards)),
+        None if held_out is None else _distributed(config, held_out, environments, hosts),
+        environments,
+    )
+
+
+def open_held_out_task(config: RunConfig, tokenizer: PreTrainedTokenizerFast, hosts: Hosts) -> HeldOut | None:
+    """Open the held-out prompts alone, with rewards and environments; None if the config has no held-out prompts."""
+    loaded = load_environments(config)
+    if (held_out := open_held_out(config, tokenizer, loaded)) is None:
+        return None
+    environments = open_environments(config, tokenizer, loaded, [held_out.rewards])
+    return _distributed(config, held_out, environments, hosts)
+
+
+def _distributed(
+    config: RunConfig, held_out: HeldOutInputs, environments: Environments | None, hosts: Hosts
+) -> HeldOut:
+    section = config.evaluation
+    specs = config.rewards if section.rewards is None else section.rewards
+    if hosts.count > 1:
+        hosts.agree_all({"prompts of the evaluation": prompts_digest(held_out.prompts)})
+    return HeldOut(
+        held_out.prompts,
+        DistributedRewards(held_out.rewards, hosts, _compared(specs)),
+        EvaluationSettings.of(section, config.rollout.temperature),
+        section.best or f"{GREEDY}/{specs[0].shown}",
+        environments,
+    )
+
+
+def _check_token_rewards(config: RunConfig, rewards: RewardSet, algorithm: RunAlgorithm) -> None:
+    """Refuse what gives single tokens an advantage of their own, if the algorithm would spread it over all."""
+    credits = [f"{list(rewards.token_rewards)} give single ones"] if rewards.token_rewards else []
+    if config.environment.is_on and config.environment.turn_credit == "turn":
+        credits.append("environment.turn_credit=turn gives those of a turn")
+    if credits and not getattr(algorithm.objective, "credits_tokens", True):
+        raise ConfigError(
+            f"algorithm.name={config.algorithm.name} spreads over all tokens of a completion what "
+            f"{' and what '.join(credits)}, because its ratio is of the whole completion; set "
+            "algorithm.options={per_token: true}, or take another algorithm"
+        )
+
+
+def _compared(specs: Sequence[RewardSpec]) -> list[str]:
+    """List the rewards that hosts can compare, because they give the same value whenever they are called."""
+    return [spec.shown for spec in specs if repeats_itself(spec)]
+
+
+def open_environments(
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    loaded: Mapping[str, LoadedEnvironment],
+    judges: Sequence[RewardSet] = (),
+) -> Environments | None:
+    """Open the environments of a run; None for one without.
+
+    Args:
+        config: the run.
+        tokenizer: the model's.
+        loaded: what ``load_environments`` returned.
+        judges: the rewards; environments keep their attributes where one of these asks for them.
+
+    Raises:
+        RewardError: for rewards that ask for environments, where there are none.
+        ConfigError: for a chat template that cannot write tools or several turns.
+    """
+    asking = [name for rewards in judges for name in rewards.of_environments]
+    if asking and not loaded:
+        raise RewardError(
+            f"{', '.join(asking)} must have conversations with environments, got environment.name unset; set it, or "
+            "take other rewards"
+        )
+    if not loaded:
+        return None
+    section, switches = config.environment, template_switches(config.data, tokenizer)
+    dialects = {
+        name: open_dialect(tokenizer, environment.tools, section.tool_format, switches)
+        for name, environment in loaded.items()
+    }
+    pool = EnvironmentPool(loaded, section, any(rewards.keeps_environments for rewards in judges))
+    return Environments(loaded, dialects, pool, section, config.data.max_prompt_tokens)
+
+
+def stop_ids(config: RunConfig, tokenizer: PreTrainedTokenizerFast, directory: Path) -> tuple[int, ...]:
+    """Return the ids that end what a run's policy writes, ascending.
+
+    They are the model's own, and in conversations those with which the chat template ends turns: a base model's own end
+    token is another one.
+
+    Args:
+        config: the run.
+        tokenizer: the model's.
+        directory: the model's, in which config.json and generation_config.json lie.
+
+    Raises:
+        CheckpointError: for a broken file of the model's.
+        ConfigError: for conversations by a chat template that ends no turns.
+    """
+    ids = {*stop_token_ids(tokenizer, directory)}
+    if config.environment.is_on:
+        ids.update(turn_ends(tokenizer, template_switches(config.data, tokenizer)))
+    return tuple(sorted(ids))
+
+
+def evaluate_policy(
+    sampler: Sampler, held_out: HeldOut, step: int
+) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
+    """Evaluate the policy that the sampler's engines hold; returns the estimates and the samples they are of."""
+    return evaluate(
+        sampler.answer, held_out.rewards.begin, held_out.prompts, held_out.settings, final_answer, step=step
+    )

@@ -28,9 +28,8 @@ from tpu_grpo.records.stages import PromptBatch, ScoredRollout, UpdateResult
 from tpu_grpo.run.directory import RunDirectory, first_does
 from tpu_grpo.run.exporting import Policy, export_policy
 from tpu_grpo.run.inputs import Inputs, open_inputs
-from tpu_grpo.run.parts import Parts, build_parts
+from tpu_grpo.run.parts import Parts, build_parts, evaluate_policy
 from tpu_grpo.run.rounds import Rounds, StepGroups
-from tpu_grpo.run.task import evaluate_policy
 from tpu_grpo.run.timeline import Timeline
 
 ALONE = Hosts()
