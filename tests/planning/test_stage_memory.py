@@ -64,26 +64,24 @@ def test_the_optimizers_step_counts_where_it_needs_more() -> None:
 def test_a_refused_program_counts_as_the_compiler_says() -> None:
     refused = [*PROGRAMS[:3], program("update", name=GRADIENTS, temporary_bytes=1000, fits=False)]
     update = stage_memory(run_of(), RESIDENT, refused, sync_bytes=13)[2]
-    assert (
-        update.total == 1000 + 200 + 30 + SAMPLER + 7 + 3
-    )  # with what its arguments are not, and three programs' code
+    assert update.total == 1000 + 200 + 30 + SAMPLER + 7 + 3  # with what its arguments are not, and code of three
+
+
+MEMORY = "RESOURCE_EXHAUSTED: Ran out of memory "
+SINGLE = "RESOURCE_EXHAUSTED: Allocation (size=400) would exceed memory (size=100) :: "
 
 
 @pytest.mark.parametrize(
     ("message", "size"),
     [
-        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 16.50G of 15.75G hbm.", 16.5 * 2**30),
+        (f"{MEMORY}in memory space hbm. Used 16.50G of 15.75G hbm.", 16.5 * 2**30),
         (
-            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (22.50G)"
-            " exceeds available HBM (15.75G).",
+            f"{MEMORY}on HBM, the total memory required for HLO temporaries (22.50G) exceeds available HBM (15.75G).",
             22.5 * 2**30,
         ),
-        (
-            "RESOURCE_EXHAUSTED: Allocation (size=400) would exceed memory (size=100) :: [space=hbm, size = 1]",
-            400,
-        ),
+        (f"{SINGLE}[space=hbm, size = 1]", 400),
         ("Ran out of memory in memory space smem. Used 1.01M of 1.00M smem.", None),
-        ("RESOURCE_EXHAUSTED: Allocation (size=400) would exceed memory (size=100) :: #1 [space=smem]", None),
+        (f"{SINGLE}#1 [space=smem]", None),
     ],
 )
 def test_only_refusals_for_the_main_memory_are_read(message: str, size: float | None) -> None:

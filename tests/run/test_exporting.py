@@ -34,15 +34,11 @@ def tensors_of(directory: Path) -> dict[str, np.ndarray]:
     return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def read_back(directory: Path) -> nnx.Module:
-    return load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=jnp.float32, remat="none")
-
-
-def loaded(config: RunConfig, fsdp: int = 1, tp: int = 1) -> Policy:
+def loaded(config: RunConfig, fsdp: int = 1, tp: int = 1, step: int = 0) -> Policy:
     """A policy that is its model still."""
     checkpoint = read_checkpoint(Path(config.model.path))
     model = load_model(checkpoint, trainer_mesh(fsdp, tp), dtype=jnp.dtype(config.model.dtype), remat="none")
-    return Policy(model, 0, checkpoint, load_tokenizer(checkpoint.directory))
+    return Policy(model, step, checkpoint, load_tokenizer(checkpoint.directory))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +78,8 @@ def test_what_is_read_back_computes_what_the_policy_does(
     config = run_config(write_model(tmp_path, family, kv_heads=2, **FAMILIES[family]), model=model)
     policy = trained(config)
     export_policy(config, policy, tmp_path / "out")
-    found = compiled_logprobs(read_back(tmp_path / "out"), TOKENS_BT)
+    exported = load_model(read_checkpoint(tmp_path / "out"), trainer_mesh(1, 1), dtype=jnp.float32, remat="none")
+    found = compiled_logprobs(exported, TOKENS_BT)
     assert np.abs(found - compiled_logprobs(policy.model, TOKENS_BT)).max() <= 1e-5
     assert np.abs(found - reference_logprobs(tmp_path / "out", TOKENS_BT)).max() <= 1e-5
     assert np.abs(found - reference_logprobs(tmp_path / "model", TOKENS_BT)).max() > 0.05
@@ -128,9 +125,8 @@ def test_shards_are_of_a_bounded_size_and_an_index_says_where_each_tensor_is(tmp
     config = run_config(write_model(tmp_path, "qwen3", **sizes), export={"shard_mib": 1})
     export_policy(config, loaded(config), tmp_path / "out")
     files = sorted((tmp_path / "out").glob("*.safetensors"))
-    assert [file.name for file in files] == [
-        f"model-{n + 1:05d}-of-{len(files):05d}.safetensors" for n in range(len(files))
-    ]
+    count = len(files)
+    assert [file.name for file in files] == [f"model-{n + 1:05d}-of-{count:05d}.safetensors" for n in range(count)]
     assert 5 <= len(files) <= 7
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     total = 0
@@ -158,19 +154,11 @@ def test_what_describes_the_model_says_how_to_stop_and_to_sample(tmp_path: Path)
         for step, value in ((0, 0.25), (6, 0.5), (12, 0.75))
     ]
     (tmp_path / "run/evaluation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in held_out))
-    policy = loaded(config)
-    export_policy(config, Policy(policy.model, 7, policy.checkpoint, policy.tokenizer), tmp_path / "out")
+    policy = loaded(config, step=7)
+    export_policy(config, policy, tmp_path / "out")
     generation = json.loads((tmp_path / "out/generation_config.json").read_text())
-    assert generation == {
-        "bos_token_id": 0,
-        "pad_token_id": 256,
-        "eos_token_id": [256, 257],
-        "do_sample": True,
-        "temperature": 0.7,
-        "top_k": 0,
-        "top_p": 0.9,
-        "max_new_tokens": 6,
-    }
+    ids = {"bos_token_id": 0, "pad_token_id": 256, "eos_token_id": [256, 257]}
+    assert generation == {**ids, "do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 0.9, "max_new_tokens": 6}
     tokenizer = load_tokenizer(tmp_path / "out")
     assert stop_token_ids(tokenizer, tmp_path / "out") == (256, 257)
     assert tokenizer.chat_template == policy.tokenizer.chat_template
@@ -206,13 +194,8 @@ def test_what_is_there_stays_and_what_fails_leaves_nothing(tmp_path: Path, monke
     monkeypatch.setattr("tpu_grpo.run.exporting.write_settings", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         export_policy(config, policy, tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "data.jsonl",
-        "held.jsonl",
-        "model",
-        "rewards.py",
-        "there",
-    ]
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == ["data.jsonl", "held.jsonl", "model", "rewards.py", "there"]
 
 
 def test_a_full_disk_is_told_in_a_line_and_leaves_nothing(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_what_fits_passes_and_leaves_nothing(tmp_path: Path, data: str) -> None:
         (
             {},
             ConfigError,
-            "data.prompt_template uses the column 'question', which record 0 of .* lacks; available: pro",
+            "data.prompt_template uses the column 'question', which record 0 of .* lacks; availab",
         ),
         ({"columns": {"question": "prblem"}}, ConfigError, "data.columns names the column 'prblem'"),
         ({"prompt_template": "{problem"}, ConfigError, "must be a Python format string"),

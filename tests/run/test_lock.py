@@ -70,12 +70,8 @@ def no_flock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse)
 
 
-def silent(text: str) -> None:
-    pass
-
-
 def take(directory: Path, seconds: float = 0.5) -> RunLock:
-    return RunLock.take(directory, silent_seconds=seconds, beat_seconds=0.05, tell=silent)
+    return RunLock.take(directory, silent_seconds=seconds, beat_seconds=0.05, tell=lambda text: None)
 
 
 def test_a_lock_names_its_process_and_leaves_nothing(tmp_path: Path) -> None:
@@ -86,6 +82,8 @@ def test_a_lock_names_its_process_and_leaves_nothing(tmp_path: Path) -> None:
     assert (owner.host, owner.process) == (socket.gethostname(), os.getpid())
     assert abs(owner.began - psutil.Process().create_time()) < 1
     assert holder(tmp_path) == owner
+    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on"):  # also for this process
+        RunLock.take(tmp_path)
     lock.release()
     assert list(tmp_path.iterdir()) == []
     assert holder(tmp_path) is None
@@ -105,14 +103,6 @@ def test_a_live_process_is_named_and_nothing_is_touched(tmp_path: Path) -> None:
             f"another run.name or run.dir; if you know that the process is gone, remove {path}"
         )
         assert (path.read_bytes(), path.stat().st_mtime_ns, tmp_path.stat().st_mtime_ns) == before
-
-
-def test_the_same_process_takes_a_directory_once(tmp_path: Path) -> None:
-    lock = RunLock.take(tmp_path)
-    with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on"):
-        RunLock.take(tmp_path)
-    lock.release()
-    RunLock.take(tmp_path).release()
 
 
 @pytest.mark.parametrize("then", ["time.sleep(100)", "import os; os._exit(1)"])

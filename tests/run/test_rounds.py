@@ -79,8 +79,14 @@ def test_against_a_count_one_by_one() -> None:
         assert found.needed == end
 
 
+def with_tokens(each: ScoredRollout) -> ScoredRollout:
+    """The round with a reward of single tokens, by their ids."""
+    per_token = tuple(np.array([float(c.token_ids[0])]) for c in each.rollout.completions)
+    return replace(each, scores=replace(each.scores, per_token=per_token, token_rewards=("a",)))
+
+
 def test_rounds_are_put_together_in_order() -> None:
-    one, two = scored(0, 2, 0, seconds=1.0), scored(5, 3, 1, seconds=3.0)
+    one, two = with_tokens(scored(0, 2, 0, seconds=1.0)), with_tokens(scored(5, 3, 1, seconds=3.0))
     assert join([one]) is one
     both = join([one, two])
     assert both.rollout.batch.positions == (0, 1, 5, 6, 7)
@@ -93,14 +99,6 @@ def test_rounds_are_put_together_in_order() -> None:
     assert (both.rollout.seconds, both.scores.seconds, both.rollout.told) == (4.0, 0.5, (0, 0, 1, 1, 1))
     assert both.rollout.figures == {"rollout/wait_seconds": 1.0, "rollout/occupied_rows": 0.75}
     assert both.scores.figures == {"a": Figure(4.0, "sum", 2), "b": Figure(2 / 3, "mean", 3)}
-
-
-def test_what_tokens_got_is_put_together_and_selected() -> None:
-    def with_tokens(each: ScoredRollout) -> ScoredRollout:
-        per_token = tuple(np.array([float(c.token_ids[0])]) for c in each.rollout.completions)
-        return replace(each, scores=replace(each.scores, per_token=per_token, token_rewards=("a",)))
-
-    both = join([with_tokens(scored(0, 2, 0)), with_tokens(scored(5, 3, 1))])
     assert [values.tolist() for values in both.scores.per_token] == [[row] for row in (0, 1, 2, 3, *range(10, 16))]
     assert [values.tolist() for values in both.select([1, 2]).scores.per_token] == [[2], [3], [10], [11]]
     assert both.scores.token_rewards == ("a",)

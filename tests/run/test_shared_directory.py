@@ -6,10 +6,6 @@ import pytest
 
 from tests.hosts.processes import run
 from tpu_grpo.config import parse_config
-from tpu_grpo.hosts import Hosts
-from tpu_grpo.observe.run_files import saved_steps
-from tpu_grpo.records.errors import ConfigError
-from tpu_grpo.run.directory import first_does
 from tpu_grpo.run.lock import RunLock
 
 ENTER = """
@@ -88,14 +84,3 @@ def test_hosts_that_see_other_checkpoints_end(tmp_path: Path) -> None:
     for end in ended.values():
         assert end.code == 3, end
         assert "the steps saved in checkpoints differs: host 0 has '[2, 4]'; host 1 has '[2]'" in end.errors
-
-
-def test_one_host_needs_nobody(tmp_path: Path) -> None:
-    assert first_does(Hosts(), "a value", lambda: [1]) == [1]
-    with pytest.raises(ConfigError):
-        first_does(Hosts(), "an error", _refused)
-    assert saved_steps(tmp_path / "none") == ()
-
-
-def _refused() -> None:
-    raise ConfigError("no")
