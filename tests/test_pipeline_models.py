@@ -46,10 +46,12 @@ def config(run_dir: Path, *, steps: int = 2, **model: Any) -> RunConfig:
     return parse_config(tree | {"model": tree["model"] | model})
 
 
-def replaying(run_dir: Path, *, steps: int = 2) -> dict[str, Any]:
+def replaying(files: Path, run_dir: Path, *, steps: int = 2) -> dict[str, Any]:
+    """Its path of the model is absolute, because tokenizers and configs are kept by path within a process."""
     meshes = {"trainer": {"fsdp": 4}, "sampler": {"tensor": 2}, "probe_every": 1}
     algorithm, run = {"routing_replay": True}, {"max_steps": steps}
-    return settings(run_dir, run=run, meshes=meshes, algorithm=algorithm, checkpoint={"every": 1})
+    model = {"path": str(files / "model")}
+    return settings(run_dir, model=model, run=run, meshes=meshes, algorithm=algorithm, checkpoint={"every": 1})
 
 
 @pytest.mark.slow
@@ -128,12 +130,12 @@ def test_a_run_that_replays_routing_goes_on_where_it_was_left(
     """With an evaluation's and a probe's requests between, and nothing compiled after the second step."""
     monkeypatch.chdir(experts)
     held_out = {"path": "held.jsonl", "every": 1, "prompts": 4}
-    whole = train(parse_config(replaying(tmp_path / "whole", steps=3) | {"evaluation": held_out}))
+    whole = train(parse_config(replaying(experts, tmp_path / "whole", steps=3) | {"evaluation": held_out}))
     metrics = lines(tmp_path / "whole")
     assert max(m["agreement/logprob_abs_diff_max"] for m in metrics) <= 1e-4
     assert metrics[1]["compile/count"] == metrics[2]["compile/count"]
     for steps in (2, 3):
-        parts = train(parse_config(replaying(tmp_path / "parts", steps=steps) | {"evaluation": held_out}))
+        parts = train(parse_config(replaying(experts, tmp_path / "parts", steps=steps) | {"evaluation": held_out}))
     assert parts["params_digest"] == whole["params_digest"]
 
 
@@ -144,7 +146,7 @@ def test_experts_reach_the_trainer_of_every_host(experts: Path, tmp_path: Path) 
     found = []
     for hosts, devices in ((1, 4), (2, 2)):
         run_dir = tmp_path / str(hosts)
-        ended = run_hosts(hosts, devices, experts, replaying(run_dir))
+        ended = run_hosts(hosts, devices, experts, replaying(experts, run_dir))
         assert ended.code == 0, ended.errors
         found.append(outcome(run_dir))
         assert max(m["agreement/logprob_abs_diff_max"] for m in lines(run_dir)) <= 1e-4
@@ -164,7 +166,7 @@ def test_engines_and_trainer_agree_at_every_step(
     """
     monkeypatch.chdir(write_files(tmp_path / "files", kv_heads=2, model_type="gemma2"))
     meshes = {"trainer": {"fsdp": 2, "tp": 2}, "sampler": {"tensor": 4}, "probe_every": 1}
-    model = {"path": "model", "remat": "decoder", **model}
+    model = {"path": str(tmp_path / "files/model"), "remat": "decoder", **model}
     train(parse_config(settings(tmp_path / "run", model=model, meshes=meshes)))
     steps = lines(tmp_path / "run")
     assert [step["step"] for step in steps] == [1, 2]

@@ -25,15 +25,11 @@ if TYPE_CHECKING:
     from tpu_grpo.rewards import GivenReward
 
 
-def _never() -> bool:
-    return False
-
-
 def train(
     config: RunConfig,
     *,
     rewards: "Sequence[GivenReward] | None" = None,
-    stop_requested: Callable[[], bool] = _never,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any]:
     """Run a config to its end, as ``scripts/run.py`` does, and leave its files in ``run.dir``.
 
@@ -82,5 +78,5 @@ def start(config: RunConfig) -> Iterator[tuple[Hosts, Watch]]:
         LockstepError: if a host does not come, or was started with something else.
     """
     prepare(config)
-    with joined_hosts(config) as (hosts, watch):
-        yield hosts, watch
+    with joined_hosts(config) as joined:
+        yield joined

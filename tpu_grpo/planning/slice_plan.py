@@ -152,10 +152,8 @@ def extrapolated(few: CompiledProgram, more: CompiledProgram, layers: int) -> Co
     first, second = FEW_LAYERS
     grown = (layers - second) / (second - first)
     names = ("argument_bytes", "output_bytes", "temporary_bytes", "code_bytes", "flops", "accessed_bytes")
-    values = {}
-    for name in names:
-        low, high = getattr(few, name), getattr(more, name)
-        values[name] = high + grown * max(0.0, high - low)
+    found = ((name, getattr(few, name), getattr(more, name)) for name in names)
+    values = {name: high + grown * max(0.0, high - low) for name, low, high in found}
     return replace(
         more,
         **values,

@@ -98,14 +98,15 @@ def stage_memory(
         programs: those of the run; stages come in their order.
         sync_bytes: the temporary memory of the weight sync.
     """
-    parts: dict[Stage, list[tuple[str, dict[str, float]]]] = {}
-    for program in programs:
-        held = _resident_parts(config, resident, program.stage)
-        parts.setdefault(program.stage, []).append((program.name, held | {"work": _work(config, resident, program)}))
-    parts["sync"] = [("largest group", _resident_parts(config, resident, "sync") | {"work": sync_bytes})]
-    code = sum(program.code_bytes for program in programs)
-    stages = [[StageMemory(stage, name, {**held, "code": code}) for name, held in parts[stage]] for stage in parts]
-    return [max(candidates, key=lambda memory: memory.total) for candidates in stages]
+    work: list[tuple[Stage, str, float]] = [(p.stage, p.name, _work(config, resident, p)) for p in programs]
+    work.append(("sync", "largest group", sync_bytes))
+    code, worst = sum(program.code_bytes for program in programs), dict[Stage, StageMemory]()
+    for stage, name, size in work:
+        held = _resident_parts(config, resident, stage) | {"work": size, "code": code}
+        memory = StageMemory(stage, name, held)
+        if stage not in worst or memory.total > worst[stage].total:
+            worst[stage] = memory
+    return list(worst.values())
 
 
 def _resident_parts(config: RunConfig, resident: ResidentBytes, stage: Stage) -> dict[str, float]:

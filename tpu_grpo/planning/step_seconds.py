@@ -273,9 +273,7 @@ class StepWork:
     def step(self, mean_new_tokens: float | None = None) -> StepTime:
         """Estimate a step with completions of this mean length, or that are all as long as they may be."""
         config, longest = self.config, self.config.rollout.max_new_tokens
-        lengths = [longest] * config.sampled_rows
-        if mean_new_tokens is not None:
-            lengths = completion_lengths(config.sampled_rows, mean=mean_new_tokens, longest=longest)
+        lengths = completion_lengths(config.sampled_rows, mean=mean_new_tokens or longest, longest=longest)
         sampled = sum(lengths)
         tokens = round(sampled * config.batch_rows / config.sampled_rows)  # that are learnt from
         stages = [StageTime("prefill", self._prefill()), StageTime("decode", self._decode(lengths))]

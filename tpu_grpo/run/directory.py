@@ -226,10 +226,6 @@ def _free_name(directory: Path) -> Path:
 class RunDirectory:
     """``run.dir``, which one run has for the time of a ``with`` block; every host enters, and host 0 takes it for all.
 
-        with RunDirectory(config, hosts) as directory:
-            parts = build_parts(config, hosts)           # whatever may fail because of a wrong setting
-            notes = directory.begin(parts.learner.restored_step, parts.task.prompts.describe())
-
     The files of an earlier run, also of the one that goes on, stay as they are until ``begin``.
 
     Raises, on every host:

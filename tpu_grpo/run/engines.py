@@ -73,12 +73,6 @@ class SyncedEngines:
         """The compiled weight sync; None before the first ``install``."""
         self._checks: tuple[CopyCheck, CopyCheck] | None = None
 
-    @property
-    def shared_leaves(self) -> frozenset[str]:
-        """The trainer's parameters whose arrays the engines hold as well, after the first ``install``."""
-        assert self.sync is not None, "install comes first"
-        return self.sync.shared_leaves
-
     def install(self, params: nnx.State) -> SyncResult:
         """Move the trainer's parameters into every replica, and drop prefixes cached under the old ones.
 

@@ -51,11 +51,6 @@ class Meshes:
             "dot attention" if self.flash_block is None else f"flash attention in blocks of {self.flash_block} tokens"
         )
 
-    @property
-    def split(self) -> bool:
-        """Whether trainer and sampler have disjoint devices; otherwise they are colocated."""
-        return not set(self.sampler_devices) & set(self.trainer.devices.flat)
-
 
 def build_meshes(config: RunConfig, checkpoint: Checkpoint, devices: Sequence[Any] | None = None) -> Meshes:
     """Place trainer and sampler on ``devices``, or on the devices of all hosts if it is None.

@@ -74,7 +74,8 @@ def build_parts(config: RunConfig, hosts: Hosts, inputs: Inputs | None = None) -
     sampler.keep_broken = failures.of_rollout
     announce(hosts, "compiling the weight sync, and moving the weights into the engine")
     engines.install(learner.params())
-    learner.share(engines.shared_leaves)
+    assert engines.sync is not None
+    learner.share(engines.sync.shared_leaves)
     with counted(hosts, "compiling the engine's programs") as tell:
         engines.replicas.compile_all(tell)
     first = task.prompts.batch(1).prompts

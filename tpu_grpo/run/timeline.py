@@ -1,10 +1,5 @@
 """Records what the host and its devices did in the steps of ``logging.profile_steps``; every host records its own.
 
-    with Timeline(steps, directory, host=0, note=print) as timeline:
-        for step in ...:
-            with timeline.step(step):
-                ...
-
 Steps that follow each other come into one recording. For the steps 3, 4 and 10 there are two, of host 0 these files:
 
     steps_3-4_host_0.json.gz                        for Perfetto (https://ui.perfetto.dev), a trace in its JSON format
