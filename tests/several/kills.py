@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ class Moment:
     def await_in(self, run_dir: Path, started: Sequence[subprocess.Popen[bytes]]) -> None:
         """Wait for it, or for the end of the run."""
         end = time.monotonic() + END_SECONDS
-        while self.step and _last_step(run_dir) < self.step and _running(started) and time.monotonic() < end:
+        while self.step and last_step(run_dir) < self.step and _running(started) and time.monotonic() < end:
             time.sleep(0.02)
         end = time.monotonic() + self.seconds
         while _running(started) and time.monotonic() < end:
@@ -65,21 +65,19 @@ class Left:
     history: list[str]
 
 
-def run_once(directory: Path, run_dir: Path, hosts: int, moment: Moment) -> bool:
-    """Start the run, or continue it, and kill all of its hosts at a moment; says whether it was done before."""
-    config = settings(run_dir, run={"dir": str(run_dir), "max_steps": STEPS, "seed": 5}, checkpoint={"every": 2})
+def start_hosts(directory: Path, config: Mapping[str, Any], hosts: int) -> list[subprocess.Popen[bytes]]:
+    """Start the command on so many processes, with 4 devices in all; stderr goes to host_I.err in the directory."""
     path = directory / "run.yaml"
-    path.write_text(yaml.safe_dump(config))
-    devices = 4 // hosts
+    path.write_text(yaml.safe_dump(dict(config)))
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(REPOSITORY),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // hosts}",
     }
     command = [sys.executable, str(REPOSITORY / "scripts" / "run.py"), str(path)]
     port = free_port()
-    started = [
+    return [
         subprocess.Popen(
             [*command, f"hosts.coordinator=127.0.0.1:{port}", f"hosts.count={hosts}", f"hosts.index={index}"]
             if hosts > 1
@@ -91,6 +89,12 @@ def run_once(directory: Path, run_dir: Path, hosts: int, moment: Moment) -> bool
         )
         for index in range(hosts)
     ]
+
+
+def run_once(directory: Path, run_dir: Path, hosts: int, moment: Moment) -> bool:
+    """Start the run, or continue it, and kill all of its hosts at a moment; says whether it was done before."""
+    config = settings(run_dir, run={"dir": str(run_dir), "max_steps": STEPS, "seed": 5}, checkpoint={"every": 2})
+    started = start_hosts(directory, config, hosts)
     try:
         moment.await_in(run_dir, started)
     finally:
@@ -125,7 +129,7 @@ def disturbed(directory: Path, hosts: int, kills: int, seed: int) -> int:
         if drawn.random() < 1 / 3:
             moment = Moment(0, drawn.uniform(0.0, whole))
         else:
-            moment = Moment(drawn.randint(min(_last_step(run_dir) + 1, STEPS), STEPS), drawn.uniform(0.0, 1.0))
+            moment = Moment(drawn.randint(min(last_step(run_dir) + 1, STEPS), STEPS), drawn.uniform(0.0, 1.0))
         if run_once(files, run_dir, hosts, moment):  # it was done: another begins
             _compare(directory, run_dir)
             shutil.rmtree(run_dir)
@@ -148,7 +152,8 @@ def _running(started: Sequence[subprocess.Popen[bytes]]) -> bool:
     return any(process.poll() is None for process in started)
 
 
-def _last_step(run_dir: Path) -> int:
+def last_step(run_dir: Path) -> int:
+    """Return the last step that a run has logged."""
     path = run_dir / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
