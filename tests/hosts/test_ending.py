@@ -94,8 +94,10 @@ def test_a_full_stdout_and_a_lock_of_the_main_thread_hinder_no_end() -> None:
 
 
 def test_what_another_host_told_is_the_cause() -> None:
-    code, errors, _ = ended("here.cause = 'host 2 failed: no luck'\nfrom_a_thread(end_process, 'lost host 0')")
-    assert (code, errors) == (3, "LockstepError: host 2 failed: no luck (seen by host 0, in stage rollout)\n")
+    for outcome, code in (("failed", 3), ("stopped", 4)):
+        cause = f"here.cause = ending.End({outcome!r}, {code}, 'host 2 says why')"
+        found, errors, _ = ended(f"{cause}\nfrom_a_thread(end_process, 'lost host 0')")
+        assert (found, errors) == (code, "host 2 says why (seen by host 0, in stage rollout)\n")
 
 
 def test_an_error_of_another_thread_is_printed_before_the_others_hear_of_it() -> None:
@@ -167,7 +169,7 @@ def test_an_end_that_others_notice_waits_for_the_error_of_the_main_thread() -> N
 # --- hosts leave together --------------------------------------------------------------------------------------------
 
 WATCHED_BY_A_FAKE = """
-import os, sys, threading, time
+import json, os, sys, threading, time
 import jax
 from tpu_grpo.hosts import Hosts, Watch
 from tpu_grpo.hosts.ending import here
@@ -228,13 +230,13 @@ service.values["tpu_grpo/watch/heard/0"] = b""
 def show():
     while (told := service.values.get("tpu_grpo/watch/failure/1")) is None:
         time.sleep(0.1)
-    print(told.decode(), flush=True)
+    print(json.loads(told)["message"], flush=True)
 threading.Thread(target=show).start()
 with Watch(Hosts(1, 2, service), timeout_seconds=20, every=0.3), _errors_printed_first():
     raise DataError("a.jsonl:7 is no JSON")
 """
     )
-    assert (done.returncode, done.stdout) == (2, "DataError: a.jsonl:7 is no JSON\n")
+    assert (done.returncode, done.stdout) == (2, "LockstepError: host 1 failed: DataError: a.jsonl:7 is no JSON\n")
 
 
 def test_a_host_that_cannot_watch_any_more_ends() -> None:
@@ -368,6 +370,37 @@ def test_before_the_first_step_a_signal_ends_the_process() -> None:
         assert process.wait(timeout=10) == 4
         assert process.stderr is not None
         assert process.stderr.read().startswith("SIGTERM: the run is ended before its first step (seen by host 0")
+
+
+def test_a_signal_before_hosts_meet_is_kept_until_the_others_can_be_told() -> None:
+    body = """
+with SignalledStop(meets_others=True) as stop:
+    ready()
+    while stop._kept is None:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    print("met", flush=True)
+    stop.hosts_met(lambda end: print("told", end.outcome, end.code, flush=True))
+    busy()
+"""
+    with started(body) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == 4
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read() == "met\ntold stopped 4\n"
+        kept, last = process.stderr.read().splitlines()
+    assert kept.startswith("SIGTERM: the run ends before its first step, as soon as all hosts have met; ")
+    assert last.startswith("SIGTERM: the run is ended before its first step (seen by host 0")
+
+
+def test_a_second_signal_before_hosts_meet_ends_the_process() -> None:
+    with started("with SignalledStop(meets_others=True) as stop:\n    ready()\n    busy()") as process:
+        assert process.stderr is not None
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline().startswith("SIGINT: the run ends before its first step, as soon as")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=10) == 4
 
 
 def test_a_block_that_may_be_abandoned_is_left_at_once() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.hosts.processes import Ended, run
-from tpu_grpo.hosts import Hosts, Watch
+from tpu_grpo.hosts import End, Hosts, Watch
 from tpu_grpo.hosts.watch import REMEMBERED, Progress
 
 waits = pytest.mark.slow  # a minute of waiting for timeouts, together
@@ -167,7 +167,7 @@ def test_an_abort_of_another_cause_stays_one() -> None:
 
 def test_one_host_is_not_watched() -> None:
     with Watch(Hosts()) as watch, watch.stage("rollout"):
-        watch.report_failure("nobody listens")
+        watch.report_end(End("failed", 1, "nobody listens"))
     with pytest.raises(KeyError), Watch(Hosts()):
         raise KeyError
 

@@ -13,7 +13,7 @@ from typing import Any
 from tpu_grpo.cli.on_end import PeopleTold
 from tpu_grpo.cli.starting import config_from_words, exit_code_of, joined_hosts, prepare
 from tpu_grpo.config import RunConfig, settings
-from tpu_grpo.hosts import SignalledStop, announce
+from tpu_grpo.hosts import SignalledStop, announce, may_have_others
 from tpu_grpo.observe.run_files import REPORT_FILE
 from tpu_grpo.records.errors import ConfigError
 
@@ -125,13 +125,14 @@ def _dry_run_on(config: RunConfig, slice_name: str) -> int:
 
 
 def _train(config: RunConfig) -> int:
-    with SignalledStop() as stop:
-        prepare(config)
+    prepare(config)
+    with SignalledStop(meets_others=may_have_others(config.hosts.count)) as stop:
         return _train_until(config, stop)
 
 
 def _train_until(config: RunConfig, stop: SignalledStop) -> int:
     with PeopleTold(config) as told, joined_hosts(config) as (hosts, watch):
+        stop.hosts_met(watch.report_end)
         from tpu_grpo.run.directory import how_it_ended, look
         from tpu_grpo.run.inputs import open_inputs
 
@@ -141,7 +142,6 @@ def _train_until(config: RunConfig, stop: SignalledStop) -> int:
                 print(f"{how_it_ended(config, earlier.summary)}\nlook at {config.run_dir}/{REPORT_FILE}")
             return 0
         told.begin(hosts)
-        stop.tell_others = watch.report_failure
         earlier.refuse()
         inputs = open_inputs(config, lambda: announce(hosts, "checking the data"))
         announce(hosts, "importing trainer and engine")

@@ -11,7 +11,7 @@ from tpu_grpo.hosts.caching import keep_programs
 from tpu_grpo.hosts.ending import End, SignalledStop, StepAbandoned, StopRequest, here, in_time
 from tpu_grpo.hosts.host_agreement import Hosts
 from tpu_grpo.hosts.host_log import announce, counted, host_log
-from tpu_grpo.hosts.joining import by_host, choose_platform, devices_per_host, hosts_of, start
+from tpu_grpo.hosts.joining import by_host, choose_platform, devices_per_host, hosts_of, may_have_others, start
 from tpu_grpo.hosts.watch import Watch, end_all_hosts, progress
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "hosts_of",
     "in_time",
     "keep_programs",
+    "may_have_others",
     "progress",
     "start",
 ]

@@ -22,11 +22,13 @@ import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from tpu_grpo.hosts.ending import alone, end_process
+from tpu_grpo.hosts.ending import alone, end_process, here
 from tpu_grpo.hosts.meeting import LOOPBACK, Caller, arrive, hold_port, no_answer, split_address, too_late
 from tpu_grpo.records.errors import ConfigError, LockstepError
 
@@ -35,11 +37,12 @@ HEARTBEAT_SECONDS = 300
 SHUTDOWN_SECONDS = 60
 """jax lets a host that ends wait so long for the others to end."""
 LEAVE_SECONDS = 10
-"""Host 0 waits so long at its end for each other host to be done with the service."""
+"""Host 0 waits so long at its end for the other hosts to be done with the service."""
 GRACE_SECONDS = 2
 """A client waits so much longer than the service that the service's answer, with the names, comes first."""
 ROOT = "tpu_grpo/start"
 
+_leaving = threading.Lock()
 _kept: list[Any] = []
 """Signal handlers made by ctypes are kept here: they must outlive their registration."""
 
@@ -123,7 +126,8 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float, ru
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
     service = Service(state.client)
-    atexit.register(_leave_together, service, state, count, index)
+    here.leave = partial(_leave, service, count, index)
+    atexit.register(_leave_together, state)
     return service
 
 
@@ -148,13 +152,25 @@ def serve_alone() -> None:
     atexit.register(state.shutdown)
 
 
-def _leave_together(service: Service, state: Any, count: int, index: int) -> None:
-    """Keep host 0, which runs the service, at its exit until no other host needs it any more."""
-    with suppress(RuntimeError):  # the service is gone already
-        service.put(f"{ROOT}/left/{index}", b"")
-        if index == 0:
-            for other in range(1, count):
-                service.wait(f"{ROOT}/left/{other}", LEAVE_SECONDS)
+def _leave(service: Service, count: int, index: int) -> None:
+    """Say that this host has left; keep host 0, which runs the service, until all others have."""
+    with _leaving:  # two threads may leave at once, and the second waits for the first
+        if here.has_left:
+            return
+        with suppress(RuntimeError):  # the service is gone already
+            if index == 0:
+                end = time.monotonic() + LEAVE_SECONDS
+                for other in range(1, count):
+                    service.wait(f"{ROOT}/left/{other}", max(0.0, end - time.monotonic()))
+            here.has_left = True
+            service.put(f"{ROOT}/left/{index}", b"")
+        here.has_left = True
+
+
+def _leave_together(state: Any) -> None:
+    """Let jax take its leave of the service, which it does together with the other hosts."""
+    if here.leave is not None:
+        here.leave()
     state.shutdown()
 
 
@@ -215,6 +231,8 @@ def _end_on_abort(client: Any) -> None:
     before = signal.SIG_DFL.value
 
     def handle(_: int) -> None:
+        if here.has_left:
+            os._exit(here.leaving_with or 0)
         in_main = threading.get_ident() == threading.main_thread().ident
         if in_main or _answers(lambda: client.key_value_dir_get_bytes("nothing/"), within_seconds=1.0):
             libc.signal(signal.SIGABRT, before)

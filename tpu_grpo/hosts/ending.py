@@ -6,7 +6,11 @@ A run ends in one of these ways, with the exit codes of ``records/errors.py``:
     another host is lost or failed   `end_process`, from the threads of `Watch`: 3
     a thread meets an error          `end_after`: the code of the error
     SIGINT or SIGTERM                `SignalledStop`: asked for the first time, the run saves a checkpoint and ends with
-                                     4; before its first step, it ends at once with 4; a second signal ends it with 1
+                                     4; before its first step, it ends at once with 4, once the hosts have met and
+                                     know of it; a second signal ends it with 1
+
+Host 0 runs the service through which hosts talk, and whose end aborts the others. So hosts that stop leave together:
+each says that it has left, and host 0 goes last.
 
 The main thread may be inside a collective that never returns, where no exception can reach it. ``os._exit`` ends it
 nevertheless; it also skips jax's own shutdown, which would wait for hosts that are gone, and does not wait for threads.
@@ -39,11 +43,12 @@ TELLING_SECONDS = 12.0
 """The report is written, and people are told, within so long."""
 HASTE_SECONDS = 3.0
 """The same for an end at once, because of a signal."""
-TELLING_HOSTS_SECONDS = 2.0
-"""The other hosts are told of an end at once for so long."""
+TELLING_HOSTS_SECONDS = 12.0
+"""The other hosts are told of an end at once for so long: two of their looks at the coordination service."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 STOPPING = "the run stops as soon as nothing is lost, and saves a checkpoint; the same signal again ends it at once"
 AT_START = "the run is ended before its first step"
+KEPT = "the run ends before its first step, as soon as all hosts have met; the same signal again ends this host at once"
 AT_ONCE = "the run is ended at once; its newest checkpoint stays where it is"
 
 
@@ -87,7 +92,11 @@ class Here:
     """This is the host's log file, once it has one."""
     leaving_with: int | None = None
     """A process that is already ending, and prints the reason itself, has this exit code."""
-    cause: str | None = None
+    leave: Callable[[], None] | None = None
+    """Tells the other hosts that this process needs them no more; on host 0, waits until they have all said so."""
+    has_left: bool = False
+    """The others may be gone: that the coordination service is, means nothing any more."""
+    cause: End | None = None
     """Why all hosts end, once another host has told; what is noticed afterwards, such as its end, follows from it."""
     step: int | None = None
     """How many steps of the run are done; None before its directory is its own."""
@@ -113,7 +122,8 @@ def host_names(indices: Sequence[int]) -> str:
 
 def end_process(message: str, code: int = LockstepError.exit_code) -> NoReturn:
     """End this process at once because of another host; if one has told why it failed, that is the message."""
-    end_after(f"LockstepError: {here.cause or message}", LockstepError.exit_code if here.cause else code)
+    cause = here.cause or End("failed", code, f"LockstepError: {message}")
+    end_after(cause.message, cause.code, outcome=cause.outcome)
 
 
 def end_after(
@@ -158,19 +168,27 @@ def end_after(
         _exit(code)
 
 
-def leave_when_done() -> None:
+def leave_when_done(*, together: bool = False) -> None:
     """End this process with ``here.leaving_with`` once its main thread is done, and at the latest some seconds later.
 
     Threads that wait for other hosts, such as those that save a checkpoint, are left behind: Python would await them
     before it calls what ``atexit`` has registered.
+
+    Args:
+        together: all hosts end so, and host 0 is to be the last.
     """
 
     def leave() -> None:
-        threading.main_thread().join(LEAVING_SECONDS)
+        if together and here.leave is not None:
+            here.leave()
         _exit(here.leaving_with or 1)
 
-    atexit.register(lambda: _exit(here.leaving_with or 1))  # before jax's own, which would wait for the others
-    threading.Thread(target=leave, daemon=True).start()
+    def leave_after_main_thread() -> None:
+        threading.main_thread().join(LEAVING_SECONDS)
+        leave()
+
+    atexit.register(leave)  # before jax's own, which would wait for the others
+    threading.Thread(target=leave_after_main_thread, daemon=True).start()
 
 
 def in_time(calls: Sequence[Callable[[], object]], seconds: float = WRITING_SECONDS) -> None:
@@ -258,7 +276,9 @@ class StopRequest:
 class SignalledStop(StopRequest):
     """Is asked by SIGINT and SIGTERM, for the time of a ``with`` block in the main thread.
 
-        with SignalledStop() as stop:
+        with SignalledStop(meets_others=True) as stop:
+            ...                             # hosts meet; the first signal is kept
+            stop.hosts_met(tell_others)     # ends the process if a signal was kept
             ...                             # what is built; the first signal ends the process
             stop.begin()                    # from now on the first signal only asks, and the second ends the process
             with stop.abandoning():         # what is done here may be thrown away: a signal raises StepAbandoned
@@ -267,13 +287,17 @@ class SignalledStop(StopRequest):
 
     Python runs its handlers in the main thread only, which may be inside a compiler for minutes. So what is said, and
     the end of the process, come from a thread that reads the numbers of signals as the system delivers them.
+
+    Args:
+        meets_others: the run may have other hosts, which would wait for this one in vain if it ended before they met.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, meets_others: bool = False) -> None:
         super().__init__()
         self._answered = False
-        self.tell_others: Callable[[str], None] = lambda message: None
-        """Tells the other hosts that this one ends at once; it may block."""
+        self._meeting = meets_others
+        self._kept: str | None = None
+        self._tell_others: Callable[[End], None] = lambda end: None
         self._thread = threading.Thread(target=self._read_signals, daemon=True, name="signals")
 
     def __enter__(self) -> Self:
@@ -287,15 +311,26 @@ class SignalledStop(StopRequest):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        stopped = isinstance(error, Interrupted)
         signal.set_wakeup_fd(self._woken_before)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for number, handler in self._before.items():  # a signal to all hosts may come later here than elsewhere
+            signal.signal(number, signal.SIG_IGN if stopped else handler)
         os.close(self._writing)  # which ends the thread
         self._thread.join()
         os.close(self._reading)
-        if self.signalled and isinstance(error, Interrupted):
+        if isinstance(error, Interrupted):
             here.leaving_with = error.exit_code
-            leave_when_done()  # without the threads of rewards that go on
+            leave_when_done(together=True)  # without the threads of rewards that go on
+
+    def hosts_met(self, tell_others: Callable[[End], None]) -> None:
+        """Say that the other hosts can be told from now on; ends the process if a signal was kept until now.
+
+        Args:
+            tell_others: tells the other hosts how this one ends at once; it may block.
+        """
+        self._tell_others, self._meeting = tell_others, False
+        if self._kept is not None:
+            self._end(f"{self._kept}: {AT_START}", Interrupted.exit_code)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Run in the main thread, as soon as it is in Python: before the other thread has run, or long after."""
@@ -313,6 +348,11 @@ class SignalledStop(StopRequest):
 
     def _answer(self, name: str) -> None:
         if not self._begun:
+            if self._meeting and self._kept is None:
+                self._kept = name
+                _quietly(lambda: os.write(2, f"{name}: {KEPT}\n".encode()))
+                if self._meeting:
+                    return
             self._end(f"{name}: {AT_START}", Interrupted.exit_code)
         if self._answered:
             self._end(f"{name}: {AT_ONCE}", 1)
@@ -320,8 +360,10 @@ class SignalledStop(StopRequest):
         _quietly(lambda: os.write(2, f"{name}: {STOPPING}\n".encode()))
 
     def _end(self, line: str, code: int) -> NoReturn:
+        end = End("stopped", code, line)
+
         def tell() -> None:
-            telling = threading.Thread(target=self.tell_others, args=[line], daemon=True)
+            telling = threading.Thread(target=self._tell_others, args=[end], daemon=True)
             telling.start()
             telling.join(TELLING_HOSTS_SECONDS)
 

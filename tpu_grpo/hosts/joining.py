@@ -48,6 +48,11 @@ def cpu_devices(environment: Mapping[str, str] = os.environ) -> int:
     return int(environment.get("JAX_NUM_CPU_DEVICES") or (flags[-1] if flags else 1))
 
 
+def may_have_others(count: int, environment: Mapping[str, str] = os.environ) -> bool:
+    """Say whether a run of ``hosts.count`` processes may have several: a TPU slice finds its hosts by itself."""
+    return count > 1 or "cpu" not in environment.get("JAX_PLATFORMS", "")
+
+
 def choose_threads(count: int, environment: MutableMapping[str, str] = os.environ) -> None:
     """Set NPROC to the CPU devices of all ``count`` processes if there are several; a value that is set is kept."""
     if (devices := count * cpu_devices(environment)) > 1:

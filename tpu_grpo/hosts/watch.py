@@ -11,14 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import asdict
 from itertools import islice
 from types import TracebackType
 from typing import Self
 
-from tpu_grpo.hosts.ending import alone, end_after, end_process, exit_code, here, host_names, leave_when_done
+from tpu_grpo.hosts.ending import End, alone, end_after, end_process, exit_code, here, host_names, leave_when_done
 from tpu_grpo.hosts.host_agreement import Hosts
 from tpu_grpo.hosts.host_log import logger
-from tpu_grpo.records.errors import Interrupted
+from tpu_grpo.records.errors import Interrupted, LockstepError
 
 ROOT = "tpu_grpo/watch"
 OWN_ERROR_SECONDS = 1.0
@@ -83,8 +84,8 @@ def end_all_hosts(error: BaseException, what: str) -> None:
     """
     for watch in _watching:
         watch.rule_out_a_lost_host(error)
-        message = f"{type(error).__name__}: {what}: {error}"
-        end_after(message, exit_code(error), lambda watch=watch, message=message: watch.report_failure(message))
+        end = End("failed", exit_code(error), f"{type(error).__name__}: {what}: {error}")
+        end_after(end.message, end.code, lambda watch=watch, end=end: watch.report_end(end))
 
 
 class Watch:
@@ -162,7 +163,7 @@ class Watch:
         if error is not None and not isinstance(error, Interrupted):
             self.rule_out_a_lost_host(error)
             here.leaving_with = exit_code(error)
-            self.report_failure(f"{type(error).__name__}: {error}")
+            self.report_end(End("failed", here.leaving_with, f"{type(error).__name__}: {error}"))
             leave_when_done()
             self._stop.set()
             return
@@ -179,15 +180,21 @@ class Watch:
         if _may_be_a_lost_host(error):
             time.sleep(self.timeout_seconds + 2 * self.every)  # ends here if one is
 
-    def report_failure(self, message: str) -> None:
-        """Make the other hosts end, naming this host and ``message``; returns once they know, or cannot be reached.
+    def report_end(self, own: End) -> None:
+        """Make the other hosts end, naming this host and its message; returns once they know, or cannot be reached.
 
-        This host goes on, and is to end by itself: it is no longer ended for what happens to the others.
+        They end with 4 where this host was stopped before anything was to be saved, else with 3. This host goes on, and
+        is to end by itself: it is no longer ended for what happens to the others.
         """
         if self.hosts.service is None:
             return
-        here.leaving_with = here.leaving_with or 1
-        self._failure = message
+        here.leaving_with = here.leaving_with or own.code
+        if own.outcome == "stopped" and own.code == Interrupted.exit_code:
+            told = End("stopped", own.code, f"host {self.hosts.index} was stopped: {own.message}")
+        else:
+            message = f"LockstepError: host {self.hosts.index} failed: {own.message}"
+            told = End("failed", LockstepError.exit_code, message)
+        self._failure = json.dumps(asdict(told))
         self._talk_now.set()
         end = time.monotonic() + 3 * self.every
         while not (self._all_know.wait(TOLD_SECONDS) or alone.is_set()) and time.monotonic() < end:
@@ -231,8 +238,7 @@ class Watch:
                 )
         failures = {index: seen[f"failure/{index}"].decode() for index in self._others if f"failure/{index}" in seen}
         if failures and self._heard_at is None:
-            index, message = next(iter(failures.items()))
-            here.cause, self._heard_at = f"host {index} failed: {message}", now
+            here.cause, self._heard_at = End(**json.loads(next(iter(failures.values())))), now
             service.put(f"{ROOT}/heard/{me}", b"", overwrite=True)
         if all(f"heard/{index}" in seen or index in failures for index in self._others):
             self._all_know.set()
