@@ -175,19 +175,6 @@ def test_a_run_goes_on_with_the_data_it_began_with(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "data.json").read_text())["digest"] == "c" * 64
 
 
-def test_a_run_of_an_older_digest_goes_on_with_the_same_prompts_only(tmp_path: Path) -> None:
-    """Earlier versions kept a digest of tokens, and did not say of what it was."""
-    config, texts = config_for(tmp_path), {"digest": "b" * 64, "digest_of": "texts"}
-    go_on(config, 0, "a" * 64)
-    with RunDirectory(config, ALONE) as directory, pytest.raises(DataError, match=r"was a{9}\.\.\., now it is c{9}"):
-        directory.begin(4, texts, lambda: "c" * 64)
-    with RunDirectory(config, ALONE) as directory:
-        assert directory.begin(4, texts, lambda: "a" * 64) == []
-    assert json.loads((tmp_path / "data.json").read_text()) == texts
-    with RunDirectory(config, ALONE) as directory:
-        assert directory.begin(4, texts, lambda: pytest.fail("its own digest is of texts now")) == []
-
-
 def test_a_harmless_change_goes_on_and_is_recorded(tmp_path: Path) -> None:
     go_on(config_for(tmp_path, max_steps=5), 0)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')

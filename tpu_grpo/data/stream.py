@@ -110,17 +110,10 @@ class PromptStream:
     @cached_property
     def digest(self) -> str:
         """Return the sha256, in hex, of all that decides which prompts come at which step, the prompts included."""
-        return self._digest([part.rendered.digest for part in self.parts])
-
-    def digest_of_tokens(self) -> str:
-        """Return the digest that runs kept of their prompts before it was one of texts; this makes all tokens."""
-        return self._digest([prompts_digest(part.rendered.prompts) for part in self.parts])
-
-    def _digest(self, parts: Sequence[str]) -> str:
         digest = hashlib.sha256(json.dumps(self._settings).encode())
-        for part, of_part in zip(self.parts, parts, strict=True):
+        for part in self.parts:
             digest.update(f"{part.name} {part.weight!r} {len(part.rendered.prompts)}\n".encode())
-            digest.update(of_part.encode())
+            digest.update(part.rendered.digest.encode())
         return digest.hexdigest()
 
     def describe(self) -> dict[str, Any]:
@@ -129,7 +122,7 @@ class PromptStream:
             {"name": p.name, "weight": p.weight, "prompts": len(p.rendered.prompts), "dropped": p.rendered.dropped}
             for p in self.parts
         ]
-        return {"digest": self.digest, "digest_of": "texts", "sources": sources}
+        return {"digest": self.digest, "sources": sources}
 
     def batch(self, step: int) -> PromptBatch:
         """Return the P prompts of a step, counted from 1, of a run whose steps are all of P prompts.

@@ -265,15 +265,12 @@ class RunDirectory:
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)
 
-    def begin(
-        self, start: int, data: Mapping[str, Any], digest_of_tokens: Callable[[], str] | None = None
-    ) -> list[str]:
+    def begin(self, start: int, data: Mapping[str, Any]) -> list[str]:
         """Make room for this run, or record how it goes on, now that nothing of its start is left to fail.
 
         Args:
             start: the steps that are done, 0 for a new run.
             data: what ``data.json`` says about the prompts, among it their ``digest``.
-            digest_of_tokens: makes the digest that a run kept which was begun before digests were of texts.
 
         Returns:
             Lines for the console: where files were moved, and which settings and files have changed.
@@ -287,7 +284,7 @@ class RunDirectory:
             check_shared(self.path, told["token"], self._hosts, STALE_SECONDS)
             self._stack.enter_context(host_log(self.path / LOGS_DIR, self._hosts.index))
             notes = [f"an earlier run's files were moved to {told['moved']}"]
-        return notes + self._first_does("the record of the run", lambda: self._record(start, data, digest_of_tokens))
+        return notes + self._first_does("the record of the run", lambda: self._record(start, data))
 
     def is_ours(self) -> bool:
         """Say, on host 0, whether no other process has taken the directory from this one; it may be given back."""
@@ -335,9 +332,9 @@ class RunDirectory:
         self._write_config()  # first, or what a kill leaves would be no run's
         return {"moved": str(aside), "token": token}
 
-    def _record(self, start: int, data: Mapping[str, Any], digest_of_tokens: Callable[[], str] | None) -> list[str]:
+    def _record(self, start: int, data: Mapping[str, Any]) -> list[str]:
         """Write what this run is, and what of it was otherwise in the steps that are done."""
-        changed_data = self._changed_data(start, data, digest_of_tokens)
+        changed_data = self._changed_data(start, data)
         changed = [*self._changes, *changed_data]
         history = self.path / HISTORY_FILE
         if changed_data and history.exists():  # other prompts have these numbers now
@@ -350,17 +347,12 @@ class RunDirectory:
         write_json(self.path / DATA_FILE, data)
         return [f"changed after step {start}: {change} ({change.meaning})" for change in changed]
 
-    def _changed_data(
-        self, start: int, data: Mapping[str, Any], digest_of_tokens: Callable[[], str] | None
-    ) -> list[Change]:
+    def _changed_data(self, start: int, data: Mapping[str, Any]) -> list[Change]:
         """Compare the prompts, whose order says what the position of a step means."""
         path = self.path / DATA_FILE
         if not start or not path.exists():
             return []
-        before = read_json(path)
-        was, now = before["digest"], data["digest"]
-        if digest_of_tokens is not None and before.get("digest_of") != data.get("digest_of"):
-            now = digest_of_tokens()
+        was, now = read_json(path)["digest"], data["digest"]
         if was == now:
             return []
         change = Change("data", f"digest {was[:16]}", f"digest {now[:16]}", "results")

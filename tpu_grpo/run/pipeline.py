@@ -64,7 +64,7 @@ def train(
         inputs = inputs or open_inputs(config)
         parts = build_parts(config, hosts, inputs)
         start, prompts = parts.learner.restored_step, parts.task.prompts
-        notes = [*directory.begin(start, prompts.describe(), prompts.digest_of_tokens), *prompts.notes]
+        notes = [*directory.begin(start, prompts.describe()), *prompts.notes]
         here.step = start
         with LiveReport(config, hosts, start, directory.is_ours) if hosts.is_first else nullcontext() as report:
             with (
