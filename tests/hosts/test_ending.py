@@ -394,6 +394,19 @@ with SignalledStop(meets_others=True) as stop:
     assert last.startswith("SIGTERM: the run is ended before its first step (seen by host 0")
 
 
+def test_a_run_outlives_its_terminal() -> None:
+    body = """
+with SignalledStop():
+    ready()
+    busy(10**6)
+    print("went on", flush=True)
+"""
+    with started(body) as process:
+        process.send_signal(signal.SIGHUP)
+        out, _ = process.communicate(timeout=10)
+    assert (process.returncode, out) == (0, "went on\n")
+
+
 def test_a_second_signal_before_hosts_meet_ends_the_process() -> None:
     with started("with SignalledStop(meets_others=True) as stop:\n    ready()\n    busy()") as process:
         assert process.stderr is not None

@@ -46,13 +46,14 @@ def test_missing_hosts_are_named_in_time(came: tuple[int, ...], timeout: int) ->
         assert end.at < 25
 
 
-def test_every_host_refuses_another_count() -> None:
-    ended = run("print('started')", 2, counts={1: 3})
-    for end in ended.values():
-        assert (end.code, end.out) == (3, ""), end
-        assert (
-            "LockstepError: hosts.count must be the same on every host, got 2 on host 0 and 3 on host 1" in end.errors
-        )
+def test_a_host_with_another_count_is_refused_and_missed() -> None:
+    ended = run("print('started')", 2, counts={1: 3}, timeout=4)
+    assert [(end.code, end.out) for end in ended.values()] == [(3, "")] * 2, ended
+    rule = "hosts.count must be the same on every host, got 2 on host 0 and 3 on host 1"
+    assert f"LockstepError: {rule}" in ended[1].errors
+    sent_away, late = ended[0].errors.splitlines()
+    assert rule in sent_away
+    assert late.startswith("LockstepError: all 2 hosts must start within 4 s; host 1 did not come")
 
 
 @pytest.mark.parametrize(

@@ -109,16 +109,17 @@ def test_without_host_0_its_address_is_named(address: str) -> None:
     assert f"host 0, the coordinator at {address}, did not answer host 1 (Connection refused)" in str(error)
 
 
-def test_another_count_ends_all(address: str) -> None:
+def test_a_host_with_another_count_is_sent_away_and_the_run_goes_on(address: str) -> None:
     first, second = Host(address, caller(0)), Host(address, caller(1))
     time.sleep(1.0)
     third = Host(address, caller(2, count=4))
-    for host in (first, second, third):
-        assert isinstance(host.join(), LockstepError)
-        assert str(host.error) == (
-            "hosts.count must be the same on every host, got 3 on host 0 and 4 on host 2; start the same command on "
-            "all of them"
-        )
+    assert isinstance(third.join(), LockstepError)
+    assert str(third.error) == (
+        "hosts.count must be the same on every host, got 3 on host 0 and 4 on host 2; start the same command on all of "
+        "them"
+    )
+    right = Host(address, caller(2))
+    assert [host.join() for host in (first, second, right)] == [None] * 3
 
 
 def test_a_host_of_another_run_is_sent_away_and_the_run_goes_on(
@@ -157,7 +158,21 @@ def test_a_host_that_went_away_may_come_again(address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "sent", [b"PRI * HTTP/2.0\r\n\r\n", b"\xff\x00\n", b"[]\n", b'{"tpu_grpo": 2}\n', b"x" * 200_000, b""]
+    "sent",
+    [
+        b"PRI * HTTP/2.0\r\n\r\n",
+        b"\xff\x00\n",
+        b"[]\n",
+        b"[" * 60_000 + b"\n",
+        b'{"a":' * 10_000 + b"\n",
+        b'{"tpu_grpo": 2}\n',
+        b"x" * 200_000,
+        b"",
+        Caller("demo", 9, 3, "beyond the count").to_line(),
+        Caller("demo", -1, 3, "no index").to_line(),
+        Caller("demo", 1, 3, "\x1b[2Jclears the screen").to_line(),
+        b'{"tpu_grpo": 1, "run": "demo", "index": 1, "count": 1e999, "who": "x"}\n',
+    ],
 )
 def test_what_is_no_host_disturbs_nobody(address: str, sent: bytes) -> None:
     first = Host(address, caller(0))
@@ -170,6 +185,46 @@ def test_what_is_no_host_disturbs_nobody(address: str, sent: bytes) -> None:
             pass
     hosts = [Host(address, caller(index)) for index in (1, 2)]
     assert [host.join() for host in (first, *hosts)] == [None] * 3
+
+
+def test_connections_that_say_nothing_are_closed_and_counted(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "SPEAKING_SECONDS", 0.5)
+    monkeypatch.setattr(meeting, "MOST_STRANGERS", 8)
+    first = Host(address, caller(0), 3.0)
+    silent = [connected(address) for _ in range(40)]
+    time.sleep(0.2)
+    second = Host(address, caller(1))
+    for connection in silent:
+        connection.settimeout(2.0)
+        assert connection.recv(1) == b""
+        connection.close()
+    assert "host 2 did not come" in str(second.join())
+    assert str(first.join()).endswith("; connections that were no hosts of this run: 40")
+
+
+@pytest.mark.parametrize(
+    "coordinator",
+    [
+        "127.0.0.1:{}",
+        "localhost:{}",
+        pytest.param("[::1]:{}", marks=pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6")),
+    ],
+)
+def test_the_port_is_open_on_the_given_address_only(coordinator: str) -> None:
+    import psutil
+
+    coordinator = coordinator.format(free_port())
+    with hold_port(coordinator, caller(0), 1.0):
+        (found,) = [c for c in psutil.Process().net_connections("tcp") if c.laddr.port == split_address(coordinator)[1]]
+        assert found.laddr.ip in ("127.0.0.1", "::1")
+
+
+def test_an_address_that_is_not_this_machines_is_refused() -> None:
+    with (
+        pytest.raises(ConfigError, match=r"an address of host 0 itself .* got 192\.0\.2\.1:8476 \(Cannot assign"),
+        hold_port("192.0.2.1:8476", caller(0), 1.0),
+    ):
+        pass
 
 
 def test_what_a_host_says_is_read_back() -> None:
@@ -248,7 +303,7 @@ def test_a_port_that_may_not_be_had_is_named(address: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(socket, "create_server", refuse)
     with (
-        pytest.raises(ConfigError, match=rf"that host 0 may listen on, got {address} \(Permission denied\)"),
+        pytest.raises(ConfigError, match=rf"that it may listen on, got {address} \(Permission denied\)"),
         hold_port(address, caller(0), 1.0),
     ):
         pass

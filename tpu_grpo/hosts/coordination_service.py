@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any
 
 from tpu_grpo.hosts.ending import alone, end_process, here
-from tpu_grpo.hosts.meeting import LOOPBACK, Caller, arrive, hold_port, no_answer, split_address, too_late
+from tpu_grpo.hosts.meeting import LOOPBACK, Caller, arrive, hold_port, no_answer, own_address, too_late
 from tpu_grpo.records.errors import ConfigError, LockstepError
 
 HEARTBEAT_SECONDS = 300
@@ -178,9 +178,9 @@ def _service(coordinator: str, count: int, seconds: int) -> Any:
     """Start the service as ``jax.distributed`` does, with the arguments it does not pass on."""
     from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]
 
-    address, port = split_address(coordinator)
+    family, address, port = own_address(coordinator)
     return _jax.get_distributed_runtime_service(
-        coordinator if address == LOOPBACK else f"[::]:{port}",
+        f"[{address}]:{port}" if family == socket.AF_INET6 else f"{address}:{port}",
         count,
         heartbeat_timeout=HEARTBEAT_SECONDS,
         cluster_register_timeout=seconds,

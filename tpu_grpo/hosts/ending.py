@@ -8,6 +8,7 @@ A run ends in one of these ways, with the exit codes of ``records/errors.py``:
     SIGINT or SIGTERM                `SignalledStop`: asked for the first time, the run saves a checkpoint and ends with
                                      4; before its first step, it ends at once with 4, once the hosts have met and
                                      know of it; a second signal ends it with 1
+    SIGHUP                           the terminal was closed, or the connection lost: the run goes on
 
 Host 0 runs the service through which hosts talk, and whose end aborts the others. So hosts that stop leave together:
 each says that it has left, and host 0 goes last.
@@ -304,6 +305,7 @@ class SignalledStop(StopRequest):
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the workers inherit it
         self._woken_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._thread.start()
         return self

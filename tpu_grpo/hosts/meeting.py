@@ -12,8 +12,10 @@ Therefore hosts meet here before jax's client may connect, and talk in lines of 
     {"come": true}                                connects jax's client
 
 Once the service could not have the port, jaxlib 0.10.2 would mostly crash; so host 0 listens until the service does.
-A host of another run is told {"refused": ...}, and this run goes on. Where something else answers, there is another
-program, or jax's service of a run that is complete: the host that came to it ends without having disturbed it.
+A host of another run, or with another count, is told {"refused": ...}, and this run goes on. Where something else
+answers, there is another program, or jax's service of a run that is complete: the host that came to it ends without
+having disturbed it. Whoever else connects is a stranger: it gets `SPEAKING_SECONDS` to say a line of at most
+`LONGEST_LINE` bytes, no more than `MOST_STRANGERS` are heard at once, and all of them are counted.
 """
 
 import errno
@@ -34,6 +36,11 @@ from tpu_grpo.records.errors import ConfigError, LockstepError, TpuGrpoError
 VERSION = 1
 LOOPBACK = "127.0.0.1"
 LONGEST_LINE = 65536
+SPEAKING_SECONDS = 5.0
+"""A connection that has not said by then which host it is, is closed."""
+MOST_STRANGERS = 128
+"""So many connections may be silent at once; the oldest makes room for another."""
+BACKLOG = 1024
 RETRY_SECONDS = 0.2
 PATIENCE_SECONDS = 10.0
 """A port that is taken may be that of a run that is ending: it is waited for so long."""
@@ -59,12 +66,14 @@ class Caller:
 
 
 def caller_of(line: bytes) -> Caller | None:
-    """Read what another process said first; None if it is no host of a run."""
+    """Read what another process said first; None if it is no host of a run. What it calls itself may be printed."""
     said = _read(line) or {}
     kinds = {"run": str, "index": int, "count": int, "who": str}
     if said.get("tpu_grpo") != VERSION or any(type(said.get(name)) is not kind for name, kind in kinds.items()):
         return None
-    return Caller(**{name: said[name] for name in kinds})
+    caller = Caller(**{name: said[name] for name in kinds})
+    sound = 0 <= caller.index < caller.count and caller.run.isprintable() and caller.who.isprintable()
+    return caller if sound else None
 
 
 def _line(said: Mapping[str, Any]) -> bytes:
@@ -75,7 +84,7 @@ def _read(line: bytes) -> dict[str, Any] | None:
     """Read a line of JSON; None if it is none, or no object."""
     try:
         said = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return said if isinstance(said, dict) else None
 
@@ -84,6 +93,23 @@ def split_address(coordinator: str) -> tuple[str, int]:
     """Return the address and the port of ADDRESS:PORT; an IPv6 address may stand in brackets."""
     address, _, port = coordinator.rpartition(":")
     return address.strip("[]"), int(port)
+
+
+def own_address(coordinator: str) -> tuple[socket.AddressFamily, str, int]:
+    """Return family, IP address and port that host 0 listens on: those that the coordinator's name stands for.
+
+    Raises:
+        ConfigError: the name cannot be resolved.
+    """
+    address, port = split_address(coordinator)
+    try:
+        family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(
+            f"hosts.coordinator must name an address of host 0, got {coordinator} ({error.strerror}); give its IP "
+            "address"
+        ) from error
+    return family, str(found[0]), port
 
 
 def too_late(missing: Sequence[int], me: Caller, timeout_seconds: float, more: str = "") -> str:
@@ -110,6 +136,7 @@ class _Guest:
     """One connection to host 0."""
 
     connection: socket.socket
+    since: float = field(default_factory=time.monotonic)
     received: bytes = b""
     caller: Caller | None = None
 
@@ -133,12 +160,14 @@ class Meeting:
     coordinator: str
     listener: socket.socket
     guests: list[_Guest] = field(default_factory=list)
+    strangers: int = 0
+    """So many connections were closed because they were no hosts of this run."""
 
     def await_all(self, timeout_seconds: float) -> None:
         """Return when all hosts are here.
 
         Raises:
-            LockstepError: some did not come in time, or were started with another count.
+            LockstepError: some did not come in time.
         """
         end = time.monotonic() + timeout_seconds
         with selectors.DefaultSelector() as selector:
@@ -147,20 +176,32 @@ class Meeting:
                 left = end - time.monotonic()
                 if left <= 0:
                     self._tell_all({"late": missing})
-                    raise LockstepError(too_late(missing, self.me, timeout_seconds))
-                for key, _ in selector.select(left):
+                    raise LockstepError(too_late(missing, self.me, timeout_seconds) + self._seen())
+                for key, _ in selector.select(min(left, SPEAKING_SECONDS)):
                     if key.data is None:
                         with suppress(OSError):  # it has gone again
                             connection, _ = self.listener.accept()
                             connection.settimeout(RETRY_SECONDS)
                             self.guests.append(_Guest(connection))
                             selector.register(connection, selectors.EVENT_READ, self.guests[-1])
-                    elif not self._hear(key.data):
-                        selector.unregister(key.data.connection)
-                        key.data.connection.close()
-                        self.guests.remove(key.data)
+                    elif key.data in self.guests and not self._hear(key.data):
+                        self._close(key.data, selector)
+                silent, now = [guest for guest in self.guests if guest.caller is None], time.monotonic()
+                for place, guest in enumerate(silent):
+                    if now - guest.since > SPEAKING_SECONDS or place < len(silent) - MOST_STRANGERS:
+                        self._close(guest, selector)
                 if missing != self._missing():
                     self._tell_all({"missing": self._missing()})
+
+    def _close(self, guest: _Guest, selector: selectors.BaseSelector) -> None:
+        """Let go of a connection that ended, or that is no host of this run."""
+        self.strangers += guest.caller is None
+        selector.unregister(guest.connection)
+        guest.connection.close()
+        self.guests.remove(guest)
+
+    def _seen(self) -> str:
+        return f"; connections that were no hosts of this run: {self.strangers}" if self.strangers else ""
 
     def share_port(self) -> None:
         """Let a service of this process bind the port, too; at no moment can another run have it."""
@@ -188,17 +229,13 @@ class Meeting:
         return caller is not None and self._admit(guest, caller)
 
     def _admit(self, guest: _Guest, caller: Caller) -> bool:
-        """Let a host take part, or tell it why not; what ends the run is told to all, and raised."""
+        """Let a host take part, or tell it why not."""
         try:
             self._check(caller)
-        except ConfigError as error:
-            guest.tell(_refusal(error))
+        except TpuGrpoError as error:
+            guest.tell({"refused": str(error), "code": error.exit_code})
             print(f"sent away {caller.who}, which came as host {caller.index}: {error}", file=sys.stderr, flush=True)
             return False
-        except LockstepError as error:
-            for each in {id(each): each for each in (*self.guests, guest)}.values():
-                each.tell(_refusal(error))
-            raise
         guest.caller = caller
         guest.tell({"missing": self._missing()})
         return True
@@ -234,10 +271,6 @@ class Meeting:
                 guest.tell(said)
 
 
-def _refusal(error: TpuGrpoError) -> dict[str, Any]:
-    return {"refused": str(error), "code": error.exit_code}
-
-
 @contextmanager
 def hold_port(coordinator: str, me: Caller, timeout_seconds: float) -> Iterator[Meeting]:
     """Listen where host 0 is to be met.
@@ -255,22 +288,17 @@ def hold_port(coordinator: str, me: Caller, timeout_seconds: float) -> Iterator[
 
 
 def _listen(coordinator: str, patience_seconds: float) -> socket.socket:
-    address, port = split_address(coordinator)
-    both = address != LOOPBACK and socket.has_dualstack_ipv6()
+    family, address, port = own_address(coordinator)
     end = time.monotonic() + patience_seconds
     while True:
         try:
-            return socket.create_server(
-                (LOOPBACK if address == LOOPBACK else "", port),
-                family=socket.AF_INET6 if both else socket.AF_INET,
-                dualstack_ipv6=both,
-                backlog=1024,
-            )
+            return socket.create_server((address, port), family=family, backlog=BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise ConfigError(
-                    f"hosts.coordinator must name a port that host 0 may listen on, got {coordinator} "
-                    f"({error.strerror}); choose one from 1024 to 65535"
+                    f"hosts.coordinator must be an address of host 0 itself and a port that it may listen on, got "
+                    f"{coordinator} ({error.strerror}); give the address that the other hosts reach it by, and a port "
+                    "from 1024 to 65535"
                 ) from error
         if time.monotonic() > end:
             raise ConfigError(
@@ -308,15 +336,19 @@ def arrive(coordinator: str, me: Caller, timeout_seconds: float) -> None:
         LockstepError: host 0 or other hosts did not come in time, or were started with another count.
     """
     end = time.monotonic() + timeout_seconds + GRACE_SECONDS
-    missing, why, strange_until = [], "", None
+    missing: list[int] = []
+    why, strange_until = "", None
     while time.monotonic() < end:
         try:
             for said in _lines_of_host_0(coordinator, me, end):
                 if "come" in said:
                     return
-                if "refused" in said:
-                    raise (ConfigError if said["code"] == ConfigError.exit_code else LockstepError)(said["refused"])
-                missing = said.get("late", said.get("missing", []))
+                if isinstance(refused := said.get("refused"), str):
+                    raise (ConfigError if said.get("code") == ConfigError.exit_code else LockstepError)(refused)
+                told = said.get("late", said.get("missing"))
+                if not (isinstance(told, list) and all(type(index) is int for index in told)):
+                    raise _StrangerError
+                missing = told
                 if "late" in said:
                     raise LockstepError(too_late(missing, me, timeout_seconds))
             strange_until = None  # host 0 went away
