@@ -95,6 +95,15 @@ def test_a_directory_that_cannot_be_made_is_spoken_of_and_left_alone(
     assert capsys.readouterr().err == ""
 
 
+def test_programs_that_others_may_have_put_there_are_not_run(
+    cache: ProgramCache, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cache.directory.stat().st_mode & 0o777 == 0o700
+    cache.directory.chmod(0o770)
+    assert not ProgramCache(cache.directory).open()
+    assert f"cannot be kept in {cache.directory}: others may write there; the run goes on" in capsys.readouterr().err
+
+
 def test_what_was_not_used_for_longest_makes_room(cache: ProgramCache, monkeypatch: pytest.MonkeyPatch) -> None:
     for time, key in enumerate(("old", "used", "new")):
         cache.put(key, b"x" * 68)  # 100 bytes with the checksum

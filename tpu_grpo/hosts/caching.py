@@ -18,6 +18,7 @@ jax (0.10.2) has such a cache, which is changed here in four ways:
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -120,11 +121,18 @@ class ProgramCache:
     def open(self) -> bool:
         """Make the directory, and room in it; False, and a word about it, if it cannot be used at all."""
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self._is_ours():  # a program is code
+                raise PermissionError(errno.EPERM, "others may write there")
             self._make_room()
         except OSError as error:
             self._stop_writing(error)
-        return self.directory.is_dir()
+        return self.directory.is_dir() and self._is_ours()
+
+    def _is_ours(self) -> bool:
+        """Say whether only this user can put programs there."""
+        found = self.directory.stat()
+        return found.st_uid == os.getuid() and not found.st_mode & 0o022
 
     def get(self, key: str) -> bytes | None:
         """Return a program; None if there is none, or its file was damaged, which is then removed."""

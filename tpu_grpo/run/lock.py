@@ -12,10 +12,12 @@ A process that was thought dead, and was only stopped, finds another's name in i
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import socket
+import stat
 import sys
 import threading
 import time
@@ -76,13 +78,38 @@ def read_owner(path: Path) -> Owner | None:
     Raises:
         OSError: for a file that is not there, or cannot be read.
     """
-    return _parsed(path.read_bytes())
+    file = _open(path, os.O_RDONLY)
+    try:
+        return _parsed(os.read(file, RECORD_BYTES))
+    finally:
+        os.close(file)
+
+
+def _open(path: Path, flags: int) -> int:
+    """Open the file of the lock, which is never reached through a link: what that points to is not this package's.
+
+    Raises:
+        ConfigError: there is something else of its name.
+        OSError: it cannot be opened.
+    """
+    try:
+        file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        if stat.S_ISREG(os.fstat(file).st_mode):
+            return file
+        os.close(file)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            raise
+    raise ConfigError(
+        f"run.dir must hold a file of its own as {path.name}, got a link, directory or pipe at {path}; "
+        "remove it, or choose another run.dir"
+    )
 
 
 def _parsed(record: bytes) -> Owner | None:
     try:
         return Owner(**json.loads(record))
-    except (ValueError, TypeError):  # not JSON, or not these fields
+    except (ValueError, TypeError, RecursionError):  # not JSON, or not these fields
         return None
 
 
@@ -132,7 +159,7 @@ class RunLock:
         path = directory / LOCK_FILE
         for _ in range(ATTEMPTS):
             with contextlib.ExitStack() as stack:
-                file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+                file = _open(path, os.O_RDWR | os.O_CREAT)
                 stack.callback(os.close, file)
                 before = _refuse_if_taken(path, file, silent_seconds, tell)
                 if not _is_at(path, file):  # its owner has released it since, or another has taken its place
@@ -188,7 +215,7 @@ def holder(directory: Path, *, guess: bool = False) -> Owner | None:
     """
     path = directory / LOCK_FILE
     try:
-        file = os.open(path, os.O_RDONLY)
+        file = _open(path, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:
