@@ -4,9 +4,12 @@ Without a config it runs configs/demo_cpu.yaml. --help lists every setting, --pr
 --dry-run checks everything that can be checked without generating a token.
 """
 
+import signal
 import sys
 
 import beside
+
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})  # until the command knows what they mean
 
 if __name__ == "__main__":
     beside.prepare()

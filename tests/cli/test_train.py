@@ -449,3 +449,15 @@ def test_who_is_stopped_is_told_the_command_that_continues() -> None:
         "would start over"
     )
     assert RunConfig().going_on == "start the same command again to continue"
+
+
+def test_a_signal_while_the_package_is_imported_is_answered_once_a_run_can(tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT, f"run.dir={tmp_path / 'run'}"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    blocked = Path(f"/proc/{process.pid}/status")
+    while f"SigBlk:\t{1 << (signal.SIGINT - 1) | 1 << (signal.SIGTERM - 1):016x}" not in blocked.read_text():
+        assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 4
+    assert "SIGTERM: the run is ended before its first step" in errors

@@ -5,6 +5,7 @@ import inspect
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from jax._src import compiler, lru_cache
 
 from tpu_grpo.hosts import Hosts, caching, keep_programs
-from tpu_grpo.hosts.caching import ProgramCache, programs_directory
+from tpu_grpo.hosts.caching import ProgramCache, exclusive, programs_directory
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PROGRAM = """
@@ -132,3 +133,22 @@ def test_programs_of_other_threads_and_cpus_are_kept_apart(monkeypatch: pytest.M
 )
 def test_jax_still_needs_the_change(function: Any, reason: str) -> None:
     assert reason in inspect.getsource(function)
+
+
+def test_who_waits_for_a_lock_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(caching, "WAITING_SECONDS", 0.1)
+    path, entered = tmp_path / "a lock", threading.Event()
+
+    def wait() -> None:
+        with exclusive(path):
+            entered.set()
+
+    with exclusive(path):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        assert not entered.wait(0.5)
+    waiting.join(5)
+    assert entered.is_set()
+    assert capsys.readouterr().err == f"waiting for another process of this machine, which has locked {path}\n"

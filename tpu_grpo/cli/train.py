@@ -4,6 +4,7 @@ Nothing heavy is imported before it is needed, so that help and typing errors an
 """
 
 import argparse
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -48,9 +49,10 @@ def _run(config: RunConfig, options: argparse.Namespace) -> int:
         return 0
     if options.slice and not options.dry_run:
         raise ConfigError(f"--slice needs --dry-run, got --slice {options.slice} alone; a run finds its own devices")
-    if options.slice:
-        return _dry_run_on(config, options.slice)
-    return _dry_run(config) if options.dry_run else _train(config)
+    if not (options.slice or options.dry_run):
+        return _train(config)
+    _let_signals_come()
+    return _dry_run_on(config, options.slice) if options.slice else _dry_run(config)
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -58,9 +60,15 @@ def _replay(options: argparse.Namespace) -> int:
     if others := [name for name in ("print_config", "dry_run", "slice") if getattr(options, name)]:
         flag = f"--{others[0].replace('_', '-')}"
         raise ConfigError(f"--replay does an update of a run again and goes with no other option, got {flag}; drop one")
+    _let_signals_come()
     from tpu_grpo.cli.replay import replay_and_print
 
     return replay_and_print(options.replay, options.words)
+
+
+def _let_signals_come() -> None:
+    """End by SIGINT and SIGTERM, which scripts/run.py keeps until a run has its own answer to them."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
 
 
 def help_text() -> str:

@@ -41,6 +41,8 @@ VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 MOST_BYTES = 10 * 2**30
 """What was not used for longest is removed at the start when the cache holds more."""
 CHECKSUM_BYTES = 32
+WAITING_SECONDS = 5.0
+"""Who waits longer for a lock says what for."""
 
 
 def cache_directory() -> Path:
@@ -50,13 +52,24 @@ def cache_directory() -> Path:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Hold a lock file; the system releases it also when the process dies.
+    """Hold a lock file; the system releases it also when the process dies. Who has to wait for it says so.
+
+    What needs the other hosts of a run, such as the first use of a device, may not be done while it is held: one of
+    them may be waiting for it.
 
     Raises:
         OSError: for a path that cannot be written.
     """
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            line = f"waiting for another process of this machine, which has locked {path}"
+            telling = threading.Timer(WAITING_SECONDS, lambda: print(line, file=sys.stderr, flush=True))
+            telling.daemon = True
+            telling.start()
+            fcntl.flock(file, fcntl.LOCK_EX)
+            telling.cancel()
         yield
 
 

@@ -308,20 +308,21 @@ class SignalledStop(StopRequest):
         self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the workers inherit it
         self._woken_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
         self._thread.start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stopped = isinstance(error, Interrupted)
+        stopped = isinstance(error, Interrupted) and (self.signalled or here.leave is not None)
         signal.set_wakeup_fd(self._woken_before)
         for number, handler in self._before.items():  # a signal to all hosts may come later here than elsewhere
             signal.signal(number, signal.SIG_IGN if stopped else handler)
         os.close(self._writing)  # which ends the thread
         self._thread.join()
         os.close(self._reading)
-        if isinstance(error, Interrupted):
-            here.leaving_with = error.exit_code
+        if stopped:
+            here.leaving_with = Interrupted.exit_code
             leave_when_done(together=True)  # without the threads of rewards that go on
 
     def hosts_met(self, tell_others: Callable[[End], None]) -> None:

@@ -128,6 +128,8 @@ def builtin_checkpoint(name: str, seed: int, *, progress: bool, recipe: Recipe |
     entry = cache / f"{name}-seed{seed}-{recipe_digest(recipe, task)}"
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        if not is_whole(entry):
+            jax.local_devices()  # for which jax awaits the other hosts, which must not be waiting for the lock
         with exclusive(cache / f".{entry.name}.lock"):
             if not is_whole(entry):
                 _teach_into(entry, recipe, task, seed, progress)
