@@ -5,12 +5,15 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
 from tpu_grpo.config import DataSection
+from tpu_grpo.data import lazy_records
 from tpu_grpo.data.rendering import PromptRenderer
 from tpu_grpo.data.sources import Source, read_records
 from tpu_grpo.data.stream import open_prompts, prompts_digest
+from tpu_grpo.hosts.ending import here
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Prompt
 
@@ -123,3 +126,26 @@ def test_the_digest_tells_other_texts_columns_and_tokenizers(tokenizer: PreTrain
     assert digest(columns={"m": "n"}) != first
     tokenizer.add_tokens(["+"])
     assert digest() != first
+
+
+@pytest.fixture
+def _on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Console, "is_terminal", property(lambda self: True))
+
+
+def shown(total: int, capsys: pytest.CaptureFixture[str]) -> str:
+    with lazy_records.reading("reading d.jsonl", total, "bytes") as advance:
+        advance(total)
+    return capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("_on_a_terminal")
+def test_a_bar_is_shown_for_much(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(lazy_records.MUCH["bytes"] - 1, capsys) == ""
+    assert "reading d.jsonl" in shown(lazy_records.MUCH["bytes"], capsys)
+    monkeypatch.setattr(here, "index", 1)
+    assert shown(lazy_records.MUCH["bytes"], capsys) == ""
+
+
+def test_off_a_terminal_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(lazy_records.MUCH["bytes"], capsys).strip() == ""

@@ -138,7 +138,7 @@ PUBLISHED = [
 """config.json, and the number of parameters that was published with it."""
 FAMILY_CASES = [
     pytest.param(family, marks=pytest.mark.slow if family == "qwen3" else ()) for family in FAMILIES
-]  # test_load_model.py has qwen3's numbers
+]  # test_tunix_model.py has qwen3's numbers
 
 
 # --- accepted --------------------------------------------------------------------------------------------------------
