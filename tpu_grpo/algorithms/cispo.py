@@ -17,7 +17,6 @@ The paper leaves the bounds open and has none below. Projects write the upper on
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from tpu_grpo.algorithms.algorithm import TokenLosses, token_ratio
@@ -34,6 +33,7 @@ class Cispo:
     aggregation: LossAggregation = "token-mean"
     numbers = ("_lowest", "_highest")
     advantage_formula = Grpo.advantage_formula
+    advantages = Grpo.advantages
 
     def __init__(self, clip_low: float | None = None, clip_high: float | None = None, cap: float | None = None):
         if cap is not None and clip_high is not None:
@@ -52,10 +52,6 @@ class Cispo:
         highest = f"{self._highest:g}"
         weight = f"clip(r, {self._lowest:g}, {highest})" if self._lowest else f"min(r, {highest})"
         return f"-sg({weight})*A*log(p)"
-
-    def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """Standardize the rewards of each group, as GRPO does."""
-        return Grpo().advantages(rewards_PG)
 
     def token_losses(
         self,

@@ -16,7 +16,6 @@ must be rollout. Advantages are centred (Dr. GRPO's), and all tokens of a step c
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from tpu_grpo.algorithms.algorithm import TokenLosses, limited_exp
@@ -31,6 +30,7 @@ class Dppo:
     aggregation: LossAggregation = "token-mean"
     numbers = ("_low", "_high", "_kl_weight")
     advantage_formula = DrGrpo.advantage_formula
+    advantages = DrGrpo.advantages
 
     def __init__(
         self,
@@ -59,10 +59,6 @@ class Dppo:
         far = f"p - p_engine > {self._high:g} if A > 0 else p_engine - p > {self._low:g}"
         penalty = f" + {self._kl_weight:g}*log(r)**2" if self._kl_weight else ""
         return f"(0 if far else -r*A){penalty}; far = {far}"
-
-    def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """Subtract the mean of each group."""
-        return DrGrpo().advantages(rewards_PG)
 
     def token_losses(
         self,

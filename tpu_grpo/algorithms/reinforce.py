@@ -13,7 +13,6 @@ at ratio 1 and stays right beyond, with nothing to bound its variance.
 """
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from tpu_grpo.algorithms.algorithm import TokenLosses, token_ratio
@@ -27,6 +26,7 @@ class Reinforce:
 
     aggregation: LossAggregation = "sequence-mean-token-scale"
     advantage_formula = DrGrpo.advantage_formula
+    advantages = DrGrpo.advantages
 
     def __init__(self, iterations: int = 1, mini_batch_prompts: int | None = None, importance_sampling: bool = False):
         if (iterations > 1 or mini_batch_prompts is not None) and not importance_sampling:
@@ -43,10 +43,6 @@ class Reinforce:
     def formula(self) -> str:
         """The loss of a token."""
         return "-r*A" if self._importance_sampling else "-A*log(p)"
-
-    def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """Subtract the mean of each group."""
-        return DrGrpo().advantages(rewards_PG)
 
     def token_losses(
         self,

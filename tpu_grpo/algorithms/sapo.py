@@ -12,7 +12,6 @@ and temperature_negative are the two t; nothing is ever clipped, and ``update/cl
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from tpu_grpo.algorithms.algorithm import TokenLosses, token_ratio
@@ -27,6 +26,7 @@ class Sapo:
     aggregation: LossAggregation = "sequence-mean-token-mean"
     numbers = ("_positive", "_negative")
     advantage_formula = Grpo.advantage_formula
+    advantages = Grpo.advantages
 
     def __init__(self, temperature_positive: float = 1.0, temperature_negative: float = 1.05):
         for option, value in (
@@ -41,10 +41,6 @@ class Sapo:
     def formula(self) -> str:
         """The loss of a token, with the temperatures."""
         return f"-4/t*sigmoid(t*(r - 1))*A; t = {self._positive:g} if A > 0 else {self._negative:g}"
-
-    def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
-        """Standardize the rewards of each group, as GRPO does."""
-        return Grpo().advantages(rewards_PG)
 
     def token_losses(
         self,
