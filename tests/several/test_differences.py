@@ -12,27 +12,12 @@ SECONDS = 60
 
 SETTINGS = [
     ("run.seed=6", "run.seed"),
-    ("run.max_steps=3", "run.max_steps"),
     ("model.dtype=bfloat16", "model.dtype"),
-    ("model.remat=block", "model.remat"),
-    ("data.prompts_per_step=8", "data.prompts_per_step"),
-    ("data.max_prompt_tokens=13", "data.max_prompt_tokens"),
-    ("data.shuffle=false", "data.shuffle"),
-    ("rollout.temperature=0.9", "rollout.temperature"),
-    ("rollout.top_k=5", "rollout.top_k"),
-    ("rollout.kv_tokens=100", "rollout.kv_tokens"),
-    ("rollout.page_size=2", "rollout.page_size"),
-    ("rollout.prefix_cache=false", "rollout.prefix_cache"),
-    ("algorithm.group_size=2", "algorithm.group_size"),
-    ("algorithm.beta=0.1", "algorithm.beta"),
-    ("algorithm.old_policy=trainer", "algorithm.old_policy"),
-    ("optimizer.learning_rate=1e-4", "optimizer.learning_rate"),
     ("meshes.trainer={fsdp: 2, tp: 2}", "meshes.trainer.fsdp"),
-    ("meshes.sampler.tensor=2", "meshes.sampler.tensor"),
-    ("checkpoint.every=1", "checkpoint.every"),
     ("hosts.check=step", "hosts.check"),
-    ("rewards=[{name: rewards.py:ascii_share, weight: 2.0}]", "rewards"),
+    ("rewards=[{name: rewards.py:ascii_share, weight: 2.0}]", "rewards.0.weight"),
 ]
+"""One of each kind; tests/run/test_fingerprints.py compares every setting."""
 FILES = [
     ("line:data.jsonl", "data file of data.path"),
     ("line:held.jsonl", "data file of evaluation.path"),
