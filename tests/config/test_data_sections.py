@@ -2,8 +2,8 @@
 
 import pytest
 
+from tests.config.asking import message
 from tpu_grpo.config import load_config
-from tpu_grpo.records.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,7 @@ def test_what_the_best_may_be_of(best: str) -> None:
         ),
         (["data.sources=[{path: b.csv, weight: 0}]"], "data.sources.0.weight: input should be greater than 0, got 0"),
         (["data.sources=[{path: b.csv, wieght: 2}]"], "did you mean data.sources[i].weight?"),
-        (
-            ["data.date=26.7.2024"],
-            "data.date must be a day as YYYY-MM-DD, got '26.7.2024' (such as 2024-07-26)",
-        ),
+        (["data.date=26.7.2024"], "data.date must be a day as YYYY-MM-DD, got '26.7.2024' (such as 2024-07-26)"),
         (["data.date=2024-02-30"], "data.date must be a day as YYYY-MM-DD, got '2024-02-30' (day is out of range"),
         (["data.columns={question: ''}"], "must map names to columns, got an empty one for 'question'"),
         (
@@ -60,12 +57,7 @@ def test_what_the_best_may_be_of(best: str) -> None:
             "evaluation.k must be at most evaluation.samples=3, got [4]; take more samples, or drop them",
         ),
         (["evaluation.k=[2, 2]", "evaluation.samples=3"], "must name every k once, got [2, 2]"),
-        (["evaluation.temperature=0"], "evaluation.temperature: input should be greater than 0"),
         (["evaluation.rewards=[]"], "evaluation.rewards must name at least one reward, got none"),
-        (
-            ["evaluation.rewards=[{name: gsm8k}, {name: gsm8k}]"],
-            "rewards must have names of their own in the metrics, got ['gsm8k'] twice",
-        ),
         (
             ["evaluation.best=pass@4/exact_answer", "evaluation.samples=2"],
             "evaluation.best must be MODE/REWARD with a mode of ['greedy', 'sampled', 'pass@2', 'maj@2'] and a reward "
@@ -75,9 +67,7 @@ def test_what_the_best_may_be_of(best: str) -> None:
     ],
 )
 def test_what_cannot_be(overrides: list[str], said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, overrides)
-    assert said in str(caught.value)
+    assert said in message(*overrides)
 
 
 def test_a_mixture_survives_being_written_out(tmp_path) -> None:

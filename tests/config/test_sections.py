@@ -1,91 +1,42 @@
 """Settings: what they default to, and what one alone cannot be."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from tests.config.asking import message, value_of
-from tpu_grpo.config import RunConfig, load_config
+from tests.config.asking import message
+from tpu_grpo.config import RunConfig, load_config, settings
 
 HELP = "`--help` lists every setting with its type and default"
+DEFAULTS = """
+run.name=run run.dir=unset run.seed=0 model.path=builtin:addition model.dtype=float32 model.param_dtype=float32
+model.attention=auto rollout.attention=auto rollout.temperature=1.0 rollout.max_new_tokens=256
+rollout.batch_paddings=unset rollout.steps_per_launch=auto rollout.kv_dtype=auto rollout.release_during_update=false
+rewards=['exact_answer'] rewards[i].weight=1.0 rewards[i].options={}
+algorithm.name=grpo algorithm.options={} algorithm.advantage=unset algorithm.loss_aggregation=unset
+algorithm.group_size=8 algorithm.beta=0.0 algorithm.iterations=1 algorithm.old_policy=rollout
+optimizer.name=adamw optimizer.options={} optimizer.state=full optimizer.learning_rate=1.0e-06
+optimizer.schedule=constant optimizer.decay_steps=0 optimizer.b1=0.9 optimizer.b2=0.95 optimizer.rules=[]
+meshes.layout=shared meshes.trainer.fsdp=unset meshes.trainer.tp=1 meshes.sampler.tensor=unset
+meshes.sampler.shard_vocab=unset hosts.coordinator=unset hosts.count=1 hosts.index=0 hosts.check=rollout
+hosts.start_timeout_seconds=300.0 hosts.lost_timeout_seconds=40.0 checkpoint.every=0 checkpoint.resume=auto
+evaluation.every=0 logging.wandb=off logging.profile_steps=[]
+"""
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("run.name", "run"),
-        ("run.dir", None),
-        ("run.seed", 0),
-        ("model.path", "builtin:addition"),
-        ("model.dtype", "float32"),
-        ("model.param_dtype", "float32"),
-        ("model.attention", "auto"),
-        ("data.prompt_template", "{question}"),
-        ("rollout.attention", "auto"),
-        ("rollout.temperature", 1.0),
-        ("rollout.max_new_tokens", 256),
-        ("rollout.batch_paddings", None),
-        ("rollout.steps_per_launch", "auto"),
-        ("rollout.kv_dtype", "auto"),
-        ("rollout.release_during_update", False),
-        ("algorithm.name", "grpo"),
-        ("algorithm.options", {}),
-        ("algorithm.advantage", None),
-        ("algorithm.loss_aggregation", None),
-        ("algorithm.group_size", 8),
-        ("algorithm.beta", 0.0),
-        ("algorithm.iterations", 1),
-        ("algorithm.old_policy", "rollout"),
-        ("optimizer.name", "adamw"),
-        ("optimizer.options", {}),
-        ("optimizer.state", "full"),
-        ("optimizer.learning_rate", 1e-6),
-        ("optimizer.schedule", "constant"),
-        ("optimizer.decay_steps", 0),
-        ("optimizer.b1", 0.9),
-        ("optimizer.b2", 0.95),
-        ("optimizer.rules", ()),
-        ("meshes.layout", "shared"),
-        ("meshes.trainer.fsdp", None),
-        ("meshes.trainer.tp", 1),
-        ("meshes.sampler.tensor", None),
-        ("meshes.sampler.shard_vocab", None),
-        ("hosts.coordinator", None),
-        ("hosts.count", 1),
-        ("hosts.index", 0),
-        ("hosts.check", "rollout"),
-        ("hosts.start_timeout_seconds", 300.0),
-        ("hosts.lost_timeout_seconds", 40.0),
-        ("checkpoint.every", 0),
-        ("checkpoint.resume", "auto"),
-        ("evaluation.every", 0),
-        ("logging.wandb", "off"),
-        ("logging.profile_steps", ()),
-    ],
-)
-def test_defaults(name: str, value: Any) -> None:
-    assert value_of(RunConfig(), name) == value
-    assert value_of(load_config(None), name) == value
-
-
-def test_the_default_reward_is_an_exact_answer() -> None:
-    (reward,) = RunConfig().rewards
-    assert (reward.name, reward.weight, reward.options) == ("exact_answer", 1.0, {})
+def test_defaults() -> None:
+    assert load_config(None) == RunConfig()
+    listed = {name: default.strip("'") for name, _, default, _ in settings()}
+    stated = [word.partition("=")[::2] for word in DEFAULTS.split()]
+    assert [(name, listed[name]) for name, _ in stated] == stated
 
 
 def test_a_config_is_frozen() -> None:
     config = RunConfig()
-    for section, key in (
-        (config, "run"),
-        (config.run, "seed"),
-        (config.meshes.trainer, "tp"),
-        (config.rewards[0], "name"),
-    ):
+    for section, key in ((config, "run"), (config.run, "seed"), (config.meshes.trainer, "tp")):
         with pytest.raises(ValidationError, match="frozen"):
             setattr(section, key, 1)
-    assert config == RunConfig()
 
 
 @pytest.mark.parametrize(
@@ -109,12 +60,9 @@ def test_a_config_is_frozen() -> None:
         ("run.max_steps=true", "run.max_steps must not be a switch, got true; `--help` lists what it takes"),
         ("optimizer.b1=false", "optimizer.b1 must not be a switch, got false; `--help` lists what it takes"),
         ("optimizer.learning_rate=.nan", f"optimizer.learning_rate: input should be a finite number, got nan; {HELP}"),
-        ("optimizer.learning_rate=.inf", f"optimizer.learning_rate: input should be a finite number, got inf; {HELP}"),
         ("optimizer.b2=1", f"optimizer.b2: input should be less than 1, got 1; {HELP}"),
         ("rollout.top_p=0", f"rollout.top_p: input should be greater than 0, got 0; {HELP}"),
         ("model.dtype=fp16", f"model.dtype: input should be 'float32' or 'bfloat16', got 'fp16'; {HELP}"),
-        ("model.param_dtype=int8", f"model.param_dtype: input should be 'float32' or 'bfloat16', got 'int8'; {HELP}"),
-        ("rollout.kv_dtype=fp4", f"rollout.kv_dtype: input should be 'auto', 'int8' or 'fp8', got 'fp4'; {HELP}"),
         (
             "logging.profile_steps=[3, 0]",
             f"logging.profile_steps.1: input should be greater than or equal to 1, got 0; {HELP}",
@@ -123,19 +71,15 @@ def test_a_config_is_frozen() -> None:
             "logging.profile_steps=3",
             "logging.profile_steps must be a list, got 3; write it in brackets: logging.profile_steps='[...]'",
         ),
-        ("optimizer.state=tiny", f"optimizer.state: input should be 'full' or 'compact', got 'tiny'; {HELP}"),
-        (
-            "optimizer.schedule=step",
-            "optimizer.schedule: input should be 'constant', 'linear', 'cosine' or 'wsd', got 'step'; " + HELP,
-        ),
-        (
-            "optimizer.options={nesterov: no}",
-            "optimizer.options must say true or false, or put a text in quotes, got nesterov: no",
-        ),
         (
             "optimizer.rules=[{match: '(norm'}]",
             "optimizer.rules.0.match must be a regular expression, got '(norm' (missing ), unterminated subpattern at "
             "position 0); an example: norm|embedder",
+        ),
+        (
+            "model.lora.targets=(q",
+            "model.lora.targets must be a regular expression, got '(q' (missing ), unterminated subpattern at position "
+            "0); an example: attn.(q|v)_proj",
         ),
         (
             "optimizer.rules=[norm]",
@@ -143,14 +87,9 @@ def test_a_config_is_frozen() -> None:
             "learning_rate",
         ),
         (
-            "optimizer.rules=[{weight_decay: 1}]",
-            f"optimizer.rules.0.match: field required, got {{'weight_decay': 1}}; {HELP}",
-        ),
-        (
             "optimizer.rules=[{match: x, learning_rate: -1}]",
             f"optimizer.rules.0.learning_rate: input should be greater than or equal to 0, got -1; {HELP}",
         ),
-        ("meshes.layout=apart", f"meshes.layout: input should be 'shared' or 'split', got 'apart'; {HELP}"),
         (
             "data.shuffle=maybe",
             f"data.shuffle: input should be a valid boolean, unable to interpret input, got 'maybe'; {HELP}",
@@ -158,16 +97,16 @@ def test_a_config_is_frozen() -> None:
         ("run=5", "run must be a section, got 5; known in run: name, dir, seed, max_steps, compilation_cache"),
         ("meshes.trainer=[]", "meshes.trainer must be a section, got []; known in meshes.trainer: fsdp, tp"),
         (
-            "rewards=[gsm8k]",
-            "rewards.0 must be a section, got 'gsm8k'; known in rewards.0: name, label, weight, options, "
-            "only_if, workers, early, timeout, on_error, error_value, messages, recycle, memory_gb, deterministic",
+            "evaluation.rewards=[gsm8k]",
+            "evaluation.rewards.0 must be a section, got 'gsm8k'; known in evaluation.rewards.0: name, label, weight, "
+            "options, only_if, workers, early, timeout, on_error, error_value, messages, recycle, memory_gb, "
+            "deterministic",
         ),
         ("rewards=[{weight: 1}]", f"rewards.0.name: field required, got {{'weight': 1}}; {HELP}"),
         ("rewards=gsm8k", "rewards must be a list, got 'gsm8k'; write it in brackets: rewards='[...]'"),
-        ("rewards=[]", "rewards must name at least one reward, got none; add e.g. {name: exact_answer}"),
         (
-            "rollout.batch_paddings=8",
-            "rollout.batch_paddings must be a list, got 8; write it in brackets: rollout.batch_paddings='[...]'",
+            "rewards=[{name: gsm8k, weight: {-1: 2}}]",
+            "rewards.0.weight must be a number or a schedule {step: factor} of steps >= 0, got {-1: 2.0}",
         ),
         (
             "rollout.batch_paddings=[]",
@@ -177,28 +116,14 @@ def test_a_config_is_frozen() -> None:
             "rollout.steps_per_launch=0",
             "rollout.steps_per_launch must be auto or a whole number from 1 on, got 0; `--help` says what it means",
         ),
-        (
-            "rollout.batch_paddings=[8, 0]",
-            f"rollout.batch_paddings.1: input should be greater than or equal to 1, got 0; {HELP}",
-        ),
         ("run.name=7", "run.name must be text, got 7; put a text in quotes of its own: run.name='\"...\"'"),
+        ("algorithm.group_size=1", "algorithm.group_size must be >= 2, got 1; a group of one has no baseline"),
+        ("environment.name={}", "environment.name must name an environment, got {}; leave it unset for none"),
         (
-            "data.prompt_template={question}",
-            "data.prompt_template must be text, got {'question': None}; put a text in quotes of its own: "
-            "data.prompt_template='\"...\"'",
+            "logging.on_end=' '",
+            "logging.on_end must be a command or an address, got ' '; leave it unset to tell nobody",
         ),
-        (
-            "algorithm.group_size=1",
-            "algorithm.group_size must be >= 2, got 1; a group of one has no baseline",
-        ),
-        (
-            "hosts.count=2",
-            "hosts.count=2 needs hosts.coordinator, got none; set it to host:port of process 0",
-        ),
-        (
-            "hosts.index=1",
-            "hosts.index must be below hosts.count=1, got 1; indices start at 0",
-        ),
+        ("data.path=", "data.path must name a source, got ''; builtin:addition is the default"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_name_and_the_remedy(override: str, expected: str) -> None:
@@ -208,19 +133,6 @@ def test_a_wrong_value_is_refused_with_its_name_and_the_remedy(override: str, ex
 @pytest.mark.parametrize("name", ["a b", "../x", ".hidden", "a/b", ""])
 def test_a_run_name_is_a_plain_file_name(name: str) -> None:
     assert message(f'run.name="{name}"').startswith("run.name: string should match pattern")
-
-
-def test_a_single_layer_needs_no_quotes_and_survives_the_resolved_file(tmp_path: Path) -> None:
-    config = load_config(None, ["model.lora.rank=4", "model.lora.layers=3"])
-    assert config.model.lora.layers == "3"
-    (tmp_path / "config.yaml").write_text(config.to_yaml())
-    assert load_config(tmp_path / "config.yaml") == config
-
-
-def test_targets_are_an_expression() -> None:
-    assert "model.lora.targets must be a regular expression, got '(q'" in message(
-        "model.lora.rank=4", "model.lora.targets=(q"
-    )
 
 
 @pytest.mark.parametrize(
@@ -236,13 +148,13 @@ def test_a_compact_state_is_asked_for_by_the_state_or_by_the_name(overrides: lis
     assert load_config(None, overrides).optimizer.compact == compact
 
 
-def test_rules_of_parameters_keep_their_order(tmp_path: Path) -> None:
-    config = load_config(
-        None, ["optimizer.rules=[{match: norm|embedder, weight_decay: 0}, {match: '.', learning_rate: 2}]"]
-    )
+def test_rules_of_parameters_keep_their_order_and_a_single_layer_needs_no_quotes(tmp_path: Path) -> None:
+    rules = "optimizer.rules=[{match: norm|embedder, weight_decay: 0}, {match: '.', learning_rate: 2}]"
+    config = load_config(None, [rules, "model.lora.rank=4", "model.lora.layers=3"])
     assert [(rule.match, rule.weight_decay, rule.learning_rate) for rule in config.optimizer.rules] == [
         ("norm|embedder", 0.0, 1.0),
         (".", None, 2.0),
     ]
+    assert config.model.lora.layers == "3"
     (tmp_path / "config.yaml").write_text(config.to_yaml())
     assert load_config(tmp_path / "config.yaml") == config

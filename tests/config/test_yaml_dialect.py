@@ -19,7 +19,6 @@ from tpu_grpo.config.yaml_dialect import Loader
     [
         ("off", "off"),
         ("No", "No"),
-        ("y", "y"),
         ("tRue", "tRue"),
         ("TRUE", True),
         ("~", None),
@@ -34,7 +33,6 @@ from tpu_grpo.config.yaml_dialect import Loader
         ("inf", "inf"),
         ("+5", 5),
         ("010", 10),
-        ("08", 8),
         ("0o17", 15),
         ("0x1F", 31),
         ("0b101", "0b101"),
@@ -42,7 +40,6 @@ from tpu_grpo.config.yaml_dialect import Loader
         ("1,5", "1,5"),
         ("١", "١"),
         ("1:30", "1:30"),
-        ("1:30:45.5", "1:30:45.5"),
         ("1.2.3", "1.2.3"),
         ("2026-01-01", "2026-01-01"),
         ("2026-01-01 10:00:00", "2026-01-01 10:00:00"),
@@ -51,7 +48,6 @@ from tpu_grpo.config.yaml_dialect import Loader
         ("C:\\x", "C:\\x"),
         ("!!str 010", "010"),
         ("!!float 1", 1.0),
-        ("!!bool True", True),
         ("%YAML 1.1\n---\noff", "off"),
         ("x: &x {a: 1, b: 1}\ny: {b: 2, <<: *x}", {"x": {"a": 1, "b": 1}, "y": {"a": 1, "b": 2}}),
         (
@@ -121,19 +117,13 @@ def test_what_no_setting_takes_is_refused_with_the_reason(tmp_path: Path, text: 
 @pytest.mark.parametrize(
     ("override", "value"),
     [
-        ("meshes.trainer.tp=4", 4),
         ("meshes.sampler.shard_vocab=false", False),
         ("meshes.sampler.shard_vocab=null", None),
-        ("optimizer.learning_rate=1e-4", 1e-4),
         ("optimizer.learning_rate=3e-4", 3e-4),
-        ("optimizer.learning_rate=2.5E-05", 2.5e-5),
         ("optimizer.learning_rate=0", 0.0),
         ("run.max_steps=1e2", 100),
-        ("run.seed=010", 10),
         ("run.seed=4294967295", 2**32 - 1),
-        ("rollout.kv_tokens=null", None),
         ("rollout.batch_paddings=[8, 16]", (8, 16)),
-        ("data.shuffle=false", False),
         ("data.shuffle=no", False),
         ("data.prompt_template=a=b", "a=b"),
         ('data.prompt_template="{question}: =\'"', "{question}: ='"),
@@ -144,7 +134,6 @@ def test_what_no_setting_takes_is_refused_with_the_reason(tmp_path: Path, text: 
         ("run.name=2026-01-01", "2026-01-01"),
         ("run.name='1e5'", "1e5"),
         ("run.name=on", "on"),
-        ("run.seed=0x1F", 31),
         ("run.seed=1_000", 1000),
         ("run.dir=out/x", Path("out/x")),
         ("evaluation.path=held=out.jsonl", "held=out.jsonl"),
@@ -181,29 +170,10 @@ def test_a_broken_file_is_named_with_the_reason(tmp_path: Path, text: str | byte
     assert reason in found
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "1e5",
-        "010",
-        "08",
-        "off",
-        "yes",
-        "null",
-        "~",
-        "2026-01-01",
-        "1:30",
-        "0o17",
-        "0x1F",
-        "No",
-        "<<",
-        "a: b",
-        "# x",
-        " x ",
-        "é\n\t{}",
-        "",
-    ],
-)
+TEXTS = ["1e5", "010", "off", "yes", "null", "~", "2026-01-01", "1:30", "0o17", "0x1F", "<<", "a: b", "# x", " x ", ""]
+
+
+@pytest.mark.parametrize("text", [*TEXTS, "é\n\t{}"])
 def test_any_text_round_trips(text: str, tmp_path: Path) -> None:
     config = parse_config({"data": {"system_prompt": text}, "rewards": [{"name": "r", "options": {"o": [text, 1e-7]}}]})
     again = tmp_path / "again.yaml"

@@ -36,12 +36,11 @@ from tpu_grpo.config.sections import (
     LoraSection,
     MeshesSection,
 )
-from tpu_grpo.config.setting_names import EFFECTS, Effect, effect_of, listed_name
+from tpu_grpo.config.setting_names import Effect, effect_of, listed_name
 
 __all__ = [
     "BUILTIN",
     "CACHE_MARGIN_TOKENS",
-    "EFFECTS",
     "GIVEN",
     "GYM",
     "HUB",

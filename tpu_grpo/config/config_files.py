@@ -1,6 +1,5 @@
 """YAML and overrides become a RunConfig, or errors that name setting, value and remedy."""
 
-import difflib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +8,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from tpu_grpo.config.run_config import RunConfig, settings
+from tpu_grpo.config.run_config import RunConfig, known_names
+from tpu_grpo.config.setting_names import listed_name, nearest
 from tpu_grpo.config.yaml_dialect import Loader
 from tpu_grpo.records.errors import ConfigError
 
@@ -115,24 +115,10 @@ def _explain(error: Any) -> str:
 
 def _nearest(where: str) -> str:
     section = where.rpartition(".")[0]
-    candidates = [name for name in _names() if name != section]
-    near = difflib.get_close_matches(_in_list(where), candidates, n=1, cutoff=0.5)
-    return f"did you mean {near[0]}?" if near else _known_in(section)
+    return nearest(where, [name for name in known_names() if name != section]) or _known_in(section)
 
 
 def _known_in(section: str) -> str:
-    inside = [name for name in _names() if name.rpartition(".")[0] == _in_list(section)]
-    return f"known {f'in {section}' if section else 'sections'}: {', '.join(n.rpartition('.')[2] for n in inside)}"
-
-
-def _names() -> list[str]:
-    """Name every setting and every section."""
-    settable = [name for name, *_ in settings()]
-    sections = (name.rpartition(".")[0] for name in settable)
-    around = [part for name in sections if "[" not in name for part in (name.split(".")[0], name) if part]
-    return list(dict.fromkeys([*around, *settable]))
-
-
-def _in_list(where: str) -> str:
-    """Name an entry as ``settings`` has it: rewards.0.weight is rewards[i].weight."""
-    return re.sub(r"\.\d+(?=\.|$)", "[i]", where)
+    inside = [name.rpartition(".") for name in known_names() if not name.endswith("]")]
+    known = ", ".join(last for around, _, last in inside if around == listed_name(section))
+    return f"known {f'in {section}' if section else 'sections'}: {known}"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
-from tpu_grpo.config.section import Day, Options, PlainName, PositiveInt, Section
+from tpu_grpo.config.section import Day, Options, PlainName, PositiveInt, Section, must
 
 BUILTIN = "builtin:"
 """A path that starts so names a built-in task."""
@@ -31,15 +31,9 @@ def _no_blanks(value: dict[str, str]) -> dict[str, str]:
 
 
 Columns = Annotated[dict[str, str], AfterValidator(_no_blanks)]
-
-
-def _some_paths(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    if not value:
-        raise ValueError(f"must name a source, got {value!r}; builtin:addition is the default")
-    return value
-
-
-Paths = Annotated[str | tuple[str, ...], AfterValidator(_some_paths)]
+Paths = Annotated[
+    str | tuple[str, ...], AfterValidator(must("name a source, got {!r}; builtin:addition is the default", len))
+]
 """A path, or a list of those of several files."""
 
 
@@ -174,9 +168,8 @@ class DataSection(ReadingSection):
     def builtin(self) -> str | None:
         """Return the path of the built-in task whose prompts these are, which has held-out ones of its own; or None."""
         path = self.path
-        if not isinstance(path, str) or self.sources or not path.startswith(BUILTIN) or path == NO_DATA:
-            return None
-        return path
+        has_held_out = isinstance(path, str) and path.startswith(BUILTIN) and path != NO_DATA and not self.sources
+        return str(path) if has_held_out else None
 
     @property
     def prompts_per_round(self) -> int:
@@ -198,7 +191,15 @@ class RewardSpec(Section):
     or package.module:function."""
     label: PlainName | None = None
     """Call the reward so in metrics; by the shipped name or the function's when unset."""
-    weight: float | dict[int, float] = 1.0
+    weight: Annotated[
+        float | dict[int, float],
+        AfterValidator(
+            must(
+                "be a number or a schedule {{step: factor}} of steps >= 0, got {}",
+                lambda value: not isinstance(value, dict) or (value and min(value) >= 0),
+            )
+        ),
+    ] = 1.0
     """Multiply this reward by this factor in the sum; or by a schedule {step: factor}, with straight lines between the
     steps named."""
     options: Options = Field(default={})
@@ -247,13 +248,6 @@ class RewardSpec(Section):
         entry = self.model_copy()
         entry._function = function
         return entry
-
-    @field_validator("weight")
-    @classmethod
-    def _schedule_has_steps(cls, value: float | dict[int, float]) -> float | dict[int, float]:
-        if isinstance(value, dict) and (not value or min(value) < 0):
-            raise ValueError(f"must be a number or a schedule {{step: factor}} of steps >= 0, got {value}")
-        return value
 
     @property
     def shown(self) -> str:
@@ -315,7 +309,10 @@ class EvaluationSection(ReadingSection):
     """Sample n answers per prompt."""
     temperature: float | None = Field(default=None, gt=0.0, le=100.0)
     """Sample the answers at this temperature, without top-k, top-p or min-p; rollout.temperature when unset."""
-    k: tuple[PositiveInt, ...] | None = None
+    k: Annotated[
+        tuple[PositiveInt, ...] | None,
+        AfterValidator(must("name every k once, got {}; drop the double one", lambda k: len(set(k)) == len(k))),
+    ] = None
     """Report pass@k and maj@k for these k; powers of 2 from 2 up to evaluation.samples when unset."""
     correct_from: float = 1.0
     """Count a sample as correct for pass@k and maj@k when the reward is at least this."""
@@ -332,10 +329,3 @@ class EvaluationSection(ReadingSection):
     def every_k(self) -> tuple[int, ...]:
         """Return the k of pass@k and maj@k: of 6 samples 2 and 4, unless they are set."""
         return self.k if self.k is not None else tuple(2**n for n in range(1, self.samples.bit_length()))
-
-    @field_validator("k")
-    @classmethod
-    def _some_k(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if value is not None and len(set(value)) < len(value):
-            raise ValueError(f"must name every k once, got {list(value)}; drop the double one")
-        return value

@@ -1,11 +1,11 @@
 """The settings of what is learnt and how: algorithm and optimizer."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from tpu_grpo.config.section import Options, PositiveInt, Section, regular_expression
+from tpu_grpo.config.section import Options, PositiveInt, Section, expression, must
 
 LossAggregation = Literal[
     "sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale", "prompt-mean-token-mean"
@@ -47,7 +47,9 @@ class AlgorithmSection(Section):
     """Pass these keyword arguments to the algorithm's constructor: cap to cispo; per_token to gspo; mask_low, mask_high
     and kl_weight to dppo; temperature_positive and temperature_negative to sapo; importance_sampling to reinforce; to a
     class of your own what it takes."""
-    group_size: int = 8
+    group_size: Annotated[
+        int, AfterValidator(must("be >= 2, got {}; a group of one has no baseline", lambda size: size >= 2))
+    ] = 8
     """Sample G completions per prompt; their mean reward is the baseline."""
     beta: float = Field(default=0.0, ge=0.0)
     """Weigh the KL penalty against the initial policy by this; 0 keeps no reference model."""
@@ -169,13 +171,6 @@ class AlgorithmSection(Section):
         preset = given.get("preset") if isinstance(given, dict) else None
         return {**PRESETS[preset], **given} if isinstance(preset, str) and preset in PRESETS else given
 
-    @field_validator("group_size")
-    @classmethod
-    def _group_has_baseline(cls, value: int) -> int:
-        if value < 2:
-            raise ValueError(f"must be >= 2, got {value}; a group of one has no baseline")
-        return value
-
 
 class UpdateSection(Section):
     """These settings say what happens to an update whose loss or gradient is not finite."""
@@ -204,17 +199,12 @@ class UpdateSection(Section):
 class OptimizerRule(Section):
     """These settings are for the parameters in whose name an expression is found."""
 
-    match: str
+    match: Annotated[str, expression("norm|embedder")]
     """Find this regular expression in the dotted names of parameters, e.g. norm|embedder."""
     weight_decay: float | None = Field(default=None, ge=0.0)
     """Decay these parameters by this; by optimizer.weight_decay when unset."""
     learning_rate: float = Field(default=1.0, ge=0.0)
     """Multiply their learning rate by this."""
-
-    @field_validator("match")
-    @classmethod
-    def _is_an_expression(cls, value: str) -> str:
-        return regular_expression(value, "norm|embedder")
 
 
 class OptimizerSection(Section):

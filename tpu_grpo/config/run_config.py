@@ -32,7 +32,7 @@ from tpu_grpo.config.sections import (
     RolloutSection,
     RunSection,
 )
-from tpu_grpo.config.setting_names import settings_of
+from tpu_grpo.config.setting_names import listed_name, nearest, settings_of
 from tpu_grpo.config.yaml_dialect import Dumper
 
 CACHE_MARGIN_TOKENS = 2
@@ -75,7 +75,11 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> "RunConfig":
-        for rule in _RULES:
+        for rule in (
+            *(_names_are_known, _step_is_divided, _rewards_fit_together, _engine_can_sample, _hosts_are_described),
+            *(_parameters_are_stepped, _one_kind_of_source, _evaluation_tells_something, _export_has_what_it_needs),
+            *(_groups_and_steps_fit, _conversations_have_a_template),
+        ):
             rule(self)
         return self
 
@@ -185,7 +189,23 @@ def settings() -> Iterator[tuple[str, str, str, str]]:
     yield from settings_of(RunConfig)
 
 
+def known_names() -> list[str]:
+    """Name every section, entries of lists included, then every setting."""
+    listed = [name for name, *_ in settings()]
+    parts = [name.split(".")[:-1] for name in listed]
+    return [*dict.fromkeys(".".join(around[:end]) for around in parts for end in range(1, len(around) + 1)), *listed]
+
+
 # --- what must hold between sections ---------------------------------------------------------------------------------
+
+
+def _names_are_known(config: RunConfig) -> None:
+    for name in config.checkpoint.allow_changes:
+        if listed_name(name) not in (known := known_names()):
+            raise ValueError(
+                "checkpoint.allow_changes must name settings or sections, such as optimizer.learning_rate or rewards, "
+                f"got {name!r}; {nearest(name, known) or '`--help` lists every setting'}"
+            )
 
 
 def _step_is_divided(config: RunConfig) -> None:
@@ -382,17 +402,3 @@ def _conversations_have_a_template(config: RunConfig) -> None:
             f"environment.error_value={environment.error_value} needs environment.on_error=value, got "
             f"{environment.on_error}; set it, or leave error_value out"
         )
-
-
-_RULES = (
-    _step_is_divided,
-    _rewards_fit_together,
-    _engine_can_sample,
-    _hosts_are_described,
-    _parameters_are_stepped,
-    _one_kind_of_source,
-    _evaluation_tells_something,
-    _export_has_what_it_needs,
-    _groups_and_steps_fit,
-    _conversations_have_a_template,
-)

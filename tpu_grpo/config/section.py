@@ -2,14 +2,10 @@
 
 import datetime
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
-
-PositiveInt = Annotated[int, Field(ge=1)]
-PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-"""Such a name can be part of a file's name: it has letters, digits, dot, dash and underscore."""
 
 
 class Section(BaseModel):
@@ -20,14 +16,37 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _switches_are_not_numbers(cls, value: Any, info: ValidationInfo) -> Any:
-        if isinstance(value, bool) and bool not in _kinds(cls.model_fields[info.field_name or ""].annotation):
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and bool not in (get_args(kind) or (kind,)):  # ``bool | None`` has two types
             raise ValueError(f"must not be a switch, got {str(value).lower()}; `--help` lists what it takes")
         return value
 
 
-def _kinds(annotation: Any) -> tuple[Any, ...]:
-    """Return the types a setting may have: ``bool | None`` has two."""
-    return get_args(annotation) or (annotation,)
+def must(message: str, holds: Callable[[Any], object]) -> Callable[[Any], Any]:
+    """Return a validator of values that are set; its message is formatted with the value."""
+
+    def check(value: Any) -> Any:
+        if value is not None and not holds(value):
+            raise ValueError(f"must {message.format(list(value) if isinstance(value, tuple) else value)}")
+        return value
+
+    return check
+
+
+PositiveInt = Annotated[int, Field(ge=1)]
+PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+"""Such a name can be part of a file's name: it has letters, digits, dot, dash and underscore."""
+
+AutoOrCount = Annotated[
+    Literal["auto"] | int,
+    BeforeValidator(
+        must(
+            "be auto or a whole number from 1 on, got {!r}; `--help` says what it means",
+            lambda value: value == "auto" or (isinstance(value, int) and value >= 1),
+        )
+    ),
+]
+"""The number is chosen for the run unless it is given."""
 
 
 class BareSwitch(str):
@@ -44,14 +63,11 @@ def _refuse_bare_switches(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bare_switches(value: Any) -> Iterator[str]:
-    match value:
-        case BareSwitch():
-            yield value
-        case list():
-            for entry in value:
-                yield from _bare_switches(entry)
-        case dict():
-            yield from _bare_switches(list(value.values()))
+    if isinstance(value, BareSwitch):
+        yield value
+    elif isinstance(value, list | dict):
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _bare_switches(entry)
 
 
 Options = Annotated[dict[str, Any], AfterValidator(_refuse_bare_switches)]
@@ -72,17 +88,17 @@ Day = Annotated[str, AfterValidator(_check_day)]
 """People write a day like this: 2024-07-26."""
 
 
-def regular_expression(text: str, example: str) -> str:
-    """Return the text if it is a regular expression.
+def expression(example: str) -> AfterValidator:
+    """Return the check that a text is a regular expression; ``example`` shows one."""
 
-    Raises:
-        ValueError: if it is none; ``example`` shows one.
-    """
-    try:
-        re.compile(text)
-    except re.error as error:
-        raise ValueError(f"must be a regular expression, got {text!r} ({error}); an example: {example}") from error
-    return text
+    def check(text: str) -> str:
+        try:
+            re.compile(text)
+        except re.error as error:
+            raise ValueError(f"must be a regular expression, got {text!r} ({error}); an example: {example}") from error
+        return text
+
+    return AfterValidator(check)
 
 
 def parse_layers(text: str) -> tuple[int, ...]:
@@ -105,24 +121,9 @@ def parse_layers(text: str) -> tuple[int, ...]:
     return tuple(sorted(layers))
 
 
-def _as_text(value: Any) -> Any:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value  # YAML's 5 is a number
-
-
-def _check_layers(value: str) -> str:
-    parse_layers(value)
-    return value
-
-
-LayerRanges = Annotated[str, BeforeValidator(_as_text), AfterValidator(_check_layers)]
+LayerRanges = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),  # YAML's 5 is a number
+    AfterValidator(lambda value: parse_layers(value) and value),
+]
 """People write ranges of layers like this: 20-31, or 0-3,28-31, or 5."""
-
-
-def _check_count(value: Any) -> Any:
-    if value != "auto" and (not isinstance(value, int) or value < 1):
-        raise ValueError(f"must be auto or a whole number from 1 on, got {value!r}; `--help` says what it means")
-    return value
-
-
-AutoOrCount = Annotated[Literal["auto"] | int, BeforeValidator(_check_count)]
-"""The number is chosen for the run unless it is given."""

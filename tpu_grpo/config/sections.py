@@ -1,21 +1,18 @@
 """The settings of the run itself, the policy, sampling, environments, the devices, and what a run leaves."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from tpu_grpo.config.section import (
-    AutoOrCount,
-    LayerRanges,
-    Options,
-    PlainName,
-    PositiveInt,
-    Section,
-    regular_expression,
+from tpu_grpo.config.section import AutoOrCount, LayerRanges, Options, PlainName, PositiveInt, Section, expression, must
+
+IsDirectory = BeforeValidator(
+    must(
+        "be a directory, got the address {}; mount the bucket, and name a directory there",
+        lambda value: not isinstance(value, str) or "://" not in value,
+    )
 )
-from tpu_grpo.config.setting_names import check_names
-
 ToolFormat = Literal["auto", "hermes", "llama3", "qwen3_coder", "python"]
 
 
@@ -25,25 +22,16 @@ class RunSection(Section):
     name: PlainName = "run"
     """Name the run; with letters, digits, dot, dash and underscore. When no name is given, the config file's is taken,
     without .yaml."""
-    dir: Path | None = None
+    dir: Annotated[Path | None, IsDirectory] = None
     """Leave the run's files in this directory; in runs/<name> when unset."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed sampling, shuffling and the teaching of the built-in model."""
     max_steps: PositiveInt = 100
     """End the whole run, resumed parts included, after this many steps; a step is one rollout with its updates."""
 
-    compilation_cache: str = "auto"
+    compilation_cache: Annotated[str, IsDirectory] = "auto"
     """Keep compiled programs in this directory, so that the next start compiles less. auto: below the user's cache
     directory, or $TPU_GRPO_CACHE; off: nowhere. JAX_COMPILATION_CACHE_DIR in the environment goes before it."""
-
-    @field_validator("dir", "compilation_cache", mode="before")
-    @classmethod
-    def _is_a_directory(cls, value: Any) -> Any:
-        if isinstance(value, str) and "://" in value:
-            raise ValueError(
-                f"must be a directory, got the address {value}; mount the bucket, and name a directory there"
-            )
-        return value
 
 
 class LoraSection(Section):
@@ -53,7 +41,7 @@ class LoraSection(Section):
     """Train adapters with this many columns of A and rows of B; no adapters when unset."""
     alpha: float = Field(default=16.0, gt=0.0)
     """Scale the adapters by alpha / rank."""
-    targets: str = r"(q|k|v|o|gate|up|down)_proj"
+    targets: Annotated[str, expression("attn.(q|v)_proj")] = r"(q|k|v|o|gate|up|down)_proj"
     """Give an adapter to the modules in whose path this regular expression is found, e.g. layers.3.attn.q_proj. The
     default takes all projections of attention and MLP; experts have none."""
     layers: LayerRanges | None = None
@@ -61,11 +49,6 @@ class LoraSection(Section):
     path: Path | None = None
     """Start from these adapters: a directory that a run left under adapters/; they must have been made with this rank
     and alpha, for the same modules."""
-
-    @field_validator("targets")
-    @classmethod
-    def _is_an_expression(cls, value: str) -> str:
-        return regular_expression(value, "attn.(q|v)_proj")
 
 
 class ModelSection(Section):
@@ -127,20 +110,16 @@ class RolloutSection(Section):
     """Process up to this many prompt tokens at once; longer prompts are prefilled in chunks of this size."""
     prefix_cache: bool = True
     """Keep computed prefixes, so that a group's prompt is prefilled once."""
-    batch_paddings: tuple[PositiveInt, ...] | None = None
+    batch_paddings: Annotated[
+        tuple[PositiveInt, ...] | None,
+        AfterValidator(must("name a batch size, got {}; leave it unset for powers of 2", len)),
+    ] = None
     """Compile decode steps for these batch sizes; powers of 2 from 8 up to max_running_requests when unset."""
     steps_per_launch: AutoOrCount = "auto"
     """Decode up to this many tokens of each row before the host looks at them; auto: 4 to 32 by the model's size."""
     release_during_update: bool = False
     """Free the engines' KV cache, and weights they do not share with the trainer, during the update; the weight sync
     brings the weights back and the cache is made anew. The tokens stay the same."""
-
-    @field_validator("batch_paddings")
-    @classmethod
-    def _some_batch_size(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        if value == ():
-            raise ValueError("must name a batch size, got []; leave it unset for powers of 2")
-        return value
 
     @property
     def filters(self) -> dict[str, float]:
@@ -153,7 +132,10 @@ class EnvironmentSection(Section):
     """These settings say with what the policy has conversations: tools and turns. Without a name there are none, and a
     completion is one answer."""
 
-    name: str | dict[PlainName, str] | None = None
+    name: Annotated[
+        str | dict[PlainName, str] | None,
+        AfterValidator(must("name an environment, got {!r}; leave it unset for none", bool)),
+    ] = None
     """Have conversations with this environment: a shipped name (docs/environments.md lists them), path.py:Class or
     package.module:Class; or several, {name: environment}, of which the column `environment` of the data chooses."""
     options: Options = Field(default={})
@@ -192,13 +174,6 @@ class EnvironmentSection(Section):
     """Go on with a conversation this many decode steps after its turn ended, while others decode; its environment has
     that time for free. Engines that have nothing else to do go on as soon as it has answered."""
 
-    @field_validator("name")
-    @classmethod
-    def _some_name(cls, value: str | dict[str, str] | None) -> str | dict[str, str] | None:
-        if value is not None and not value:
-            raise ValueError(f"must name an environment, got {value!r}; leave it unset for none")
-        return value
-
     @property
     def is_on(self) -> bool:
         """Say whether the policy has conversations."""
@@ -207,9 +182,7 @@ class EnvironmentSection(Section):
     @property
     def names(self) -> dict[str, str]:
         """Return the environments by the names that the column `environment` has for them; "" for the only one."""
-        if self.name is None:
-            return {}
-        return self.name if isinstance(self.name, dict) else {"": self.name}
+        return self.name if isinstance(self.name, dict) else {} if self.name is None else {"": self.name}
 
 
 class TrainerMeshSection(Section):
@@ -287,12 +260,6 @@ class CheckpointSection(Section):
     [optimizer.learning_rate, rewards]. Without, a change is refused that makes results before and after incomparable.
     data: also other prompts than before."""
 
-    @field_validator("allow_changes")
-    @classmethod
-    def _are_settings(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        check_names(value)
-        return value
-
 
 class ExportSection(Section):
     """These settings say how a model is left in Hugging Face's format: at the end of the run, and by
@@ -322,13 +289,9 @@ class LoggingSection(Section):
     """Log to this project of Weights & Biases."""
     profile_steps: tuple[PositiveInt, ...] = ()
     """Record a timeline of these steps, e.g. [3, 4], in run.dir/profile, for Perfetto and TensorBoard."""
-    on_end: str | None = None
+    on_end: Annotated[
+        str | None,
+        AfterValidator(must("be a command or an address, got {!r}; leave it unset to tell nobody", str.strip)),
+    ] = None
     """Tell people how the run ended, however it ends: a command, which finds a JSON object on stdin, or an address,
     https://..., to which it is posted. $NAME is an address from the environment, which keeps it out of config.yaml."""
-
-    @field_validator("on_end")
-    @classmethod
-    def _is_something(cls, value: str | None) -> str | None:
-        if value is not None and not value.strip():
-            raise ValueError(f"must be a command or an address, got {value!r}; leave it unset to tell nobody")
-        return value

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tpu_grpo.config import BUILTIN, EFFECTS, GYM, HUB, Effect, RunConfig, effect_of, listed_name
+from tpu_grpo.config import BUILTIN, GYM, HUB, Effect, RunConfig, effect_of, listed_name, settings
 from tpu_grpo.config.plugins import source_file
 from tpu_grpo.data.record_files import is_address
 from tpu_grpo.models.fetching import fetched
@@ -30,6 +30,7 @@ OWN_SETTINGS = {"hosts.index", "run.dir", "run.compilation_cache"}
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "NPROC")
 """Variables beside JAX_* that change what is compiled, or how sums are split."""
 OWN_ENVIRONMENT = {"JAX_COMPILATION_CACHE_DIR"}
+LISTED = tuple(name for name, *_ in settings())
 SHOWN = 60
 """Messages show so many characters of a value."""
 ABSENT = "absent"
@@ -43,8 +44,8 @@ without one their size is compared, and with one their content."""
 
 def fingerprints(config: RunConfig) -> dict[str, str]:
     """Name -> value of everything hosts must agree on: settings, versions, environment, and all files that are read."""
-    settings = _leaves(config.model_dump(mode="json"))
-    found = {f"setting {name}": repr(value) for name, value in settings if name not in OWN_SETTINGS}
+    values = _leaves(config.model_dump(mode="json"))
+    found = {f"setting {name}": repr(value) for name, value in values if name not in OWN_SETTINGS}
     found |= {f"version of {name}": value for name, value in versions().items()}
     variables = (name for name in os.environ if name.startswith("JAX_") or name in ENVIRONMENT)
     found |= {f"environment variable {n}": os.environ[n] for n in sorted(variables) if n not in OWN_ENVIRONMENT}
@@ -179,9 +180,9 @@ def sources(config: RunConfig) -> dict[str, dict[str, str]]:
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in tree.items():
         name = f"{prefix}{key}"
-        if listed_name(name) not in EFFECTS:  # a section
+        if listed_name(name) not in LISTED:  # a section
             yield from _leaves(value, f"{name}.")
-        elif value and any(setting.startswith(listed_name(f"{name}.0.")) for setting in EFFECTS):  # a list of sections
+        elif value and any(setting.startswith(listed_name(f"{name}.0.")) for setting in LISTED):  # a list of sections
             for index, entry in enumerate(value):
                 yield from _leaves(entry, f"{name}.{index}.")
         else:
