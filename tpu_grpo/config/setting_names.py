@@ -25,7 +25,11 @@ rewards[i].workers rewards[i].early rewards[i].timeout rewards[i].recycle reward
 environment.timeout environment.memory_gb environment.recycle
 meshes.sync_temporary_mib meshes.probe_every meshes.probe_bound
 evaluation.every evaluation.k evaluation.best
-hosts checkpoint update export logging
+hosts.coordinator hosts.index hosts.check hosts.start_timeout_seconds hosts.lost_timeout_seconds
+checkpoint.every checkpoint.keep checkpoint.keep_best checkpoint.resume checkpoint.allow_changes
+update.on_non_finite update.max_skipped
+export.every export.kind export.dtype export.shard_mib
+logging.samples_every logging.tensorboard logging.wandb logging.wandb_project logging.profile_steps logging.on_end
 """
 _ROUNDING = """
 model.attention model.remat
@@ -55,7 +59,8 @@ EFFECTS: Mapping[str, Effect] = {
     **dict.fromkeys(_ROUNDING.split(), "rounding"),
     **dict.fromkeys(_RESULTS.split(), "results"),
 }
-"""Setting -> effect, by the names that ``--help`` lists, or section -> effect of its settings that are not named.
+"""Setting -> effect, by the names that ``--help`` lists, or section -> effect of its settings that are not named; no
+section is named whose settings have none, so that a new one of theirs is decided.
 
 A test fails for a new setting without one. A learning rate that falls towards the end depends on ``run.max_steps``,
 too; see `effect_of`.
