@@ -51,7 +51,8 @@ def test_a_host_with_another_count_is_refused_and_missed() -> None:
     assert [(end.code, end.out) for end in ended.values()] == [(3, "")] * 2, ended
     rule = "hosts.count must be the same on every host, got 2 on host 0 and 3 on host 1"
     assert f"LockstepError: {rule}" in ended[1].errors
-    sent_away, late = ended[0].errors.splitlines()
+    unprotected, sent_away, late = ended[0].errors.splitlines()
+    assert unprotected.startswith("TPU_GRPO_SECRET is not set: whoever reaches 127.0.0.1:")
     assert rule in sent_away
     assert late.startswith("LockstepError: all 2 hosts must start within 4 s; host 1 did not come")
 
@@ -176,3 +177,72 @@ def test_threads_are_as_many_as_the_cpu_devices_of_the_run(
 ) -> None:
     choose_threads(count, environment)
     assert environment.get("NPROC") == threads
+
+
+# --- who may write -----------------------------------------------------------------------------------------------------
+
+SECRET = "0123456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("deed", "named"),
+    [
+        ("client.key_value_set_bytes('tpu_grpo/exchange/2/0', b'x' * 32 + b'second\\0forged', allow_overwrite=True)",
+         "a value without their signature at 'tpu_grpo/exchange/2/0'"),
+        ("client.key_value_set_bytes('tpu_grpo/exchange/2/0', "
+         "client.blocking_key_value_get_bytes('tpu_grpo/exchange/1/0', 1000), allow_overwrite=True)",
+         "a value without their signature at 'tpu_grpo/exchange/2/0'"),
+        ("client.key_value_set_bytes('tpu_grpo/watch/beat/7', b'[1, {}]', allow_overwrite=True)",
+         "a value without their signature at 'tpu_grpo/watch/beat/7'"),
+        ("client.key_value_delete('tpu_grpo/exchange/2/0')", "nothing any more at 'tpu_grpo/exchange/2/0'"),
+    ],
+    ids=["forged", "moved", "heartbeat", "deleted"],
+)  # fmt: skip
+def test_what_a_stranger_does_to_the_store_is_named_as_an_attack(
+    deed: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host 1 plays the stranger: it uses the client below what signs, as anybody can who reaches the port."""
+    monkeypatch.setenv("TPU_GRPO_SECRET", SECRET)
+    ended = run(
+        f"""
+        assert "TPU_GRPO_SECRET" not in os.environ
+        assert hosts.gather("first", b"%d" % index) == [b"0", b"1"]
+        with Watch(hosts, timeout_seconds=4, every=0.5):
+            if index == 1:
+                time.sleep(1)  # host 0 is waiting in its second exchange
+                client = hosts.service._client
+                {deed}
+                time.sleep(1)
+            hosts.gather("second", b"%d" % index)
+        """,
+        2,
+        timeout=20,
+    )
+    assert ended[0].code == 3, ended
+    assert named in ended[0].errors
+    assert SECRET not in ended[0].errors + ended[1].errors
+
+
+def test_what_lies_where_a_host_is_to_write_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_GRPO_SECRET", SECRET)
+    ended = run(
+        """
+        if index == 1:
+            hosts.service._client.key_value_set_bytes("tpu_grpo/exchange/1/0", b"x")
+            hosts.service.put("planted", b"")
+        else:
+            hosts.service.wait("planted", 10)
+        hosts.gather("first", b"")
+        """,
+        2,
+        timeout=20,
+    )
+    assert ended[0].code == 3, ended
+    assert "a value that was there before this host wrote its own at 'tpu_grpo/exchange/1/0'" in ended[0].errors
+
+
+def test_a_short_secret_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_GRPO_SECRET", "guessed")
+    ended = run("print('started')", 2, timeout=4)
+    assert [(end.code, end.out) for end in ended.values()] == [(2, "")] * 2, ended
+    assert "TPU_GRPO_SECRET must have at least 16 characters, got 7" in ended[0].errors

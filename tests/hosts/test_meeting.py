@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -37,8 +37,9 @@ def caller(index: int, *, run: str = "demo", count: int = 3) -> Caller:
 class Host:
     """One host on a thread: ``error`` is what it met, once ``join`` has returned."""
 
-    def __init__(self, address: str, me: Caller, seconds: float = SECONDS) -> None:
-        self.address, self.me, self.seconds = address, me, seconds
+    def __init__(self, address: str, me: Caller, seconds: float = SECONDS, secret: bytes = b"") -> None:
+        self.address, self.me, self.seconds, self.secret = address, me, seconds, secret
+        self.key = b""
         self.error: Exception | None = None
         self.called = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -47,12 +48,13 @@ class Host:
     def _run(self) -> None:
         try:
             if self.me.index:
-                arrive(self.address, self.me, self.seconds)
+                self.key = arrive(self.address, self.me, self.seconds, self.secret)
             else:
-                with hold_port(self.address, self.me, self.seconds) as meeting:
+                with hold_port(self.address, self.me, self.seconds, self.secret) as meeting:
                     meeting.await_all(self.seconds)
                     meeting.share_port()
                     meeting.call()
+                    self.key = meeting.session_key
             self.called.set()
         except (ConfigError, LockstepError) as error:
             self.error = error
@@ -227,8 +229,55 @@ def test_an_address_that_is_not_this_machines_is_refused() -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (b"of the run, 16", b"another one, 16b", "got one on host 0 and another one on host 1"),
+        (b"of the run, 16", b"", "got one on host 0 and none on host 1"),
+        (b"", b"of the run, 16", "got none on host 0 and one on host 1"),
+    ],
+)
+def test_a_host_that_does_not_know_the_secret_is_sent_away(
+    address: str, first: bytes, second: bytes, message: str
+) -> None:
+    waiting = Host(address, caller(0), secret=first)
+    assert message in str(Host(address, caller(1), secret=second).join())
+    hosts = [Host(address, caller(index), secret=first) for index in (1, 2)]
+    assert [host.join() for host in (waiting, *hosts)] == [None] * 3
+    assert {host.key for host in hosts} == {waiting.key}
+    assert bool(waiting.key) == bool(first)
+
+
+def test_every_run_with_a_secret_has_a_key_of_its_own(address: str) -> None:
+    keys = set()
+    for _ in range(2):
+        hosts = [Host(address, caller(index), secret=b"the same secret") for index in range(3)]
+        assert [host.join() for host in hosts] == [None] * 3
+        keys |= {host.key for host in hosts}
+    assert len(keys) == 2
+    assert {len(key) for key in keys} == {32}
+
+
+@pytest.mark.parametrize("nonces", [["a", None, "c"], ["a", "b", "c"], None])
+def test_who_calls_without_knowing_the_secret_is_not_followed(address: str, nonces: list[str | None] | None) -> None:
+    """A program in place of host 0 says that all have come, with the nonce of host 1 or without it."""
+    family, port = socket.AF_INET, split_address(address)[1]
+    with socket.create_server(("127.0.0.1", port), family=family) as listener:
+        host = Host(address, caller(1), 1.0, secret=b"the same secret")
+        listener.settimeout(0.2)
+        while not host.called.is_set() and host.error is None:
+            with suppress(TimeoutError):
+                connection, _ = listener.accept()
+                with connection:
+                    said = json.loads(connection.makefile().readline())
+                    given = nonces and [said["nonce"] if nonce is None else nonce for nonce in nonces]
+                    connection.sendall(json.dumps({"come": True, "nonces": given, "proof": ""}).encode() + b"\n")
+    assert "where something else answers" in str(host.join())
+
+
 def test_what_a_host_says_is_read_back() -> None:
-    assert caller_of(caller(2).to_line()) == caller(2)
+    me = caller(2)
+    assert caller_of(me.to_line()) == me
     assert caller_of(caller(2).to_line().replace(b": 2", b': "2"')) is None
 
 

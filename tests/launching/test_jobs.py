@@ -67,10 +67,12 @@ def test_secrets_reach_the_run_and_nothing_else(
         monkeypatch.setenv(name, value)
     code, out, err = launch(capsys, "run", *SMALL, "--secret", "MINE", str(config), "seconds=5")
     assert code == 0
+    own = set()
     for worker in (0, 1):
         environment = started(ready, worker)["environment"]
         assert {name: environment[name] for name in secrets} == secrets
-    assert "passing on WANDB_API_KEY, HF_TOKEN, MINE, by a file" in err
+        own.add(environment["TPU_GRPO_SECRET"])
+    assert "passing on WANDB_API_KEY, HF_TOKEN, MINE, TPU_GRPO_SECRET, by a file" in err
     command_lines = b"".join(Path(f"/proc/{pid}/cmdline").read_bytes() for pid in ready.processes())
     assert b"program.py" in command_lines
     (ready.home(0) / "started0").unlink()  # the program's own note of its environment

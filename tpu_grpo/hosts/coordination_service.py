@@ -21,6 +21,7 @@ import os
 import re
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from tpu_grpo.hosts.authentication import SIGNATURE_BYTES, VARIABLE, is_signed, signature, take_secret
 from tpu_grpo.hosts.ending import alone, end_process, here
 from tpu_grpo.hosts.meeting import LOOPBACK, Caller, arrive, hold_port, no_answer, own_address, too_late
 from tpu_grpo.records.errors import ConfigError, LockstepError
@@ -48,21 +50,37 @@ _kept: list[Any] = []
 
 
 class Service:
-    """Is the key-value store of the coordination service. Keys are paths; values are bytes, of any length."""
+    """Is the key-value store of the coordination service. Keys are paths; values are bytes, of any length.
 
-    def __init__(self, client: Any) -> None:
-        self._client = client
+    Whoever reaches the service can write there. With the run's key every value is stored behind its signature, and
+    one that no host of the run signed for its path is named as an attack.
+    """
+
+    def __init__(self, client: Any, key: bytes = b"") -> None:
+        self._client, self._key = client, key
 
     def put(self, key: str, value: bytes, *, overwrite: bool = False) -> None:
-        """Store a value. Blocks for as long as the service does not answer."""
-        self._client.key_value_set_bytes(key, value, allow_overwrite=overwrite)
+        """Store a value. Blocks for as long as the service does not answer.
+
+        Raises:
+            LockstepError: something is there already, and is not to be overwritten.
+        """
+        from jax.errors import JaxRuntimeError
+
+        signed = signature(self._key, key.encode(), value) + value
+        try:
+            self._client.key_value_set_bytes(key, signed, allow_overwrite=overwrite)
+        except JaxRuntimeError as error:
+            if "ALREADY_EXISTS" in str(error):
+                raise attacked(key, "a value that was there before this host wrote its own") from error
+            raise
 
     def wait(self, key: str, seconds: float) -> bytes | None:
         """Return the value once it is there, or None after so many seconds, even if the service is frozen."""
         from jax.errors import JaxRuntimeError
 
         try:
-            return self._client.blocking_key_value_get_bytes(key, max(1, int(seconds * 1000)))
+            return self._opened(key, self._client.blocking_key_value_get_bytes(key, max(1, int(seconds * 1000))))
         except JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
@@ -71,18 +89,37 @@ class Service:
     def list(self, directory: str) -> dict[str, bytes]:
         """Return what is stored below a directory, by path below it. Blocks while the service does not answer."""
         prefix = f"{directory}/"
-        return {key.removeprefix(prefix): value for key, value in self._client.key_value_dir_get_bytes(prefix)}
+        found = self._client.key_value_dir_get_bytes(prefix)
+        return {key.removeprefix(prefix): self._opened(key, value) for key, value in found}
+
+    def _opened(self, key: str, stored: bytes) -> bytes:
+        """Return a value without its signature, which must be one of this run."""
+        if not self._key:
+            return stored
+        proof, value = stored[:SIGNATURE_BYTES], stored[SIGNATURE_BYTES:]
+        if not is_signed(proof, self._key, key.encode(), value):
+            raise attacked(key, "a value without their signature")
+        return value
 
     def delete(self, key: str) -> None:
         """Remove a value."""
         self._client.key_value_delete(key)
 
 
+def attacked(key: str, got: str) -> LockstepError:
+    """Return the error for a value of the store that no host of the run can have left so."""
+    return LockstepError(
+        f"only the hosts of a run may write what they tell each other, got {got} at {key[:100]!r}: somebody else has "
+        "written through the coordinator's port; see who can reach it"
+    )
+
+
 def connect(coordinator: str, count: int, index: int, timeout_seconds: float, run: str = "") -> Service:
     """Meet the other hosts of the run, start the service (on host 0) and connect to it.
 
     Raises:
-        ConfigError: jax has devices in this process already, those of one host; or the port is another program's.
+        ConfigError: jax has devices in this process already, those of one host; or the port is another program's; or
+            the secret is too short, or not that of host 0.
         LockstepError: the coordinator, or some of the hosts, did not come within ``timeout_seconds``.
     """
     import jax
@@ -100,15 +137,23 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float, ru
         jax.config.update("jax_cpu_enable_async_dispatch", False)
     state: Any = distributed.global_state
     state.coordinator_address, state.num_processes, state.process_id = coordinator, count, index
-    seconds, me = max(1, math.ceil(timeout_seconds)), Caller(run, index, count)
+    seconds, me, secret = max(1, math.ceil(timeout_seconds)), Caller(run, index, count), take_secret()
     if index == 0:
-        with hold_port(coordinator, me, timeout_seconds) as meeting:
+        if not secret:
+            print(
+                f"{VARIABLE} is not set: whoever reaches {coordinator} can forge what hosts tell each other, and end "
+                "the run",
+                file=sys.stderr,
+                flush=True,
+            )
+        with hold_port(coordinator, me, timeout_seconds, secret) as meeting:
             meeting.await_all(timeout_seconds)
             meeting.share_port()
             state.service = _service(coordinator, count, seconds)
             meeting.call()
+            key = meeting.session_key
     else:
-        arrive(coordinator, me, timeout_seconds)
+        key = arrive(coordinator, me, timeout_seconds, secret)
     state.client = _client(coordinator, index, seconds)
     try:
         state.client.connect()
@@ -125,7 +170,7 @@ def connect(coordinator: str, count: int, index: int, timeout_seconds: float, ru
     state.initialize_preemption_sync_manager()  # as ``jax.distributed`` does, but SIGTERM stays with this program
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
-    service = Service(state.client)
+    service = Service(state.client, key)
     here.leave = partial(_leave, service, count, index)
     atexit.register(_leave_together, state)
     return service
@@ -157,7 +202,7 @@ def _leave(service: Service, count: int, index: int) -> None:
     with _leaving:  # two threads may leave at once, and the second waits for the first
         if here.has_left:
             return
-        with suppress(RuntimeError):  # the service is gone already
+        with suppress(RuntimeError, LockstepError):  # the service is gone already, or is being attacked
             if index == 0:
                 end = time.monotonic() + LEAVE_SECONDS
                 for other in range(1, count):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from tpu_grpo.hosts.coordination_service import Service
+from tpu_grpo.hosts.coordination_service import Service, attacked
 from tpu_grpo.hosts.ending import host_names
 from tpu_grpo.records.errors import LockstepError
 
@@ -91,7 +91,7 @@ class Hosts:
         if number > 1:
             self.service.delete(f"{self._root}/{number - 1}/{self.index}")
         parts = [answers[index].partition(b"\0") for index in self.members]
-        names = [part[0].decode() for part in parts]
+        names = [part[0].decode(errors="replace") for part in parts]
         if len(set(names)) > 1:
             raise LockstepError(
                 f"hosts must do the same in the same order; at exchange {number}, {self._listing(names)}"
@@ -115,7 +115,10 @@ class Hosts:
         directory = f"{self._root}/{number}"
         deadline = time.monotonic() + timeout_seconds
         while True:
-            answers = {int(index): value for index, value in service.list(directory).items()}
+            seen = service.list(directory)
+            answers = {index: seen[str(index)] for index in self.members if str(index) in seen}
+            if self.index not in answers:
+                raise attacked(f"{directory}/{self.index}", "nothing any more")
             missing = [index for index in self.members if index not in answers]
             if not missing:
                 return answers

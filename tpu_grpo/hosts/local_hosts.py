@@ -16,6 +16,7 @@ import contextlib
 import math
 import os
 import queue
+import secrets
 import shutil
 import signal
 import socket
@@ -26,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
+from tpu_grpo.hosts.authentication import VARIABLE
 from tpu_grpo.hosts.joining import DEVICE_COUNT_FLAG
 from tpu_grpo.records.errors import ConfigError
 
@@ -75,7 +77,7 @@ def run_local_hosts(
                 f"{', '.join(OWN_SETTINGS)} are set for each host here, got {argument}; remove it and use --hosts"
             )
     supervisor = _Supervisor(stdout or sys.stdout.buffer, stderr or sys.stderr.buffer, grace_seconds)
-    environment = host_environment(os.environ, devices_per_host)
+    environment = {VARIABLE: secrets.token_hex(32), **host_environment(os.environ, devices_per_host)}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))  # nobody listens there now; host 0 takes it a moment later
         port = probe.getsockname()[1]

@@ -9,27 +9,32 @@ Therefore hosts meet here before jax's client may connect, and talk in lines of 
                                                   {"tpu_grpo": 1, "run": "demo", "index": 1, "count": 3, "who": ...}
     {"missing": [2]}                              waits
     all have come: jax's service takes the port
-    {"come": true}                                connects jax's client
+    {"come": true, "nonces": [...], ...}          connects jax's client
 
 Once the service could not have the port, jaxlib 0.10.2 would mostly crash; so host 0 listens until the service does.
 A host of another run, or with another count, is told {"refused": ...}, and this run goes on. Where something else
 answers, there is another program, or jax's service of a run that is complete: the host that came to it ends without
 having disturbed it. Whoever else connects is a stranger: it gets `SPEAKING_SECONDS` to say a line of at most
-`LONGEST_LINE` bytes, no more than `MOST_STRANGERS` are heard at once, and all of them are counted.
+`LONGEST_LINE` bytes, no more than `MOST_STRANGERS` are heard at once, and all of them are counted. Where the run has a
+secret (`authentication`), a host that does not prove that it knows it is sent away, and so is one that has a secret
+where host 0 has none. Host 0 proves it with the last line, from whose nonces all make the key of this run.
 """
 
 import errno
+import hmac
 import json
 import os
+import secrets
 import selectors
 import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from tpu_grpo.hosts.authentication import VARIABLE, session_key, signature
 from tpu_grpo.hosts.ending import host_names
 from tpu_grpo.records.errors import ConfigError, LockstepError, TpuGrpoError
 
@@ -40,6 +45,8 @@ SPEAKING_SECONDS = 5.0
 """A connection that has not said by then which host it is, is closed."""
 MOST_STRANGERS = 128
 """So many connections may be silent at once; the oldest makes room for another."""
+MOST_NAMED = 20
+"""So many of those that were sent away are named, and all are counted."""
 BACKLOG = 1024
 RETRY_SECONDS = 0.2
 PATIENCE_SECONDS = 10.0
@@ -59,6 +66,20 @@ class Caller:
     count: int
     who: str = field(default_factory=lambda: f"process {os.getpid()} of {socket.gethostname()}")
     """Its process, for messages."""
+    nonce: str = field(default_factory=lambda: secrets.token_hex(16))
+    proof: str = ""
+    """In hexadecimal digits, that it knows the run's secret; see `proven`."""
+
+    def proven(self, secret: bytes) -> "Caller":
+        """Return this caller with the proof that it knows the secret, if there is one."""
+        return replace(self, proof=signature(secret, *self._signed()).hex())
+
+    def knows(self, secret: bytes) -> bool:
+        """Say whether it proved that it knows the secret; where there is none, that it has none."""
+        return hmac.compare_digest(self.proof.encode(), self.proven(secret).proof.encode())
+
+    def _signed(self) -> list[bytes]:
+        return [str(value).encode() for value in (b"caller", self.run, self.index, self.count, self.who, self.nonce)]
 
     def to_line(self) -> bytes:
         """Write what this host says first."""
@@ -68,11 +89,12 @@ class Caller:
 def caller_of(line: bytes) -> Caller | None:
     """Read what another process said first; None if it is no host of a run. What it calls itself may be printed."""
     said = _read(line) or {}
-    kinds = {"run": str, "index": int, "count": int, "who": str}
+    kinds = {"run": str, "index": int, "count": int, "who": str, "nonce": str, "proof": str}
     if said.get("tpu_grpo") != VERSION or any(type(said.get(name)) is not kind for name, kind in kinds.items()):
         return None
     caller = Caller(**{name: said[name] for name in kinds})
-    sound = 0 <= caller.index < caller.count and caller.run.isprintable() and caller.who.isprintable()
+    texts = caller.run + caller.who + caller.nonce + caller.proof
+    sound = 0 <= caller.index < caller.count and texts.isprintable()
     return caller if sound else None
 
 
@@ -159,9 +181,12 @@ class Meeting:
     me: Caller
     coordinator: str
     listener: socket.socket
+    secret: bytes = field(default=b"", repr=False)
     guests: list[_Guest] = field(default_factory=list)
     strangers: int = 0
     """So many connections were closed because they were no hosts of this run."""
+    sent_away: int = 0
+    """So many hosts were told why they cannot take part."""
 
     def await_all(self, timeout_seconds: float) -> None:
         """Return when all hosts are here.
@@ -201,7 +226,8 @@ class Meeting:
         self.guests.remove(guest)
 
     def _seen(self) -> str:
-        return f"; connections that were no hosts of this run: {self.strangers}" if self.strangers else ""
+        strangers = self.strangers and f"; connections that were no hosts of this run: {self.strangers}"
+        return f"{strangers or ''}{(self.sent_away and f'; hosts sent away: {self.sent_away}') or ''}"
 
     def share_port(self) -> None:
         """Let a service of this process bind the port, too; at no moment can another run have it."""
@@ -213,7 +239,16 @@ class Meeting:
     def call(self) -> None:
         """Tell all to connect to the service, which listens now."""
         self.listener.close()
-        self._tell_all({"come": True})
+        proof = signature(self.session_key, b"come").hex()
+        self._tell_all({"come": True, "nonces": self._nonces(), "proof": proof})
+
+    @property
+    def session_key(self) -> bytes:
+        """The key of this run, once all have come; empty without a secret."""
+        return session_key(self.secret, self._nonces())
+
+    def _nonces(self) -> list[str]:
+        return [caller.nonce for caller in sorted(self._present(), key=lambda caller: caller.index)]
 
     def _hear(self, guest: _Guest) -> bool:
         """Read what a guest sends; says whether it may stay."""
@@ -234,7 +269,10 @@ class Meeting:
             self._check(caller)
         except TpuGrpoError as error:
             guest.tell({"refused": str(error), "code": error.exit_code})
-            print(f"sent away {caller.who}, which came as host {caller.index}: {error}", file=sys.stderr, flush=True)
+            self.sent_away += 1
+            if self.sent_away <= MOST_NAMED:
+                who = f"{caller.who}, which came as host {caller.index}"
+                print(f"sent away {who}: {error}", file=sys.stderr, flush=True)
             return False
         guest.caller = caller
         guest.tell({"missing": self._missing()})
@@ -242,6 +280,12 @@ class Meeting:
 
     def _check(self, caller: Caller) -> None:
         me = self.me
+        if not caller.knows(self.secret):
+            theirs = "none" if not caller.proof else "another one" if self.secret else "one"
+            raise ConfigError(
+                f"{VARIABLE} must be the same on every host, got {'one' if self.secret else 'none'} on host 0 and "
+                f"{theirs} on host {caller.index}; set it on all of them, or on none"
+            )
         if caller.run != me.run:
             raise ConfigError(
                 f"hosts.coordinator must be where host 0 of run {caller.run!r} waits, got {self.coordinator}, where "
@@ -272,14 +316,14 @@ class Meeting:
 
 
 @contextmanager
-def hold_port(coordinator: str, me: Caller, timeout_seconds: float) -> Iterator[Meeting]:
-    """Listen where host 0 is to be met.
+def hold_port(coordinator: str, me: Caller, timeout_seconds: float, secret: bytes = b"") -> Iterator[Meeting]:
+    """Listen where host 0 is to be met, by hosts that know the secret, if there is one.
 
     Raises:
         ConfigError: another program has the port, and keeps it.
     """
     with _listen(coordinator, min(PATIENCE_SECONDS, timeout_seconds)) as listener:
-        meeting = Meeting(me, coordinator, listener)
+        meeting = Meeting(me, coordinator, listener, secret)
         try:
             yield meeting
         finally:
@@ -328,8 +372,11 @@ class _StrangerError(Exception):
     """What is at the coordinator's port does not talk as host 0 does."""
 
 
-def arrive(coordinator: str, me: Caller, timeout_seconds: float) -> None:
-    """Go to host 0 and wait there; returns when all hosts have come and jax's service listens.
+def arrive(coordinator: str, me: Caller, timeout_seconds: float, secret: bytes = b"") -> bytes:
+    """Go to host 0 and wait there until all hosts have come and jax's service listens.
+
+    Returns:
+        The key of this run; empty without a secret.
 
     Raises:
         ConfigError: something else is there, such as another run.
@@ -337,12 +384,13 @@ def arrive(coordinator: str, me: Caller, timeout_seconds: float) -> None:
     """
     end = time.monotonic() + timeout_seconds + GRACE_SECONDS
     missing: list[int] = []
+    me = me.proven(secret)
     why, strange_until = "", None
     while time.monotonic() < end:
         try:
             for said in _lines_of_host_0(coordinator, me, end):
                 if "come" in said:
-                    return
+                    return _key_from(said, me, secret)
                 if isinstance(refused := said.get("refused"), str):
                     raise (ConfigError if said.get("code") == ConfigError.exit_code else LockstepError)(refused)
                 told = said.get("late", said.get("missing"))
@@ -364,6 +412,17 @@ def arrive(coordinator: str, me: Caller, timeout_seconds: float) -> None:
         time.sleep(RETRY_SECONDS)
     late = too_late(missing, me, timeout_seconds)
     raise LockstepError(late if missing else no_answer(coordinator, me, timeout_seconds, why))
+
+
+def _key_from(said: Mapping[str, Any], me: Caller, secret: bytes) -> bytes:
+    """Return the key of the run from host 0's last line, which proves that host 0 knows the secret."""
+    nonces, proof = said.get("nonces"), said.get("proof")
+    if not (isinstance(nonces, list) and len(nonces) == me.count and nonces[me.index] == me.nonce):
+        raise _StrangerError
+    key = session_key(secret, [str(nonce) for nonce in nonces])
+    if not (isinstance(proof, str) and hmac.compare_digest(proof.encode(), signature(key, b"come").hex().encode())):
+        raise _StrangerError
+    return key
 
 
 def _lines_of_host_0(coordinator: str, me: Caller, end: float) -> Iterator[dict[str, Any]]:

@@ -14,8 +14,9 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from itertools import islice
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+from tpu_grpo.hosts.coordination_service import attacked
 from tpu_grpo.hosts.ending import End, alone, end_after, end_process, exit_code, here, host_names, leave_when_done
 from tpu_grpo.hosts.host_agreement import Hosts
 from tpu_grpo.hosts.host_log import logger
@@ -30,6 +31,10 @@ LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_
 """Runtime errors that begin so are this host's own, and say nothing about another host."""
 REMEMBERED = 4096
 """So many steps of each thing that hosts decide alike are kept for comparison."""
+
+
+type Beat = tuple[int, dict[str, tuple[int, str]]]
+"""A heartbeat: its number, and for each thing that hosts decide alike the last step and its digest."""
 
 
 class Progress:
@@ -224,21 +229,28 @@ class Watch:
         if self._failure is not None:
             service.put(f"{ROOT}/failure/{me}", self._failure.encode(), overwrite=True)
         seen = service.list(ROOT)
+        if f"beat/{me}" not in seen:
+            raise attacked(f"{ROOT}/beat/{me}", "nothing any more")
         now = time.monotonic()
         self._answered = now
         for index in self._others:
             beat = seen.get(f"beat/{index}", b"")
             if beat == self._beats[index][0]:
                 continue
+            told: Beat = _told(beat, Beat, index)
+            before: Beat = _told(self._beats[index][0] or b"[0, {}]", Beat, index)
+            if told[0] < before[0]:
+                raise attacked(f"{ROOT}/beat/{index}", "an earlier value again")
             self._beats[index] = (beat, now)
-            if self._failure is None and (difference := progress.contradiction(json.loads(beat)[1])):
+            if self._failure is None and (difference := progress.contradiction(told[1])):
                 end_process(
                     f"host {index} and this host must decide alike in what they share, and differ in {difference}; set "
                     "hosts.check=step to find the first step that differs"
                 )
-        failures = {index: seen[f"failure/{index}"].decode() for index in self._others if f"failure/{index}" in seen}
+        failures = {index: seen[f"failure/{index}"] for index in self._others if f"failure/{index}" in seen}
         if failures and self._heard_at is None:
-            here.cause, self._heard_at = End(**json.loads(next(iter(failures.values())))), now
+            index, message = next(iter(failures.items()))
+            here.cause, self._heard_at = _told(message, End, index), now
             service.put(f"{ROOT}/heard/{me}", b"", overwrite=True)
         if all(f"heard/{index}" in seen or index in failures for index in self._others):
             self._all_know.set()
@@ -277,12 +289,23 @@ class Watch:
                 end_process(f"lost {host_names(list(silent))}: no heartbeat for {max(silent.values()):.0f} s")
 
 
+def _told(value: bytes, kind: object, index: int) -> Any:
+    """Read what a host has told as JSON of this kind. Raises LockstepError for what no host tells."""
+    from pydantic import TypeAdapter, ValidationError  # 0.1 s, which the supervisor of local hosts does without
+
+    try:
+        return TypeAdapter(kind).validate_json(value)
+    except ValidationError as error:
+        raise attacked(f"{ROOT}/.../{index}", "what no host tells") from error
+
+
 def _watchful(run: Callable[[], None]) -> None:
     """Run one of the threads; a host that no longer watches must not go on as if it did."""
     try:
         run()
     except Exception as error:
-        end_process(f"this host cannot watch the others any more: {type(error).__name__}: {error}", code=1)
+        what = f"this host cannot watch the others any more: {type(error).__name__}: {error}"
+        end_process(what, code=exit_code(error))
 
 
 def _may_be_a_lost_host(error: BaseException | None) -> bool:

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -10,6 +11,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from tpu_grpo.config import RunConfig, load_config
+from tpu_grpo.hosts.authentication import VARIABLE
 from tpu_grpo.launching.tpus import Slice
 from tpu_grpo.records.errors import ConfigError
 
@@ -100,7 +102,8 @@ def chip_environment(target: Slice | None, cache: str, libtpu_args: str | None) 
 
 
 def secrets_here(names: Sequence[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the secrets to pass on: those always passed where they are set here, and those asked for by name.
+    """Return the secrets to pass on: those always passed where they are set here, those asked for by name, and the
+    hosts' own, by which they know each other: a new one unless it is set here.
 
     Raises:
         ConfigError: one that was asked for is not set.
@@ -110,7 +113,8 @@ def secrets_here(names: Sequence[str], environment: Mapping[str, str] = os.envir
             raise ConfigError(
                 f"--secret {name} must be set in the environment of this command, got none; export it first"
             )
-    return {name: environment[name] for name in dict.fromkeys([*SECRETS, *names]) if environment.get(name)}
+    found = {name: environment[name] for name in dict.fromkeys([*SECRETS, *names]) if environment.get(name)}
+    return found | {VARIABLE: environment.get(VARIABLE) or secrets.token_hex(32)}
 
 
 def variables_from(texts: Sequence[str]) -> dict[str, str]:
