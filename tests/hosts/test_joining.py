@@ -179,7 +179,7 @@ def test_threads_are_as_many_as_the_cpu_devices_of_the_run(
     assert environment.get("NPROC") == threads
 
 
-# --- who may write -----------------------------------------------------------------------------------------------------
+# --- who may write ------------------------------------------------------------------------------------------------
 
 SECRET = "0123456789abcdef"
 
