@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.hosts.processes import REPOSITORY
 from tpu_grpo.cli.on_end import PeopleTold
@@ -63,6 +64,21 @@ def _nothing_is_left() -> Iterator[None]:
 def config_of(run_dir: Path, on_end: str) -> RunConfig:
     run = {"name": "r", "dir": str(run_dir), "max_steps": 60}
     return parse_config({"run": run, "logging": {"on_end": on_end}})
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("https://hooks.example.org/s3cret", None),
+        ("curl -H s3cret x", None),
+        ("$MY_CHAT", "$MY_CHAT"),
+        ("${MY_CHAT}",) * 2,
+    ],
+)
+def test_what_may_be_a_secret_is_not_written(tmp_path: Path, given: str, kept: str | None) -> None:
+    config = config_of(tmp_path, given)
+    assert config.logging.on_end == given
+    assert yaml.safe_load(config.to_yaml())["logging"]["on_end"] == kept
 
 
 def leave_steps(run_dir: Path) -> None:

@@ -100,7 +100,7 @@ def test_a_config_is_frozen() -> None:
             "evaluation.rewards=[gsm8k]",
             "evaluation.rewards.0 must be a section, got 'gsm8k'; known in evaluation.rewards.0: name, label, weight, "
             "options, only_if, workers, early, timeout, on_error, error_value, messages, recycle, memory_gb, "
-            "deterministic",
+            "secrets, deterministic",
         ),
         ("rewards=[{weight: 1}]", f"rewards.0.name: field required, got {{'weight': 1}}; {HELP}"),
         ("rewards=gsm8k", "rewards must be a list, got 'gsm8k'; write it in brackets: rewards='[...]'"),
@@ -122,6 +122,12 @@ def test_a_config_is_frozen() -> None:
         (
             "logging.on_end=' '",
             "logging.on_end must be a command or an address, got ' '; leave it unset to tell nobody",
+        ),
+        (
+            "data.path=[a.jsonl,https://me:word@example.org/d.jsonl]",
+            "data.path must not hold a password, which logs and config.yaml would show, got one for "
+            "example.org/d.jsonl; name a variable of the environment in its place: "
+            "https://me:$MY_PASSWORD@example.org/train.jsonl",
         ),
         ("data.path=", "data.path must name a source, got ''; builtin:addition is the default"),
     ],

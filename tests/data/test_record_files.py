@@ -6,6 +6,7 @@ import gzip
 import http.server
 import json
 import lzma
+import socket
 import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -151,6 +152,26 @@ def test_addresses_are_read_once(tmp_path: Path, server: str, name: str) -> None
     assert records == ROWS
     with pytest.raises(DataError, match=r"data.path: data file not found: http://127.0.0.1:\d+/d.jsonl"):
         read(f"{server}/d.jsonl")
+
+
+def test_a_password_in_an_address_comes_from_the_environment_and_is_not_shown(
+    tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "d.jsonl").write_bytes(LINES)
+    address = server.replace("http://", "http://me:$MY_PASSWORD@")
+    with pytest.raises(
+        ConfigError, match=r"^data\.path: http://me:\$MY_PASSWORD@127.* needs the variable MY_PASSWORD; set"
+    ):
+        read(f"{address}/d.jsonl")
+    monkeypatch.setenv("MY_PASSWORD", "w0rd")
+    assert read(f"{address}/d.jsonl") == ROWS
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    for nowhere in (f"http://me:$MY_PASSWORD@127.0.0.1:{port}/$MY_PASSWORD/d.jsonl", f"{address}/none.jsonl"):
+        with pytest.raises(DataError) as raised:
+            read(nowhere)
+        assert "w0rd" not in str(raised.value)
+        assert "$MY_PASSWORD" in str(raised.value)
 
 
 def test_a_bucket_is_read_with_its_patterns(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,31 @@ def test_a_process_that_has_just_been_started_is_told_by_its_environment() -> No
         assert found == {"NUMBER": str(number)}
 
 
+def test_a_worker_gets_those_secrets_of_the_environment_that_are_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given = {
+        "HF_TOKEN": "1",
+        "WANDB_API_KEY": "2",
+        "AWS_SECRET_ACCESS_KEY": "3",
+        "GOOGLE_APPLICATION_CREDENTIALS": "/4",
+        "MY_API_KEY": "5",
+        "https_proxy": "http://me:6@proxy:3128",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TPU_GRPO_CACHE": "/cache",
+        "TPU_WORKER_ID": "0",
+        "MY_SETTING": "https://example.org:80/",
+    }
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    ours, theirs = socket.socketpair()
+    with ours:
+        process = WorkerProcess("import time; time.sleep(60)", theirs, tmp_path, ("MY_API_KEY",))
+        found = environment_of(psutil.Process(process._process.pid))  # pyright: ignore[reportPrivateUsage]
+        process.kill()
+    assert {*given} & {*found} == {"MY_API_KEY", "TOKENIZERS_PARALLELISM", "TPU_GRPO_CACHE", "MY_SETTING"}
+
+
 def test_a_process_may_have_no_environment() -> None:
     with subprocess.Popen(["sleep", "60"], env={}) as started:
         assert environment_of(psutil.Process(started.pid)) == {}

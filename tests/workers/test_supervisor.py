@@ -30,6 +30,7 @@ class Writing:
 
     name, start = "service", "set up"
     replies: tuple[type, ...] = (Done,)
+    secrets: tuple[str, ...] = ()
     most_bytes = 1000
 
     def __init__(self, mode: Mode):

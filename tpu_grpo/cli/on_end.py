@@ -6,7 +6,6 @@ of how the run ends.
 
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -21,6 +20,7 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from tpu_grpo.config import RunConfig
+from tpu_grpo.config.sections import VARIABLE
 from tpu_grpo.hosts import End, Hosts, here
 from tpu_grpo.observe.run_files import BEST_FILE, METRICS_FILE, REPORT_FILE
 from tpu_grpo.records.errors import ConfigError, DataError
@@ -118,7 +118,7 @@ def _line(config: RunConfig, end: End, steps: int | None, known: dict[str, Any])
 
 def _address(setting: str) -> str:
     """Return the setting, or for ``$NAME`` what the environment holds under that name."""
-    if not (named := re.fullmatch(r"\$(\w+|\{\w+\})", setting.strip())):
+    if not (named := VARIABLE.fullmatch(setting.strip())):
         return setting.strip()
     name = named[1].strip("{}")
     if not (found := os.environ.get(name, "").strip()):

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
-from tpu_grpo.config.section import Day, Options, PlainName, PositiveInt, Section, must
+from tpu_grpo.config.section import HAS_PASSWORD, Day, Options, PlainName, PositiveInt, Section, must
 
 BUILTIN = "builtin:"
 """A path that starts so names a built-in task."""
@@ -31,8 +31,22 @@ def _no_blanks(value: dict[str, str]) -> dict[str, str]:
 
 
 Columns = Annotated[dict[str, str], AfterValidator(_no_blanks)]
+
+
+def _without_passwords(paths: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    if found := [path for path in ([paths] if isinstance(paths, str) else paths) if HAS_PASSWORD.search(path)]:
+        place = found[0].rpartition("@")[2]
+        raise ValueError(
+            f"must not hold a password, which logs and config.yaml would show, got one for {place}; "
+            "name a variable of the environment in its place: https://me:$MY_PASSWORD@example.org/train.jsonl"
+        )
+    return paths
+
+
 Paths = Annotated[
-    str | tuple[str, ...], AfterValidator(must("name a source, got {!r}; builtin:addition is the default", len))
+    str | tuple[str, ...],
+    AfterValidator(must("name a source, got {!r}; builtin:addition is the default", len)),
+    AfterValidator(_without_passwords),
 ]
 """A path, or a list of those of several files."""
 
@@ -229,6 +243,9 @@ class RewardSpec(Section):
     """Replace a worker process by a fresh one after this many calls."""
     memory_gb: float = Field(default=8.0, gt=0.0)
     """Let a worker process allocate this much memory, in GB."""
+    secrets: tuple[str, ...] = ()
+    """Hand these variables of the environment on to worker processes, e.g. [MY_API_KEY]; those whose names look secret,
+    such as HF_TOKEN, are withheld otherwise."""
     deterministic: bool | None = None
     """Promise that the same text always gets the same value: hosts then compare it on one group a step. When unset
     true, but false for the shipped judge; set it to false for a reward of your own that asks a model, or draws."""

@@ -34,6 +34,10 @@ def must(message: str, holds: Callable[[Any], object]) -> Callable[[Any], Any]:
 
 
 PositiveInt = Annotated[int, Field(ge=1)]
+LOOKS_SECRET = re.compile(r"KEY|TOKEN(?!IZER)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|CONNECTION_STRING", re.IGNORECASE)
+"""Variables of the environment with such names hold what nobody else may see."""
+HAS_PASSWORD = re.compile(r"://[^/\s@]*:(?!\$)[^/\s@]*@")
+"""An address that holds a password, as https://me:word@example.org does; one that names a variable there does not."""
 PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 """Such a name can be part of a file's name: it has letters, digits, dot, dash and underscore."""
 

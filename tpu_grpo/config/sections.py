@@ -1,9 +1,10 @@
 """The settings of the run itself, the policy, sampling, environments, the devices, and what a run leaves."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, field_serializer
 
 from tpu_grpo.config.section import AutoOrCount, LayerRanges, Options, PlainName, PositiveInt, Section, expression, must
 
@@ -168,6 +169,9 @@ class EnvironmentSection(Section):
     sum of them from it on, less the mean over the group's conversations that came as far."""
     memory_gb: float = Field(default=8.0, gt=0.0)
     """Let an environment's process allocate this much memory, in GB."""
+    secrets: tuple[str, ...] = ()
+    """Hand these variables of the environment on to its processes, e.g. [MY_API_KEY]; those whose names look secret,
+    such as HF_TOKEN, are withheld otherwise."""
     recycle: PositiveInt = 1000
     """Replace a process by a fresh one after this many conversations."""
     tool_steps: PositiveInt = 16
@@ -276,6 +280,10 @@ class ExportSection(Section):
     """Write files of up to this many MiB of tensors each; one that is larger by itself gets a file of its own."""
 
 
+VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
+"""The value of a setting that is to be taken from the environment."""
+
+
 class LoggingSection(Section):
     """These settings say what is shown, and where."""
 
@@ -294,4 +302,9 @@ class LoggingSection(Section):
         AfterValidator(must("be a command or an address, got {!r}; leave it unset to tell nobody", str.strip)),
     ] = None
     """Tell people how the run ended, however it ends: a command, which finds a JSON object on stdin, or an address,
-    https://..., to which it is posted. $NAME is an address from the environment, which keeps it out of config.yaml."""
+    https://..., to which it is posted. $NAME is either from the environment. Only $NAME is written to config.yaml, as
+    anything else may hold a secret."""
+
+    @field_serializer("on_end", when_used="json")
+    def _without_secrets(self, on_end: str | None) -> str | None:
+        return on_end if on_end is not None and VARIABLE.fullmatch(on_end.strip()) else None

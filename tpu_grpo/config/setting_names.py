@@ -22,7 +22,8 @@ _NONE = """
 run.name run.dir run.max_steps run.compilation_cache
 rollout.release_during_update
 rewards[i].workers rewards[i].early rewards[i].timeout rewards[i].recycle rewards[i].memory_gb rewards[i].deterministic
-environment.timeout environment.memory_gb environment.recycle
+rewards[i].secrets
+environment.timeout environment.memory_gb environment.recycle environment.secrets
 meshes.sync_temporary_mib meshes.probe_every meshes.probe_bound
 evaluation.every evaluation.k evaluation.best
 hosts.coordinator hosts.index hosts.check hosts.start_timeout_seconds hosts.lost_timeout_seconds

@@ -80,6 +80,17 @@ class Location:
     def _without_query(self) -> str:
         return self.name.partition("?")[0] if self.is_remote else self.name
 
+    @property
+    def address(self) -> str:
+        """Return the address, with the values of the variables that it names; it is not to be shown.
+
+        Raises:
+            ConfigError: for a variable that the environment does not have.
+        """
+        if missing := [name for name in re.findall(r"\$\{?(\w+)", self.name) if name not in os.environ]:
+            raise ConfigError(f"{self.setting}: {self.name} needs the variable {missing[0]}; set it")
+        return os.path.expandvars(self.name)
+
     def open(self) -> IO[bytes]:
         """Open the content, unpacked, as a file that is here: the file itself, or a temporary copy.
 
@@ -94,8 +105,9 @@ class Location:
         with _explained(self):
             import fsspec
 
-            name = self.name if self.is_remote else str(self.path)
-            with fsspec.open(name, "rb", compression=PACKED.get(self.packed)) as opened:
+            with fsspec.open(
+                self.address if self.is_remote else str(self.path), "rb", compression=PACKED.get(self.packed)
+            ) as opened:
                 source: Any = opened
                 size = 0 if self.packed else getattr(source, "size", None) or 0
                 with reading(f"fetching {self.name}", size, "bytes") as advance:
@@ -142,7 +154,7 @@ def _explained(location: Location) -> Iterator[None]:
     scheme = location.name.partition("://")[0]
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, ConfigError):
         raise
     except ImportError as error:
         package = EXTRAS.get(scheme, "the package that it names")
@@ -157,8 +169,11 @@ def _explained(location: Location) -> Iterator[None]:
         if isinstance(error, OSError) and disk_error(error) is not None and not location.is_remote:
             raise
         remedy = "see that it can be reached from here" if location.is_remote else "copy or pack it again"
+        told = str(error)
+        for name in re.findall(r"\$\{?(\w+)", location.name) if location.is_remote else ():
+            told = told.replace(os.environ[name], f"${name}")  # it may be a password
         raise DataError(
-            f"{location.setting}: {location.name} must be readable, got {type(error).__name__}: {error}; {remedy}"
+            f"{location.setting}: {location.name} must be readable, got {type(error).__name__}: {told}; {remedy}"
         ) from error
 
 

@@ -86,9 +86,9 @@ class PlayedEnvironment:
     most_bytes = 2**26
     """A reply has texts of at most 1 MiB for each of at most 16 calls, or what is kept, which is limited, too."""
 
-    def __init__(self, loaded: LoadedEnvironment, keep: bool):
+    def __init__(self, loaded: LoadedEnvironment, keep: bool, secrets: tuple[str, ...] = ()):
         """``keep`` says whether ``Ended`` brings the attributes of the environment."""
-        self.loaded, self.keep = loaded, keep
+        self.loaded, self.keep, self.secrets = loaded, keep, secrets
         self.name = f"environment {loaded.name}"
         self.mode: Mode = "shared" if loaded.is_async else "alone"
 

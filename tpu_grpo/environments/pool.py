@@ -26,6 +26,7 @@ from tpu_grpo.records.episode import Failure
 from tpu_grpo.records.errors import EpisodeError
 from tpu_grpo.workers.channel import FOREIGN, BrokenChannelError
 from tpu_grpo.workers.inside import allow_many_files
+from tpu_grpo.workers.process import check_secrets
 from tpu_grpo.workers.supervisor import FORK_SECONDS, Crew, Session, StartError, Supervisor
 
 _CLOSE_SECONDS = 5.0
@@ -120,6 +121,7 @@ class EnvironmentPool:
 
         ``keep`` says whether ``Ended`` brings the attributes of the environment.
         """
+        check_secrets(section.secrets, "environment.secrets")
         allow_many_files()
         self._loaded, self._timeout = dict(loaded), section.timeout
         self._places = math.inf if section.workers == "auto" else section.workers
@@ -131,7 +133,7 @@ class EnvironmentPool:
         shared = 1 if section.workers == "auto" else section.workers
         self.crews = {
             name: self.supervisor.add(
-                PlayedEnvironment(each, keep),
+                PlayedEnvironment(each, keep, section.secrets),
                 memory_bytes=int(section.memory_gb * 2**30),
                 recycle=section.recycle,
                 count=shared if each.is_async else 0,

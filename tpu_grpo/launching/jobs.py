@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from tpu_grpo.config import RunConfig, load_config
+from tpu_grpo.config.section import LOOKS_SECRET
 from tpu_grpo.hosts.authentication import VARIABLE
 from tpu_grpo.launching.tpus import Slice
 from tpu_grpo.records.errors import ConfigError
@@ -18,7 +19,6 @@ from tpu_grpo.records.errors import ConfigError
 RUN_SCRIPT = "scripts/run.py"
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
 """These are passed on where they are set here."""
-LOOKS_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 CACHE = "../jax_cache"
 """This is where a worker keeps compiled programs, seen from the checkout."""
 PYTHON = ".venv/bin/python"

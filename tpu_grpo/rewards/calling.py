@@ -86,6 +86,8 @@ class Call:
     """The steps of the run, for ``trainer_state``."""
     find_failing_row: bool = True
     """If set, the row that makes a reward of a batch raise is looked for."""
+    secrets: tuple[str, ...] = ()
+    """Its worker processes get these secrets of the environment."""
 
     @property
     def batch_columns(self) -> list[str]:

@@ -109,7 +109,7 @@ class CalledReward:
     most_bytes = 2**30
 
     def __init__(self, call: Call):
-        self.call, self.name = call, f"reward {call.name}"
+        self.call, self.name, self.secrets = call, f"reward {call.name}", call.secrets
 
     def set_up(self) -> None:
         """Find the reward and set it up; raises what that raises."""

@@ -45,6 +45,7 @@ from tpu_grpo.rewards.protocol import (
     rows_at_a_time,
 )
 from tpu_grpo.rewards.shipped import SHIPPED
+from tpu_grpo.workers.process import check_secrets
 
 ENTRY_POINTS = "tpu_grpo.rewards"
 """An installed package offers rewards as entry points of this group."""
@@ -76,6 +77,7 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
     _check_options(spec, constructor or signature, takes_all="options" in extras)
     per_token = gives_tokens(function)
     _check_environments(spec, extras)
+    check_secrets(spec.secrets, f"secrets of reward {spec.shown}")
     if per_token:
         _check_per_token(spec, extras)
     offered = form.offered(columns)
@@ -96,10 +98,16 @@ def load_reward(spec: RewardSpec, columns: Collection[str], max_steps: int = 0) 
         verl=form.verl,
         max_steps=max_steps,
         find_failing_row=spec.on_error == "stop",
+        secrets=(*spec.secrets, *([_api_key(spec)] if spec.name == "judge" else [])),
     )
     if spec.name in SHIPPED:
         _try_options(spec, call, target)
     return call
+
+
+def _api_key(spec: RewardSpec) -> str:
+    """Return the variable that holds a judge's key; it is handed on without being named a second time."""
+    return str(spec.options.get("api_key_variable", "OPENAI_API_KEY"))
 
 
 def target_of(spec: RewardSpec) -> Any:

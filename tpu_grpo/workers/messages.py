@@ -34,6 +34,8 @@ class Service(Protocol):
     """The dataclasses that a worker may reply."""
     most_bytes: int
     """A longer message of a worker is none."""
+    secrets: tuple[str, ...]
+    """The names of the environment's secrets that the workers get."""
 
     def set_up(self) -> None:
         """Import users' code, and build what sessions share; may raise anything."""

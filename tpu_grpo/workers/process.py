@@ -1,23 +1,25 @@
 """A process that runs users' code, as the main process sees it.
 
-It is started without jax's and the accelerator's environment, and ended with everything it started. It leads a session
-of its own and holds one end of a pipe, the lifeline. When the other end closes, because the main process closed it or
-died, the kernel ends the process's group, whatever it is doing. What leaves the group is found by a mark in its
-environment.
+It is started without jax's and the accelerator's environment, and without the secrets there; it is ended with
+everything it started. It leads a session of its own and holds one end of a pipe, the lifeline. When the other end
+closes, because the main process closed it or died, the kernel ends the process's group, whatever it is doing. What
+leaves the group is found by a mark in its environment.
 """
 
 import contextlib
 import os
-import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import psutil
+
+from tpu_grpo.config.section import HAS_PASSWORD, LOOKS_SECRET
+from tpu_grpo.records.errors import ConfigError
 
 WORKER_MARK = "TPU_GRPO_WORKER"
 """This environment variable holds a process's mark; everything that the process starts inherits it."""
@@ -30,16 +32,19 @@ _ACCELERATOR, _OURS = ("JAX_", "XLA_", "LIBTPU", "TPU_", "PJRT_"), "TPU_GRPO_"
 class WorkerProcess:
     """A process of users' code. Its program gets two descriptors as arguments: its socket's, and the lifeline's."""
 
-    def __init__(self, program: str, theirs: socket.socket, directory: Path):
-        """Start Python with the source text ``program``; ``theirs`` goes to it, and is closed here."""
+    def __init__(self, program: str, theirs: socket.socket, directory: Path, secrets: Collection[str] = ()):
+        """Start Python with the source text ``program``; ``theirs`` goes to it, and is closed here.
+
+        Of the environment's secrets it gets those that are named.
+        """
         lifeline, self._lifeline = os.pipe()
-        self._mark = secrets.token_hex(8)
+        self._mark = os.urandom(8).hex()
         with theirs, open(lifeline, "rb", buffering=0), contextlib.ExitStack() as unless_it_starts:
             unless_it_starts.callback(os.close, self._lifeline)
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program, str(theirs.fileno()), str(lifeline)],
                 stdin=subprocess.DEVNULL,
-                env=_environment(self._mark),
+                env=_environment(self._mark, secrets),
                 cwd=directory,
                 pass_fds=(theirs.fileno(), lifeline),
                 start_new_session=True,
@@ -77,10 +82,20 @@ def how_it_ended(code: int) -> str:
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
-def _environment(mark: str) -> dict[str, str]:
-    kept = {
-        name: value for name, value in os.environ.items() if name.startswith(_OURS) or not name.startswith(_ACCELERATOR)
-    }
+def check_secrets(secrets: Collection[str], setting: str) -> None:
+    """Raise ConfigError if the environment lacks one of the variables that a setting hands on to workers."""
+    if missing := [name for name in secrets if name not in os.environ]:
+        raise ConfigError(
+            f"{setting} must name variables of the environment, got {missing[0]}, which is not there; set it"
+        )
+
+
+def _environment(mark: str, secrets: Collection[str]) -> dict[str, str]:
+    def is_seen(name: str, value: str) -> bool:
+        is_secret = LOOKS_SECRET.search(name) or HAS_PASSWORD.search(value)
+        return not is_secret and (name.startswith(_OURS) or not name.startswith(_ACCELERATOR))
+
+    kept = {name: value for name, value in os.environ.items() if name in secrets or is_seen(name, value)}
     search = os.pathsep.join(path or os.getcwd() for path in sys.path)
     # sets of texts have the same order in every process, and so on every host and after a restart
     return {**kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": search, "PYTHONHASHSEED": "0", WORKER_MARK: mark}

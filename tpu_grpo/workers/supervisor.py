@@ -81,7 +81,7 @@ class Server:
 
     def __init__(self, job: Job, directory: Path):
         ours, theirs = socket.socketpair()
-        self.process = WorkerProcess(PROGRAM, theirs, directory)
+        self.process = WorkerProcess(PROGRAM, theirs, directory, job.service.secrets)
         self.channel = WorkerChannel(ours, (Ready, SetupFailed, Exited), _SERVER_BYTES)
         self.channel.send(job)
         self.workers: dict[int, Worker] = {}
