@@ -15,7 +15,7 @@ from flax import nnx
 from tests.learner.linear import Run, linear_config, linear_run
 from tests.learner.toy import counted_compilations, make_mesh
 from tpu_grpo.learner import checkpoints as checkpoints_module
-from tpu_grpo.learner.checkpoints import Checkpoints, Held, model_leaves, read_policy
+from tpu_grpo.learner.checkpoints import Checkpoints, Held, model_leaves, read_policy, signed
 from tpu_grpo.learner.parameters import checksums, params_digest
 from tpu_grpo.records.errors import CheckpointError
 
@@ -360,7 +360,8 @@ def edit_metadata(checkpoint: Path, change: Callable[[dict[str, Any]], None]) ->
 def test_a_checkpoint_of_the_layout_before_says_what_changed(tmp_path: Path) -> None:
     """It had the same items, sums and step, and no format."""
     saved_run(tmp_path, 1)
-    edit_metadata(tmp_path / "1", lambda metadata: metadata.pop("format"))
+    for name in ("format", "sum"):
+        edit_metadata(tmp_path / "1", lambda metadata, name=name: metadata.pop(name))
     with pytest.raises(CheckpointError) as caught:
         restored(tmp_path, make_run())
     assert str(caught.value) == (
@@ -368,7 +369,7 @@ def test_a_checkpoint_of_the_layout_before_says_what_changed(tmp_path: Path) -> 
         "float32, and gradients are not kept between steps; finish that run with the version that wrote it, or start "
         "over with checkpoint.resume=never"
     )
-    edit_metadata(tmp_path / "1", lambda metadata: metadata.update(format=3))
+    edit_metadata(tmp_path / "1", lambda metadata: metadata.update(signed(metadata | {"format": 3})))
     with pytest.raises(CheckpointError, match="must have format 2, got 3"):
         restored(tmp_path, make_run())
 
@@ -376,8 +377,47 @@ def test_a_checkpoint_of_the_layout_before_says_what_changed(tmp_path: Path) -> 
 def test_what_is_saved_beside_the_arrays(tmp_path: Path) -> None:
     run = saved_run(tmp_path, 7)
     metadata = json.loads((tmp_path / "7" / METADATA).read_text())["custom_metadata"]
-    assert metadata == {"global_step": 7, "format": 2, "checksums": sums(run)}
+    assert metadata == signed({"global_step": 7, "format": 2, "run": "", "checksums": sums(run)})
     assert {name.split("[")[0].split(".")[0] for name in metadata["checksums"]} == {"model", "optimizer"}
+
+
+@pytest.mark.parametrize("flipped", ["checksums", "model.kernel", "global_step", "format", '"run"', '"sum"'])
+def test_a_bit_flipped_in_what_a_checkpoint_says_of_itself_leads_to_the_one_before(
+    tmp_path: Path, flipped: str
+) -> None:
+    """The model was blamed for a name that had changed, and nothing was restored."""
+    run, checkpoints = make_run(), Checkpoints(tmp_path, keep=2)
+    for step in (1, 2):
+        checkpoints.save(step, run.updater)
+    checkpoints.close()
+    path = tmp_path / "2" / METADATA
+    text = path.read_text()
+    place = text.index(flipped) + 2
+    path.write_text(text[:place] + chr(ord(text[place]) ^ 1) + text[place + 1 :])
+    again = Checkpoints(tmp_path, keep=2)
+    assert again.restore(make_run().updater, resume="auto") == 1
+    (note,) = again.notes
+    assert note.startswith("checkpoint 2 is damaged (")
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        run, checkpoints = make_run(), Checkpoints(tmp_path / name / "c", keep=2, run_file=tmp_path / name / "run_id")
+        checkpoints.save(1, run.updater)
+        checkpoints.close()
+    one, other = (tmp_path / name for name in ("one", "other"))
+    again = Checkpoints(one / "c", keep=2, run_file=one / "run_id")
+    assert again.restore(make_run().updater, resume="auto") == 1
+    again.save(2, make_run().updater)
+    again.close()
+    (other / "c" / "1").rename(one / "c" / "3")
+    edit_metadata(one / "c" / "3", lambda metadata: metadata.update(signed(metadata | {"global_step": 3})))
+    theirs, ours = (other / "run_id").read_text(), (one / "run_id").read_text()
+    with pytest.raises(CheckpointError, match=f"must be of this run, whose id is {ours}, got one of the run {theirs}"):
+        Checkpoints(one / "c", keep=2, run_file=one / "run_id").restore(make_run().updater, resume="auto")
+    (one / "run_id").unlink()  # a run that has none takes what is there
+    assert Checkpoints(one / "c", keep=2, run_file=one / "run_id").restore(make_run().updater, resume="auto") == 3
 
 
 def test_sums_that_are_missing_are_named(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tpu_grpo.observe.json_lines import encode_line, jsonable, keep_records, read_records, replace_text
+from tpu_grpo.observe.json_lines import encode_line, jsonable, keep_steps, read_records, replace_text
 from tpu_grpo.records.errors import DataError
 
 
@@ -41,7 +41,7 @@ def test_a_broken_file_is_left_as_it_is(tmp_path: Path) -> None:
     content = b'{"step": 1}\nbroken\n{"step": 3}\n'
     path.write_bytes(content)
     with pytest.raises(DataError):
-        keep_records(path, lambda record: True)
+        keep_steps(path, 9)
     assert path.read_bytes() == content
 
 
@@ -51,3 +51,31 @@ def test_replacing_a_file_leaves_no_temporary(tmp_path: Path) -> None:
     replace_text(path, "new")
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("torn", "said"),
+    [
+        ('{"step": 3, "rew', ": its last line of step 3 was torn, as by a full disk, and is lost\n"),
+        ('{"st', ": its last line was torn, as by a full disk, and is lost\n"),
+        ('{"step": 4, "rew', ""),  # it will be done again
+        ("", ""),
+    ],
+)
+def test_a_torn_line_of_a_step_that_is_done_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], torn: str, said: str
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n' + torn)
+    keep_steps(path, 3)
+    assert capsys.readouterr().err == (said and f"{path}{said}")
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+@pytest.mark.parametrize("line", ["{}", '{"step": "1"}', '{"step": true}', '{"step": null}', '{"step": 1.5}'])
+def test_a_line_without_a_step_is_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{line}\n{{"step": 1}}\n')
+    with pytest.raises(DataError, match="every line must hold a step, a whole number, got "):
+        keep_steps(path, 3)
+    assert path.read_text().startswith(line)

@@ -24,6 +24,7 @@ from tpu_grpo.config import (
     changed_config,
     load_config,
 )
+from tpu_grpo.models.checkpoint import read_json
 from tpu_grpo.observe.run_files import CONFIG_FILE, EXPORTED_CONFIG_FILE
 from tpu_grpo.records.errors import ConfigError
 
@@ -75,7 +76,9 @@ def _own_config(name: str) -> tuple[RunConfig | None, str]:
         config, adapters = load_config(directory / EXPORTED_CONFIG_FILE), directory / ADAPTER_FILE
         if not adapters.is_file():
             return _of_model(config, str(directory)), "initial"
-        base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = read_json(adapters).get("base_model_name_or_path")
+        if not isinstance(base, str):
+            raise ConfigError(f"{adapters} must name its base_model_name_or_path, got {base!r}; export it again")
         lora = config.model.lora.model_copy(update={"path": directory})
         model = config.model.model_copy(update={"path": base, "lora": lora})
         return config.model_copy(update={"model": model}), "initial"

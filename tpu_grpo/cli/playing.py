@@ -21,6 +21,7 @@ from tpu_grpo.config.plugins import find_function
 from tpu_grpo.engine.sampler import sampling_params
 from tpu_grpo.environments.episodes import Environments, Episodes
 from tpu_grpo.records.errors import ConfigError, EpisodeError
+from tpu_grpo.records.outside import read_file
 from tpu_grpo.records.stages import Completion, Prompt, Request, SampleKey
 
 Policy = Callable[[Sequence[Mapping[str, Any]]], str | None]
@@ -50,7 +51,7 @@ def policy_of_file(path: Path) -> Policy:
         ConfigError: for a file that cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_file(path).decode().splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(f"turns must be in a readable UTF-8 file, got {error}; correct the path") from error
     turns: list[list[str]] = [[]]

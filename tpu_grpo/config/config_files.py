@@ -10,8 +10,12 @@ from pydantic import ValidationError
 
 from tpu_grpo.config.run_config import RunConfig, known_names
 from tpu_grpo.config.setting_names import listed_name, nearest
-from tpu_grpo.config.yaml_dialect import Loader
+from tpu_grpo.config.yaml_dialect import read_yaml
 from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.records.outside import read_file
+
+LARGEST_CONFIG = 2**22
+"""A config has at most so many bytes."""
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -51,7 +55,7 @@ def parse_config(tree: dict[str, Any]) -> RunConfig:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader)
+        tree = read_yaml(read_file(path, LARGEST_CONFIG).decode())
     except FileNotFoundError:
         shipped = sorted(str(p) for p in Path("configs").glob("*.yaml"))
         raise ConfigError(f"config file not found: {path}; shipped configs: {shipped or 'none here'}") from None
@@ -69,7 +73,7 @@ def _apply_override(tree: dict[str, Any], text: str) -> None:
     if not equals or not name:
         raise ConfigError(f"an override must read section.key=value, got {text!r}; example: run.seed=1")
     try:
-        value = yaml.load(raw, Loader) if raw else ""
+        value = read_yaml(raw) if raw else ""
     except (ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{name}: the value {raw!r} is not YAML ({error}); {_quoted(name)}") from None
     node = tree

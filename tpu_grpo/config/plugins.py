@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from tpu_grpo.records.errors import TpuGrpoError
+from tpu_grpo.records.outside import read_file
 
 
 def find_function(name: str, kind: str, error: type[TpuGrpoError]) -> Any:
@@ -52,7 +53,7 @@ def _load_file(source: str, kind: str, error_type: type[TpuGrpoError]) -> Module
     """Execute a file as a module of its own, once per path and content."""
     path = Path(source)
     try:
-        text = path.read_bytes()
+        text = read_file(path)
     except OSError as error:
         raise error_type(
             f"{kind} file {path} must be readable from the working directory {Path.cwd()}, got {type(error).__name__}; "

@@ -17,6 +17,20 @@ _PLAIN_VALUES = {
 }
 """Unquoted YAML is one of these or else a text: the core schema of YAML 1.2 (section 10.3), and merge keys."""
 _BARE_SWITCHES = ("yes", "no", "on", "off")
+MOST_NODES = 200_000
+"""A document has at most so many values, those that aliases repeat included."""
+
+
+def read_yaml(text: str) -> Any:
+    """Read a document of this dialect.
+
+    Raises:
+        yaml.YAMLError, ValueError: for what is none, is nested too deep, or repeats itself too often by aliases.
+    """
+    try:
+        return yaml.load(text, Loader)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 class Loader(yaml.SafeLoader):
@@ -44,9 +58,27 @@ class Loader(yaml.SafeLoader):
             values.add(value)
         return node
 
+    def get_single_node(self) -> Any:
+        """Compose the document, whose aliases must not multiply: nine levels of nine aliases are 300 bytes."""
+        node: Any = super().get_single_node()
+        sizes: dict[int, int] = {}
+        if node is not None and _size(node, sizes) > MOST_NODES:
+            raise ValueError(f"it must have at most {MOST_NODES} values, with those that its aliases repeat")
+        return node
+
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         """Construct a value with all that it contains, so that PyYAML refuses one that contains itself."""
         return super().construct_object(node, deep=True)
+
+
+def _size(node: Any, sizes: dict[int, int]) -> int:
+    """Count a node and all in it, as often as it is repeated; ``sizes`` remembers them, and 1 for a node in itself."""
+    if id(node) not in sizes:
+        sizes[id(node)] = 1
+        parts = [part for pair in node.value for part in pair] if isinstance(node, yaml.MappingNode) else node.value
+        found = 0 if isinstance(node, yaml.ScalarNode) else sum(_size(part, sizes) for part in parts)
+        sizes[id(node)] = 1 + min(found, 2 * MOST_NODES)
+    return sizes[id(node)]
 
 
 class Dumper(yaml.SafeDumper):

@@ -16,6 +16,7 @@ from typing import IO, Any, Literal
 
 from tpu_grpo.hosts.ending import here
 from tpu_grpo.records.errors import DataError
+from tpu_grpo.records.outside import lines_of, parse_json
 
 Record = Mapping[str, Any]
 Records = Sequence[Record]
@@ -69,7 +70,7 @@ class JsonLines(Lazy):
         first: Record | None = None
         blank, position = 0, 0
         with reading(f"reading {self._name}", os.fstat(self._file.fileno()).st_size, "bytes") as advance:
-            for number, line in enumerate(self._file, start=1):
+            for number, line in enumerate(lines_of(self._file, self._name), start=1):
                 if not line.strip():
                     blank = blank or number
                 elif blank:
@@ -128,7 +129,7 @@ def parse(line: bytes, where: str, *, first: bool = False) -> dict[str, Any]:
     """
     text = line.decode("utf-8-sig" if first else "utf-8")
     try:
-        record = json.loads(text)
+        record = parse_json(text, whole=True)
     except json.JSONDecodeError as error:
         what = "an empty line" if not text.strip() else f"{error.msg} at column {error.colno}"
         raise DataError(f"{where} must be a JSON object, got {what}") from None

@@ -39,7 +39,7 @@ from jaxtyping import Float
 from tpu_grpo.config import DataSection, RunConfig
 from tpu_grpo.data.stream import PromptStream
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.observe.json_lines import encode_line, keep_records, read_records
+from tpu_grpo.observe.json_lines import encode_line, keep_steps, read_steps
 from tpu_grpo.observe.run_files import HISTORY_FILE
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import PromptBatch
@@ -79,10 +79,17 @@ class PromptHistory:
         history = cls(prompts, passed_at)
         if hosts.is_first:
             path, done = run_dir / HISTORY_FILE, 0
-            keep_records(path, lambda record: record["step"] <= start)
-            for record in read_records(path, missing_ok=True):
-                history._take_in(record["prompts"], record)
-                history.position, done = record.get("position"), record["step"]
+            keep_steps(path, start)
+            for record in read_steps(path):
+                try:
+                    history._take_in(record["prompts"], record)
+                except (KeyError, TypeError, ValueError, IndexError) as error:
+                    raise DataError(
+                        f"{path}: every line must be as a run writes it, got {error!r} in that of step "
+                        f"{record['step']}; restore the file, or move it away"
+                    ) from error
+                position, done = record.get("position"), record["step"]
+                history.position = position if isinstance(position, int) else None
             if done != start:
                 history.position = None
             history._file = path.open("ab")

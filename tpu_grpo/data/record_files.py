@@ -36,12 +36,15 @@ from tpu_grpo.data.lazy_records import (
     reading,
 )
 from tpu_grpo.records.errors import ConfigError, DataError, disk_error
+from tpu_grpo.records.outside import lines_of, open_file, parse_json
 
 PACKED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz"}
 """The compression of a file by the end of its name, as fsspec calls it."""
 EXTRAS = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs", "abfs": "adlfs", "az": "adlfs"}
 """The package that fsspec needs for a URL scheme."""
 BLOCK = 2**20
+LARGEST_LIST = 2**32
+"""A list of JSON, which is read as a whole, has at most so many bytes."""
 GLANCED_BYTES = 20_000_000
 """Of a larger file that has to be read or unpacked whole, the first record is not looked at beforehand."""
 OTHER_KINDS = (
@@ -100,7 +103,9 @@ class Location:
             DataError: for an address that does not answer, and for what cannot be unpacked.
         """
         if not self.is_remote and not self.packed:
-            return self.path.open("rb")
+            return open_file(self.path)
+        if not self.is_remote:
+            open_file(self.path).close()  # it is a file
         copy = tempfile.TemporaryFile(prefix="tpu_grpo_data_")  # noqa: SIM115  # lives as long as the records
         with _explained(self):
             import fsspec
@@ -185,8 +190,8 @@ def _json_lines(file: IO[bytes], place: Location) -> JsonLines:
 
 
 def _first_line(file: IO[bytes], place: Location) -> Iterator[Record]:
-    line = file.readline()
-    if not line.strip() and not file.read().strip():
+    line = next(lines_of(file, place.name), b"")
+    if not line.strip() and not any(line.strip() for line in lines_of(file, place.name)):
         raise _nothing(place, "; write one JSON object a line")
     yield parse(line, f"{place.name}:1", first=True)
 
@@ -210,7 +215,7 @@ def _listed(file: IO[bytes], place: Location) -> Iterator[Record]:
         yield from _first_line(file, place)
         return
     try:
-        records = json.loads(file.read().decode("utf-8-sig"))
+        records = parse_json(_whole(file, place).decode("utf-8-sig"), whole=True)
     except json.JSONDecodeError as error:
         raise DataError(f"{place.name}:{error.lineno} must be JSON, got {error.msg} at column {error.colno}") from None
     if not records:
@@ -221,9 +226,19 @@ def _listed(file: IO[bytes], place: Location) -> Iterator[Record]:
         yield record
 
 
+def _whole(file: IO[bytes], place: Location) -> bytes:
+    content = file.read(LARGEST_LIST + 1)
+    if len(content) > LARGEST_LIST:
+        raise DataError(
+            f"{place.name} must have at most {LARGEST_LIST} bytes, as it is one list; write one record a line"
+        )
+    return content
+
+
 def _rows(file: IO[bytes], place: Location, delimiter: str) -> Iterator[Record]:
     """Read a header line and then records; every value is a text, so that an answer 007 stays one."""
-    reader = csv.reader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True, delimiter=delimiter)
+    text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+    reader = csv.reader(lines_of(text, place.name), strict=True, delimiter=delimiter)
     header: list[str] | None = None
     found = 0
     try:
@@ -353,7 +368,7 @@ def first_record(paths: Iterable[str], setting: str) -> Record | None:
     for location in locations:
         _reader(location)
         if not location.is_remote:
-            _read(location, lambda place: place.path.open("rb").close())
+            _read(location, lambda place: open_file(place.path).close())
     first = locations[0]
     whole = _reader(first).whole or first.packed
     if first.is_remote or (whole and first.path.stat().st_size > GLANCED_BYTES):

@@ -20,6 +20,7 @@ import json
 import re
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -29,6 +30,7 @@ from tpu_grpo.config import DataSection
 from tpu_grpo.data.chat_messages import Conversation, Message, Record
 from tpu_grpo.data.lazy_records import reading
 from tpu_grpo.records.errors import ConfigError, DataError
+from tpu_grpo.records.outside import bounded
 from tpu_grpo.records.stages import Prompt
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
 
 AT_ONCE = 500
 """So many records are rendered together."""
+TEMPLATE_SECONDS = 30.0
+TEMPLATE_BYTES = 2**32
 Tools = Sequence[Mapping[str, Any]]
 """The JSON schemas of the tools that a prompt offers."""
 ToolsOf = Callable[[Record, str], Tools]
@@ -71,6 +75,7 @@ class PromptRenderer:
                     "data.prompt_template"
                 )
         self._switches = template_switches(data, tokenizer)
+        self._is_tried = False
 
     def render(self, record: Record, where: str) -> Prompt:
         """Return the record's prompt; ``where`` names the record in errors.
@@ -98,7 +103,8 @@ class PromptRenderer:
 
         The last of them is not empty, unless an environment may have something to add.
         """
-        conversations = [self._conversation.messages(*each) for each in zip(records, where, strict=True)]
+        with self._bounded("data.prompt_template", where):
+            conversations = [self._conversation.messages(*each) for each in zip(records, where, strict=True)]
         if self._tools_of is not None:
             return conversations
         for messages, place in zip(conversations, where, strict=True):
@@ -116,8 +122,27 @@ class PromptRenderer:
     ) -> list[str]:
         """Return the texts of some conversations; ConfigError if the chat template does not take one."""
         if not self._data.chat_template:
-            return [plain(messages) for messages in conversations]
-        return self._chats(conversations, where, tools or [()] * len(conversations))
+            texts = [plain(messages) for messages in conversations]
+        else:
+            with self._bounded("the tokenizer's chat template", where):
+                texts = self._chats(conversations, where, tools or [()] * len(conversations))
+            self._is_tried = True
+        for text, place in zip(texts, where, strict=True):
+            if not text.isascii():
+                _check_whole(text, place)
+        return texts
+
+    @contextmanager
+    def _bounded(self, what: str, where: Sequence[str]) -> Iterator[None]:
+        """Bound the time of a template, and the first time its memory, as nothing else takes some then."""
+        try:
+            with bounded(TEMPLATE_SECONDS, None if self._is_tried else TEMPLATE_BYTES):
+                yield
+        except (MemoryError, TimeoutError) as error:
+            raise ConfigError(
+                f"{what} must write prompts within {TEMPLATE_SECONDS:g} s for {AT_ONCE} of them and "
+                f"{TEMPLATE_BYTES / 2**30:g} GiB, got {type(error).__name__} from {where[0]} on; correct it"
+            ) from None
 
     def encoded(self, texts: list[str], where: Sequence[str]) -> list[list[int]]:
         """Return the token ids of some prompts.
@@ -211,6 +236,15 @@ class PromptRenderer:
             for n, text in zip(chosen, written, strict=True):
                 texts[n] = text
         return texts
+
+
+def _check_whole(text: str, where: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"a prompt must be text, got half of a surrogate pair ({text[error.start]!a}) from {where}; remove it"
+        ) from None
 
 
 def plain(messages: Sequence[Message]) -> str:

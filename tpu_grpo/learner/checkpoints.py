@@ -18,9 +18,12 @@ stores no checksum of its own: a file with bytes changed in place may be read ba
 sums that are saved beside the arrays.
 """
 
+import hashlib
+import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,8 +40,10 @@ from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 from tpu_grpo.hosts import Hosts, end_all_hosts
 from tpu_grpo.learner.parameters import by_name, checksums
 from tpu_grpo.learner.update import Updater, UpdateState
+from tpu_grpo.observe.json_lines import replace_text
 from tpu_grpo.observe.run_files import DAMAGED_DIR, saved_steps
 from tpu_grpo.records.errors import CheckpointError, DiskError, disk_error, disk_errors_explained
+from tpu_grpo.records.outside import read_file
 
 Resume = Literal["auto", "never", "require"]
 FORMAT = 2
@@ -120,6 +125,7 @@ class Checkpoints:
         keep: so many of the newest stay.
         reference: a model that is saved, too.
         hosts: the processes of the run; all of them call every method, at the same steps.
+        run_file: holds the run's id, which is drawn at its first save; checkpoints with another are refused.
     """
 
     def __init__(
@@ -129,12 +135,14 @@ class Checkpoints:
         keep: int,
         reference: nnx.Module | None = None,
         hosts: Hosts | None = None,
+        run_file: Path | None = None,
     ):
         self._directory, self._reference, self._hosts = directory.absolute(), reference, hosts or Hosts()
         self._aside = self._directory.with_name(DAMAGED_DIR)
         self._kept = NewestAndBest(keep)
         self._starts_over = False
         self._restored = 0
+        self._run_file, self._run = run_file, ""
         self.notes: list[str] = []
         """What the user is to be told of the restore."""
 
@@ -146,6 +154,7 @@ class Checkpoints:
                 f"checkpoint.resume=never needs an empty {self._directory}, found step {steps[-1]}; move it away, or "
                 "use another run.dir"
             )
+        self._run = self._run or self._id_of_run(secrets.token_hex(8))
         options = ocp.CheckpointManagerOptions(preservation_policy=self._kept)
         return SavingManager(self._directory, item_handlers=dict(handlers()), options=options)
 
@@ -166,8 +175,22 @@ class Checkpoints:
         if not steps:
             checksums(self._held(updater).leaves())  # compiles them now, not at the first save
             return 0
+        self._run = self._id_of_run()
         self._restored = self._read_newest_sound(steps, updater)
         return self._restored
+
+    def _id_of_run(self, new: str = "") -> str:
+        """Read the run's id on host 0 for all; a run that has none gets the new one."""
+        if self._run_file is None:
+            return ""
+        found = b""
+        if self._hosts.is_first:
+            if new and not self._run_file.is_file():
+                replace_text(self._run_file, new)
+            found = read_file(self._run_file, 100) if self._run_file.is_file() else b""
+        return self._hosts.broadcast("the id of the run", found if self._hosts.is_first else None).decode(
+            errors="replace"
+        )
 
     def _saved_steps(self) -> list[int]:
         """Return the steps that are saved, the newest first, the same on every host; the rest of a killed save goes."""
@@ -191,7 +214,9 @@ class Checkpoints:
         self._manager.save(
             step,
             args=ocp.args.Composite(**{item: ocp.args.PyTreeSave(tree) for item, tree in held.items().items()}),
-            custom_metadata={"global_step": step, "format": FORMAT, "checksums": checksums(held.leaves())},
+            custom_metadata=signed(
+                {"global_step": step, "format": FORMAT, "run": self._run, "checksums": checksums(held.leaves())}
+            ),
             force=True,
         )
 
@@ -224,7 +249,7 @@ class Checkpoints:
         path, held, reason = self._directory / str(step), self._held(updater), ""
         items, saved = {}, {}
         try:
-            items, saved = read_items(path, held.items(), self._hosts.index, held.leaves())
+            items, saved = read_items(path, held.items(), self._hosts.index, held.leaves(), self._run)
         except Unsound as error:
             reason = str(error)
         told = self._hosts.gather(f"what was read of step {step}", reason.encode())
@@ -272,7 +297,7 @@ class Checkpoints:
 
 
 def read_items(
-    path: Path, wanted: Mapping[str, Any], host: int, names: Collection[str] = ()
+    path: Path, wanted: Mapping[str, Any], host: int, names: Collection[str] = (), run: str = ""
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Read what this host needs of some items of the checkpoint of a step; the other hosts are not waited for.
 
@@ -281,13 +306,15 @@ def read_items(
         wanted: by item the tree of arrays whose types and shardings are wanted.
         host: the index of this one.
         names: arrays that must have been saved, by the names of their sums.
+        run: the id of the run that must have saved it, if both have one.
 
     Returns:
         The items, and the sums that were saved with them.
 
     Raises:
         Unsound: it is damaged, another step's, or its arrays have other shapes.
-        CheckpointError: it was written by another version, or for other arrays: another model, optimizer or loss.
+        CheckpointError: it was written by another version or run, or for other arrays: another model, optimizer or
+            loss.
     """
     # Read without the barriers of Orbax: a host whose read fails would not come to them.
     alone = ocp.options.MultiprocessingOptions(
@@ -299,7 +326,7 @@ def read_items(
     reader = ocp.Checkpointer(handler, multiprocessing_options=alone)
     try:
         metadata = reader.metadata(path).custom_metadata or {}
-        _check_metadata(path, metadata, names)
+        _check_metadata(path, metadata, names, run)
         if missing := [item for item in wanted if not (path / item).is_dir()]:
             raise Unsound(f"{' and '.join(missing)} is missing")
         arguments = {  # every array with the type and the sharding that it has there
@@ -369,14 +396,28 @@ def model_leaves(state: nnx.State) -> dict[str, Any]:
     return {f"model.{name}": leaf for name, leaf in by_name(state).items()}
 
 
-def _check_metadata(path: Path, metadata: Mapping[str, Any], names: Collection[str]) -> None:
+def signed(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Add a digest of all that a checkpoint says of itself, so that a change there is not taken for another model."""
+    text = json.dumps({name: value for name, value in metadata.items() if name != "sum"}, sort_keys=True)
+    return {**metadata, "sum": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def _check_metadata(path: Path, metadata: Mapping[str, Any], names: Collection[str], run: str) -> None:
     if "checksums" not in metadata:
         raise Unsound("its checksums are missing")
-    if (found := metadata.get("format", 1)) != FORMAT:
+    found = metadata.get("format", 1)
+    if metadata != signed(metadata) and ("sum" in metadata or found == FORMAT):
+        raise Unsound("what it says of itself is not what was saved")
+    if found != FORMAT:
         raise CheckpointError(
             f"checkpoint {path} must have format {FORMAT}, got {found}: since then parameters are stepped in float32, "
             "moments are float32, and gradients are not kept between steps; finish that run with the version that "
             "wrote it, or start over with checkpoint.resume=never"
+        )
+    if run and (other := metadata.get("run")) and other != run:
+        raise CheckpointError(
+            f"checkpoint {path} must be of this run, whose id is {run}, got one of the run {other}; move it away, or "
+            "continue that run in its own directory"
         )
     if (step := metadata.get("global_step")) != int(path.name):
         raise Unsound(f"it is named {path.name} and holds step {step}")

@@ -32,7 +32,7 @@ from tpu_grpo.learner.parameters import by_name, copy_values, parameters, params
 from tpu_grpo.learner.rows import TrainRows, train_rows, unpacked
 from tpu_grpo.learner.signal import Signal, informative_groups, read_signal
 from tpu_grpo.learner.update import MeasuredUpdate, update_metrics
-from tpu_grpo.observe.run_files import CHECKPOINTS_DIR
+from tpu_grpo.observe.run_files import CHECKPOINTS_DIR, RUN_FILE
 from tpu_grpo.records.stages import Completion, ScoredRollout, UpdateResult
 
 
@@ -57,7 +57,11 @@ class Learner:
         self._skipped = SkippedUpdates(config.update)
         self._directory = config.run_dir / CHECKPOINTS_DIR
         self._checkpoints = Checkpoints(
-            self._directory, keep=config.checkpoint.keep, reference=self._parts.saved_reference, hosts=hosts
+            self._directory,
+            keep=config.checkpoint.keep,
+            reference=self._parts.saved_reference,
+            hosts=hosts,
+            run_file=config.run_dir / RUN_FILE,
         )
         self.restored_step = self._checkpoints.restore(self._updater, resume=config.checkpoint.resume)
         """The step that was restored; 0 for a fresh start."""

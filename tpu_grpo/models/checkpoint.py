@@ -27,12 +27,15 @@ from tpu_grpo.models.families.leaves import Shape, WeightRule
 from tpu_grpo.models.families.qwen3_moe import MoeConfig
 from tpu_grpo.models.families.rope import with_older_rope
 from tpu_grpo.records.errors import CheckpointError, ConfigError
+from tpu_grpo.records.outside import open_file, parse_json, read_file
 
 CONFIG_FILE, INDEX_FILE = "config.json", "model.safetensors.index.json"
 STORED_DTYPES = ("BF16", "F16", "F32", "F64")
 """The dtypes that Tunix's loader can read; it would take the bytes of any other for float64."""
 TILE_ROWS = 128
 """On a TPU, Tunix's kernel for experts multiplies in tiles of so many rows."""
+MOST = 10_000
+"""A model has at most so many layers, and so many experts in each."""
 _KINDS = {"int": "a whole number >= 1", "float": "a number > 0", "bool": "true or false"}
 
 
@@ -229,6 +232,11 @@ def _decoder_config(hf_config: Mapping[str, Any], family: Family, path: Path) ->
             raise CheckpointError(
                 f"{path}: {field.name} must be {_KINDS[kind]}, got {value!r}; copy the model's own again"
             )
+    for name in ("num_hidden_layers", "num_experts"):
+        if values.get(name, 0) > MOST:
+            raise CheckpointError(
+                f"{path}: {name} must be at most {MOST}, got {values[name]}; copy the model's own again"
+            )
     config = family.config(**{field.name: values[field.name] for field in wanted})
     if contradiction := config.contradiction():
         raise CheckpointError(f"{path}: {contradiction}; copy the model's own config.json again")
@@ -291,9 +299,9 @@ def _read_header(file: Path) -> dict[str, _Tensor]:
     The safetensors library verifies them against each other, but takes a millisecond to describe one of thousands.
     """
     try:
-        with safe_open(file, framework="numpy"), file.open("rb") as opened:
-            header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
-    except (OSError, SafetensorError) as error:
+        with open_file(file) as opened, safe_open(file, framework="numpy"):
+            header = parse_json(opened.read(int.from_bytes(opened.read(8), "little")))
+    except (OSError, ValueError, SafetensorError) as error:
         size = file.stat().st_size if file.exists() else 0
         raise CheckpointError(
             f"{file} ({size} bytes) is not a whole safetensors file: {error}; it may be cut off: copy it again"
@@ -330,7 +338,7 @@ def read_json(path: Path) -> dict[str, Any]:
         CheckpointError: when the file is missing, is not JSON, or holds something else.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(read_file(path), whole=True)
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing; a checkpoint directory needs it beside its *.safetensors files"

@@ -29,6 +29,7 @@ from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
 from tpu_grpo.models.checkpoint import read_json
 from tpu_grpo.records.errors import CheckpointError
+from tpu_grpo.records.outside import bounded
 from tpu_grpo.tasks.lessons import Task
 
 PAD, END = "<pad>", "<|im_end|>"
@@ -264,7 +265,8 @@ def _sample(tokenizer: PreTrainedTokenizerFast) -> str:
     """Write some conversations by the chat template, those that it takes."""
     written = ""
     for roles in (["user"], ["system", "user"], ["user", "assistant", "user"]):
-        with suppress(TemplateError, ValueError):  # no template, or one without a system message
+        # no template, one without a system message, or one that never ends, which is told when it writes prompts
+        with suppress(TemplateError, ValueError, TimeoutError, MemoryError), bounded(1.0, 2**30):
             conversation = [{"role": role, "content": "x"} for role in roles]
             written += str(tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True))
     return written

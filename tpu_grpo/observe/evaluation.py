@@ -32,8 +32,8 @@ from tpu_grpo.hosts import Hosts
 from tpu_grpo.observe.json_lines import (
     encode_line,
     jsonable,
-    keep_records,
-    read_records,
+    keep_steps,
+    read_steps,
     replace_bytes,
     write_json,
 )
@@ -331,8 +331,8 @@ class EvaluationLog:
         lines: list[dict[str, Any]] = []
         if hosts.is_first:
             path = run_dir / EVALUATION_FILE
-            keep_records(path, lambda record: 0 < start_step >= record["step"])  # a fresh start keeps none
-            lines = list(read_records(path, missing_ok=True))
+            keep_steps(path, start_step or -1)  # a fresh start keeps none
+            lines = list(read_steps(path))
         lines = json.loads(hosts.broadcast("the evaluations so far", json.dumps(lines).encode()))
         self.done = [evaluation_of(line) for line in lines]
 

@@ -6,7 +6,9 @@ Other files of a run are replaced as a whole.
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -14,6 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from tpu_grpo.records.errors import DataError
+from tpu_grpo.records.outside import lines_of, open_file, parse_json
 
 Record = Mapping[str, Any]
 Lines = Sequence[Record]
@@ -45,14 +48,23 @@ def jsonable(value: Any) -> Any:
     return value
 
 
-def keep_records(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a file with the records for which ``keep`` holds, as a whole or not at all; a missing file stays so.
+def keep_steps(path: Path, last: int) -> None:
+    """Rewrite a file with the records of the steps up to ``last``, as a whole or not at all; a missing one stays so.
+
+    If a torn line was of such a step, the user is told that it is lost.
 
     Raises:
-        DataError: as ``read_records`` does; the file is then as it was.
+        DataError: as ``read_steps`` does; the file is then as it was.
     """
-    if path.exists():
-        replace_bytes(path, (encode_line(record) for record in read_records(path) if keep(record)))
+    if not path.exists():
+        return
+    torn: list[bytes] = []
+    replace_bytes(path, (encode_line(record) for record in read_steps(path, torn) if record["step"] <= last))
+    for line in torn:
+        found = re.match(rb'{"step": ?(\d{1,18})\D', line)
+        if found is None or int(found[1]) <= last:
+            of = f" of step {int(found[1])}" if found else ""
+            print(f"{path}: its last line{of} was torn, as by a full disk, and is lost", file=sys.stderr, flush=True)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -81,8 +93,8 @@ def replace_bytes(path: Path, data: Iterable[bytes], temporary: str = ".tmp") ->
 # --- reading ---------------------------------------------------------------------------------------------------------
 
 
-def read_records(path: Path, *, missing_ok: bool = False) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, in order; a last line that a kill left torn is passed over.
+def read_records(path: Path, *, missing_ok: bool = False, torn: list[bytes] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file, in order; a last line that a kill left torn is passed over, and put into ``torn``.
 
     With ``missing_ok`` a file that is not there holds no records.
 
@@ -91,10 +103,10 @@ def read_records(path: Path, *, missing_ok: bool = False) -> Iterator[dict[str, 
     """
     if missing_ok and not path.exists():
         return
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    with open_file(path) as file:
+        for number, line in enumerate(lines_of(file, str(path)), start=1):
             try:
-                record = json.loads(line)
+                record = parse_json(line)
             except ValueError:  # both a JSON and a UTF-8 error
                 record = None
             if isinstance(record, dict):
@@ -104,6 +116,20 @@ def read_records(path: Path, *, missing_ok: bool = False) -> Iterator[dict[str, 
                     f"{path}:{number} must be one JSON object, got {line[:60]!r}; only the last line may be torn: "
                     "remove this line, or the file"
                 )
+            elif torn is not None:
+                torn.append(line)
+
+
+def read_steps(path: Path, torn: list[bytes] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file whose lines all have a step; a file that is not there holds none.
+
+    Raises:
+        DataError: as ``read_records`` does, and for a line without a step.
+    """
+    for record in read_records(path, missing_ok=True, torn=torn):
+        if not isinstance(step := record.get("step"), int) or isinstance(step, bool):
+            raise DataError(f"{path}: every line must hold a step, a whole number, got {step!r}; restore or remove it")
+        yield record
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

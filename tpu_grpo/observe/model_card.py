@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import jinja2
 
-from tpu_grpo.observe.json_lines import Lines, Record, interval_of, is_number, numbers, read_records
+from tpu_grpo.observe.json_lines import Lines, Record, interval_of, is_number, numbers, read_steps
 from tpu_grpo.observe.run_files import EVALUATION_FILE, METRICS_FILE
 from tpu_grpo.observe.summary import edge_means
 
@@ -86,7 +86,7 @@ def _figures(run_dir: Path, step: int) -> Iterator[Row]:
 
 
 def _until(path: Path, step: int) -> Lines:
-    return [record for record in read_records(path, missing_ok=True) if record["step"] <= step]
+    return [record for record in read_steps(path) if record["step"] <= step]
 
 
 def _estimate(record: Record, name: str) -> str:

@@ -19,6 +19,8 @@ PROFILE_DIR = "profile"
 """Holds every host's timelines of the steps of ``logging.profile_steps``, for Perfetto and for TensorBoard."""
 CHECKPOINTS_DIR = "checkpoints"
 """Holds a directory per saved step with policy and optimizer state, as Orbax writes them."""
+RUN_FILE = "run_id"
+"""Holds the id of the run, which all of its checkpoints have: those of another run are refused."""
 NON_FINITE_DIR = "non_finite"
 """Holds the newest update whose loss or gradient was not finite: ``<step>.npz``, its samples as ``<step>.jsonl``, and a
 checkpoint of the parameters that it had."""

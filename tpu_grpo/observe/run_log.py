@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.observe.console import ConsoleSink
-from tpu_grpo.observe.json_lines import encode_line, keep_records
+from tpu_grpo.observe.json_lines import encode_line, keep_steps
 from tpu_grpo.observe.run_files import METRICS_FILE, SAMPLES_FILE
 from tpu_grpo.observe.sample_rows import SampleRow, sample_fields, sample_rows
 from tpu_grpo.observe.step_metrics import MetricValue
@@ -128,7 +128,7 @@ class JsonlSink:
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
         def continued(path: Path) -> IO[bytes]:
-            keep_records(path, lambda record: record.get("step", 0) <= start_step)
+            keep_steps(path, start_step)
             return path.open("ab")
 
         run_dir.mkdir(parents=True, exist_ok=True)

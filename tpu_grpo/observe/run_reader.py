@@ -3,7 +3,6 @@
 Any file may be missing, and a metric may be missing in any line.
 """
 
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -15,9 +14,9 @@ from typing import Any, Literal, Self
 
 import yaml
 
-from tpu_grpo.config.yaml_dialect import Loader
+from tpu_grpo.config.yaml_dialect import read_yaml
 from tpu_grpo.hosts import End
-from tpu_grpo.observe.json_lines import Lines, Record, read_records, write_json
+from tpu_grpo.observe.json_lines import Lines, Record, read_records, read_steps, write_json
 from tpu_grpo.observe.run_files import (
     CHANGES_FILE,
     CONFIG_FILE,
@@ -29,6 +28,7 @@ from tpu_grpo.observe.run_files import (
     SUMMARY_FILE,
 )
 from tpu_grpo.records.errors import DataError
+from tpu_grpo.records.outside import parse_json, read_file
 
 MOST_ROWS = 256
 """So many completions of a step are read: its best and its worst are those of the first ones."""
@@ -162,15 +162,15 @@ def read_run(directory: Path, *, goes_on: bool = False, standing: Standing | Non
 
     def text(name: str) -> str:
         path = directory / name
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        return read_file(path).decode(errors="replace") if path.is_file() else ""
 
     lines, evaluations, changes = (
-        list(read_records(directory / name, missing_ok=True)) for name in (METRICS_FILE, EVALUATION_FILE, CHANGES_FILE)
+        list(read_steps(directory / name)) for name in (METRICS_FILE, EVALUATION_FILE, CHANGES_FILE)
     )
     config_text, summary_text = text(CONFIG_FILE), text(SUMMARY_FILE)
     try:
-        config = yaml.load(config_text, Loader)
-    except yaml.YAMLError as error:
+        config = read_yaml(config_text)
+    except (ValueError, yaml.YAMLError) as error:
         raise DataError(f"{directory / CONFIG_FILE} must be YAML ({error}); remove or mend it") from error
     config = config if isinstance(config, dict) else {}
     run = section if isinstance(section := config.get("run"), dict) else {}
@@ -265,7 +265,7 @@ def _held_out(directory: Path, evaluations: Lines) -> list[tuple[int, Rows]]:
 def _object(text: str | bytes) -> dict[str, Any]:
     """Read a JSON object; what is none, such as a file that is being written, is empty."""
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError:  # both a JSON and a UTF-8 error
         return {}
     return found if isinstance(found, dict) else {}

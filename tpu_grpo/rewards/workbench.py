@@ -4,7 +4,6 @@ A line of the file is ``{"completion": ..., "prompt": ..., <columns>}``, or hold
 The prompt is a text, or a list of messages.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -15,6 +14,7 @@ import numpy as np
 
 from tpu_grpo.config import RewardSpec
 from tpu_grpo.records.errors import DataError
+from tpu_grpo.records.outside import parse_json, read_file
 from tpu_grpo.records.stages import Completion, Prompt, PromptBatch, Rollout, Scores
 from tpu_grpo.rewards.asking import RewardResult
 from tpu_grpo.rewards.scoring import RewardSet, open_rewards
@@ -96,7 +96,7 @@ def _failures(name: str, result: RewardResult, alone: Sequence[Mapping[str, Rewa
 def read_completions(path: Path, step: int = 0) -> Rollout:
     """Read the completions of a file as a rollout, a prompt per line. Raises DataError."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_file(path, 2**32).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"completions must be readable from {path}, got {type(error).__name__}; correct the path"
@@ -142,7 +142,7 @@ def disagreements(scores: Scores) -> list[Disagreement]:
 
 def _record(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError as error:
         raise DataError(f"{path}:{number} must be one JSON object per line, got {line[:60]!r}") from error
     given = record.get("completions", [record.get("completion")]) if isinstance(record, dict) else None

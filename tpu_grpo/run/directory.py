@@ -33,6 +33,7 @@ from tpu_grpo.observe.run_files import (
 )
 from tpu_grpo.records import errors
 from tpu_grpo.records.errors import CheckpointError, ConfigError, DataError, TpuGrpoError
+from tpu_grpo.records.outside import parse_json, read_file
 from tpu_grpo.run.fingerprints import Change, changed_settings, changed_sources, sources
 from tpu_grpo.run.lock import RunLock, holder, read_owner, taken
 
@@ -126,7 +127,7 @@ def _seen_in(config: RunConfig) -> Earlier:
         directory, changes = config.run_dir, _changes_since(config)
         steps, path = saved_steps(directory / CHECKPOINTS_DIR), directory / SUMMARY_FILE
         if path.exists():
-            summary = read_json(path)
+            summary = read_json(path, steps=int)
             others_left = any(change.effect == "results" for change in changes)  # such as harder prompts
             exhausted = summary.get("ended_early") and not others_left
             if exhausted or summary["steps"] >= config.run.max_steps:
@@ -184,7 +185,7 @@ def _changes_since(config: RunConfig) -> tuple[Change, ...]:
         ) from error
     changed = changed_settings(before, config)
     names = {change.name for change in changed}
-    files = changed_sources(read_json(known) if known.exists() else {}, sources(config))
+    files = changed_sources(_sources_in(known) if known.exists() else {}, sources(config))
     changed += [change for change in files if change.name not in names]
     if refused := [change for change in changed if change.effect == "results" and not change.is_in(allowed)]:
         names = ", ".join(dict.fromkeys([*allowed, *(change.name for change in refused)]))
@@ -197,18 +198,30 @@ def _changes_since(config: RunConfig) -> tuple[Change, ...]:
     return tuple(changed)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a file that a run left, which holds an object.
+def read_json(path: Path, **types: type) -> dict[str, Any]:
+    """Read a file that a run left, which holds an object with values of these types by these names.
 
     Raises:
         DataError: it does not.
     """
     try:
-        found = json.loads(path.read_bytes())
-    except ValueError:  # both a JSON and a UTF-8 error
+        found = parse_json(read_file(path))
+    except (ValueError, OSError):  # JSON and UTF-8 errors, and what is no file
         found = None
     if not isinstance(found, dict):
         raise DataError(f"{path} must hold a JSON object, as a run writes it, and does not; restore or remove it")
+    for name, kind in types.items():
+        if type(value := found.get(name)) is not kind:
+            raise DataError(f"{path} must hold {name}, a value of {kind.__name__}, got {value!r}; restore or remove it")
+    return found
+
+
+def _sources_in(path: Path) -> dict[str, dict[str, str]]:
+    found = read_json(path)
+    if not all(
+        isinstance(files, dict) and all(isinstance(what, str) for what in files.values()) for files in found.values()
+    ):
+        raise DataError(f"{path} must hold a digest by setting and file, and does not; restore or remove it")
     return found
 
 
@@ -352,7 +365,7 @@ class RunDirectory:
         path = self.path / DATA_FILE
         if not start or not path.exists():
             return []
-        was, now = read_json(path)["digest"], data["digest"]
+        was, now = read_json(path, digest=str)["digest"], data["digest"]
         if was == now:
             return []
         change = Change("data", f"digest {was[:16]}", f"digest {now[:16]}", "results")

@@ -1,6 +1,5 @@
 """The weights of a run: loaded to be trained, or as the policy of a checkpoint that a user names."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from tpu_grpo.models.lora import adapted_modules, apply_lora, cast_adapters, loa
 from tpu_grpo.models.tunix_model import abstract_model, check_finite, is_abstract, load_model
 from tpu_grpo.observe.run_files import BEST_FILE, CHECKPOINTS_DIR, saved_steps
 from tpu_grpo.records.errors import CheckpointError, ConfigError
+from tpu_grpo.run.directory import read_json
 from tpu_grpo.run.meshes import Meshes
 
 INITIAL, LATEST, BEST = "initial", "latest", "best"
@@ -50,7 +50,7 @@ def choose(config: RunConfig, which: str) -> Chosen:
             raise CheckpointError(
                 f"a best checkpoint needs {path}, which a run writes when it evaluates; it is missing"
             )
-        return Chosen(directory, json.loads(path.read_text())["step"] or None)
+        return Chosen(directory, read_json(path, step=int)["step"] or None)
     if which == LATEST:
         if not (steps := saved_steps(directory)):
             raise CheckpointError(f"there must be a checkpoint in {directory}, found none; check run.dir")

@@ -1,0 +1,241 @@
+"""Gives commands input that is broken by chance: nothing but the codes 0 and 2 may come of it, in bounded time and memory.
+
+    uv run python -m tests.several.fuzz --inputs 10000
+
+Configs, data, models, tokenizers, chat templates, completions and the directories of runs are changed: single bytes,
+values of JSON and YAML by ones that hurt, whole files by pipes, links and directories. Each input goes to a command in
+a forked child. ``--processes N`` has so many of them started as users do. What fails is kept, with what was said.
+"""
+
+import argparse
+import json
+import os
+import random
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.several.runs import REPOSITORY, settings, write_files
+
+SECONDS = 60.0
+"""A command that takes longer has hung."""
+GIBIBYTES = 12
+"""A command may take so much address space."""
+DEEP, DIGITS = "[" * 50_000, "9" * 10_000
+NASTY: tuple[Any, ...] = (
+    None, True, False, 0, -1, 1, 2**31, 2**63, 10**30, 10**400, 1e308, -1e-308, 0.5, "", " ", "x", "\ud800", "\x00",
+    "\x1b[2J", "'x' * 99999999999", "{{ 'x' * 99999999999 }}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{question:>99999999999}", "{0}", "{", "../..", "/dev/zero", "a" * 100_000, "builtin:none", "hf:x", "x:y", [], {}, [[]], [None],
+    {"": {}}, {"a": 1}, [1, "a", None], "é\u202e", "1e999", "NaN",
+)  # fmt: skip
+TOKENS = (
+    DEEP, DIGITS, "{", "}", "[", "]", '"', ":", ",", "\n", "&a", "*a", "<<: *a", "!!python/object:os.system", "\\ud800",
+    "\x00", "\xff", "null", "NaN", "-", "'", "{% raw %}", "{{ 1/0 }}", "---", "...", "%", "\t",
+)  # fmt: skip
+RUN = (
+    "config.yaml", "metrics.jsonl", "history.jsonl", "samples.jsonl", "evaluation.jsonl", "summary.json",
+    "sources.json", "data.json", "best.json", "end.json", "run.lock", "run_id", "changes.jsonl",
+)  # fmt: skip
+KINDS = {
+    "config": ["c.yaml"],
+    "data": ["data.jsonl", "held.jsonl"],
+    "model": ["model/config.json", "model/model.safetensors"],
+    "tokenizer": ["model/tokenizer.json", "model/tokenizer_config.json", "model/special_tokens_map.json"],
+    "template": ["model/chat_template.jinja"],
+    "run": [f"run/{name}" for name in RUN],
+    "completions": ["completions.jsonl"],
+}  # fmt: skip
+COMMANDS = {
+    "config": [["run", "c.yaml", "--dry-run"], ["run", "c.yaml", "--print-config"]],
+    "data": [["run", "c.yaml", "--dry-run"], ["data", "c.yaml"]],
+    "model": [["run", "c.yaml", "--dry-run"]],
+    "tokenizer": [["data", "c.yaml"], ["run", "c.yaml", "--dry-run"]],
+    "template": [["data", "c.yaml"]],
+    "run": [["run", "c.yaml", "--dry-run"], ["report", "run"]],
+    "completions": [["rewards", "c.yaml", "--completions", "completions.jsonl"]],
+}
+
+
+def prepare(directory: Path) -> None:
+    """Write files as they should be, and let a run leave its own."""
+    write_files(directory)
+    (directory / "model" / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    tree = settings(Path("run"), run={"max_steps": 3}, checkpoint={"every": 1}, evaluation={"path": "held.jsonl"})
+    tree["data"]["retire"] = {"at": 0.9}
+    (directory / "c.yaml").write_text(yaml.safe_dump(tree))
+    lines = [{"completion": str(n), "prompt": "1+1=", "answer": "2"} for n in range(4)]
+    (directory / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for words in (["run.max_steps=2"], ["rollout.prefill_tokens=128"]):
+        subprocess.run([sys.executable, REPOSITORY / "scripts/run.py", "c.yaml", *words], cwd=directory, check=True)
+    (directory / "run" / "summary.json").write_text('{"steps": 2}')
+
+
+def mutate(path: Path, draw: random.Random) -> str:
+    """Change a file, and say how."""
+    how = draw.choice(("bytes", "bytes", "token", "token", "cut", "value", "value", "value", "value", "place", "line"))
+    if how == "place" or not path.exists():
+        what = draw.choice(("pipe", "zeros", "directory", "missing", "empty", "loop"))
+        path.unlink(missing_ok=True)
+        match what:
+            case "pipe":
+                os.mkfifo(path)
+            case "zeros":
+                path.symlink_to("/dev/zero")
+            case "directory":
+                path.mkdir()
+            case "empty":
+                path.touch()
+            case "loop":
+                path.symlink_to(path.name)
+            case _:
+                pass
+        return what
+    content = bytearray(path.read_bytes())
+    place = draw.randrange(len(content) + 1)
+    if how == "value" and (changed := _with_other_value(content.decode(errors="replace"), path, draw)) is not None:
+        path.write_bytes(changed)
+    elif how == "cut":
+        path.write_bytes(content[:place])
+    elif how == "token":
+        path.write_bytes(content[:place] + draw.choice(TOKENS).encode() + content[place:])
+    elif how == "line":
+        lines = bytes(content).splitlines(keepends=True) or [b""]
+        lines.insert(draw.randrange(len(lines)), draw.choice(lines))
+        del lines[draw.randrange(len(lines))]
+        path.write_bytes(b"".join(lines))
+    else:
+        for _ in range(draw.choice((1, 1, 3, 20))):
+            if content:
+                content[draw.randrange(len(content))] = draw.randrange(256)
+        path.write_bytes(content)
+    return how
+
+
+def _with_other_value(text: str, path: Path, draw: random.Random) -> bytes | None:
+    """Put another value in the place of one of JSON or YAML; None for another kind of file."""
+    if path.suffix == ".jinja":
+        return str(draw.choice(NASTY)).encode(errors="surrogatepass")
+    lines = text.splitlines() if path.suffix == ".jsonl" else [text]
+    number = draw.randrange(len(lines)) if lines else 0
+    try:
+        tree = yaml.safe_load(lines[number]) if path.suffix == ".yaml" else json.loads(lines[number])
+    except (ValueError, IndexError, yaml.YAMLError):
+        return None
+    places: list[tuple[Any, Any]] = []
+    seen: list[Any] = [tree]
+    while seen:
+        part = seen.pop()
+        keys = list(part) if isinstance(part, dict) else range(min(len(part), 50)) if isinstance(part, list) else []
+        places += [(part, key) for key in keys]
+        seen += [part[key] for key in keys]
+    if not places:
+        return None
+    part, key = draw.choice(places)
+    if isinstance(part, dict) and draw.random() < 0.3:
+        value = part.pop(key)
+        if draw.random() < 0.5:
+            part[str(draw.choice(NASTY))[:50]] = value
+    else:
+        part[key] = draw.choice(NASTY)
+    lines[number] = json.dumps(tree)
+    return "\n".join(lines).encode(errors="surrogatepass")
+
+
+def in_child(words: Sequence[str], directory: Path, said: Path) -> int:
+    """Let a forked child run a command; returns its code, 1 for an exception and -9 for what had to be ended."""
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            os.chdir(directory)
+            os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 1)
+            os.dup2(1, 2)
+            resource.setrlimit(resource.RLIMIT_AS, (GIBIBYTES * 2**30, GIBIBYTES * 2**30))
+            code = import_module("tpu_grpo.cli.main").main(words)
+        except SystemExit as ending:
+            code = ending.code if isinstance(ending.code, int) else 1
+        except BaseException:  # whatever comes is what is looked for
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return -9
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inputs", type=int, default=10_000)
+    parser.add_argument("--processes", type=int, default=200, help="so many of them are started as users do")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="*", default=list(KINDS))
+    parser.add_argument("--keep", type=Path, default=Path("fuzz_failures"))
+    options = parser.parse_args(arguments)
+    for module in ("train", "data", "report", "rewards", "dry_run"):
+        import_module(f"tpu_grpo.cli.{module}")
+    for module in ("transformers", "jax", "tpu_grpo.run.inputs", "tpu_grpo.learner", "jinja2"):
+        import_module(module)
+    counts: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory(prefix="tpu_grpo_fuzz_") as scratch:
+        sound, broken, said = Path(scratch, "sound"), Path(scratch, "broken"), Path(scratch, "said")
+        prepare(sound)
+        every = max(1, options.inputs // max(1, options.processes))
+        for number in range(options.inputs):
+            draw = random.Random(options.seed * 10**9 + number)
+            kind = draw.choice(options.kinds)
+            shutil.rmtree(broken, ignore_errors=True)
+            shutil.copytree(sound, broken, symlinks=True)
+            name = draw.choice(KINDS[kind])
+            how = mutate(broken / name, draw)
+            words = draw.choice(COMMANDS[kind])
+            if options.processes and number % every == 0:
+                code = in_process(words, broken, said)
+            else:
+                code = in_child(words, broken, said)
+            counts[f"{kind} {code}"] += 1
+            if code not in (0, 2) or "Traceback" in said.read_text(errors="replace"):
+                kept = options.keep / f"{options.seed}_{number}"
+                kept.mkdir(parents=True, exist_ok=True)
+                shutil.copy(said, kept / "said")
+                last = said.read_text(errors="replace").strip().rpartition("\n")[2][:150]
+                print(f"{number}: {name} {how}, {' '.join(words)}: {code}: {last}", flush=True)
+    print(dict(sorted(counts.items())))
+    if bad := sum(count for name, count in counts.items() if name.rpartition(" ")[2] not in ("0", "2")):
+        raise SystemExit(f"{bad} of {options.inputs} inputs ended by another code than 0 and 2")
+
+
+def in_process(words: Sequence[str], directory: Path, said: Path) -> int:
+    """Run a command as users do."""
+    with said.open("wb") as out:
+        command = [sys.executable, "-m", "tpu_grpo", *words]
+        where = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        try:
+            return subprocess.run(
+                command, cwd=directory, stdout=out, stderr=out, env=where, timeout=SECONDS, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            return -9
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""What comes from outside is read here, within bounds on size, depth and time.
+
+Data, checkpoints, configs and what a run left are files that anybody may have written. A pipe never answers, /dev/zero
+never ends, a line of gigabytes fills the memory, and lists nested 50,000 deep end in a traceback. All of these raise
+what a broken file raises anyway, so that each reader's own message serves for both:
+
+    open_file(path)      OSError for anything but a regular file
+    read_file(path)      OSError for a large one, too
+    lines_of(file)       DataError for a long line
+    parse_json(text)     json.JSONDecodeError for whatever cannot be used, nothing else
+    bounded(30.0)        TimeoutError for what takes longer, MemoryError for what takes too much
+"""
+
+import errno
+import json
+import os
+import re
+import resource
+import signal
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from tpu_grpo.records.errors import DataError
+
+LARGEST = 2**28
+"""A file that is read as a whole has at most so many bytes; the largest tokenizers have a tenth of that."""
+LONGEST = 2**26
+"""A line has at most so many bytes or characters."""
+DEEPEST = 100
+"""JSON is nested at most so deep."""
+
+
+def open_file(path: Path) -> IO[bytes]:
+    """Open a regular file, or a link to one, for reading; raises OSError for anything else, without waiting."""
+    if path.is_dir():
+        _refuse(path, errno.EISDIR)
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    return _refuse(path, errno.EINVAL)
+
+
+def _refuse(path: Path, number: int, why: str = "it must be a regular file") -> NoReturn:
+    raise OSError(number, f"{os.strerror(number)}: {why}", str(path))
+
+
+def read_file(path: Path, most: int = LARGEST) -> bytes:
+    """Read a whole file; raises OSError for one of more than ``most`` bytes, and as `open_file` does."""
+    with open_file(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        _refuse(path, errno.EINVAL, f"it must have at most {most} bytes")
+    return content
+
+
+def lines_of[Text: (bytes, str)](file: IO[Text], name: str, most: int = LONGEST) -> Iterator[Text]:
+    """Yield the lines of a file, as it would itself; raises DataError for one that is longer than ``most``."""
+    number = 0
+    while line := file.readline(most):
+        number += 1
+        if len(line) == most and line[-1:] not in (b"\n", "\n"):
+            raise DataError(f"{name}:{number} must have less than {most} characters in a line, got more; divide it")
+        yield line
+
+
+def parse_json(text: str | bytes, *, whole: bool = False) -> Any:
+    """Read JSON.
+
+    Args:
+        text: in UTF-8, if it is bytes.
+        whole: refuse halves of surrogate pairs, which no file in UTF-8 can hold.
+
+    Raises:
+        json.JSONDecodeError: it is none, or nested deeper than `DEEPEST`, or has a number that Python does not read.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    text = text.decode() if isinstance(text, bytes) else text
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError as error:  # Python limits the digits of an integer
+        raise json.JSONDecodeError(str(error), "", 0) from None
+    if text.count("[") + text.count("{") > DEEPEST and _is_deep(value):
+        raise _too_deep()
+    if whole and re.search(r"\\u[dD][89a-fA-F]", text):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise json.JSONDecodeError(f"half of a surrogate pair ({error.object[error.start]!a})", "", 0) from None
+    return value
+
+
+def _too_deep() -> json.JSONDecodeError:
+    return json.JSONDecodeError(f"more than {DEEPEST} levels", "", 0)
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(DEEPEST):
+        level = [
+            each
+            for part in level
+            if isinstance(part, list | dict)
+            for each in (part.values() if isinstance(part, dict) else part)
+            if isinstance(each, list | dict)
+        ]
+        if not level:
+            return False
+    return True
+
+
+@contextmanager
+def bounded(seconds: float, more_bytes: int | None = None) -> Iterator[None]:
+    """Bound what foreign code in Python, such as a template, does in the block.
+
+    Args:
+        seconds: a block on the main thread that takes longer ends with TimeoutError.
+        more_bytes: so much memory may be added to the process; what needs more raises MemoryError.
+    """
+    on_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGALRM, _late) if on_main else None
+    timer = (0.0, 0.0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        if on_main:
+            timer = signal.setitimer(signal.ITIMER_REAL, seconds)
+        if more_bytes is not None:
+            limits = [limit for limit in (soft, _address_space() + more_bytes) if limit != resource.RLIM_INFINITY]
+            resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        if on_main:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            signal.signal(signal.SIGALRM, before)
+            signal.setitimer(signal.ITIMER_REAL, *timer)  # somebody else's goes on
+
+
+def _address_space() -> int:
+    """Return the bytes of address space that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def _late(*_: object) -> NoReturn:
+    raise TimeoutError("it took too long")
