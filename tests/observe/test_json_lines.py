@@ -76,6 +76,6 @@ def test_a_torn_line_of_a_step_that_is_done_is_told(
 def test_a_line_without_a_step_is_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(f'{line}\n{{"step": 1}}\n')
-    with pytest.raises(DataError, match="every line must hold a step, a whole number, got "):
+    with pytest.raises(DataError, match="every line must hold step, a value of int, got "):
         keep_steps(path, 3)
     assert path.read_text().startswith(line)

@@ -202,20 +202,25 @@ class PromptRenderer:
         return self._tokenizer.num_special_tokens_to_add(pair=False) + 1
 
     def _chats(self, conversations: list[list[Message]], where: Sequence[str], tools: Sequence[Tools]) -> list[str]:
-        from jinja2 import TemplateError  # what chat templates are written in; transformers imports it lazily too
-
         try:
             return self._templated(conversations, tools)
-        except (TemplateError, ValueError):
-            for messages, offered, place in zip(conversations, tools, where, strict=True):  # which of them is it?
-                try:
-                    self._templated([messages], [offered])
-                except (TemplateError, ValueError) as error:
-                    raise ConfigError(
-                        f"the tokenizer's chat template must accept the roles {[m['role'] for m in messages]} of "
-                        f"{place}, it says: {error}; empty data.system_prompt or set data.chat_template=false"
-                    ) from error
+        except (MemoryError, TimeoutError):
             raise
+        except Exception:  # the model's own code
+            for each in zip(conversations, tools, where, strict=True):  # which of them is it?
+                self._try_chat(*each)
+            raise
+
+    def _try_chat(self, messages: list[Message], tools: Tools, where: str) -> None:
+        try:
+            self._templated([messages], [tools])
+        except (MemoryError, TimeoutError):
+            raise
+        except Exception as error:  # the model's own code
+            raise ConfigError(
+                f"the tokenizer's chat template must accept the roles {[m['role'] for m in messages]} of {where}, it "
+                f"says: {error}; empty data.system_prompt or set data.chat_template=false"
+            ) from error
 
     def _templated(self, conversations: list[list[Message]], tools: Sequence[Tools]) -> list[str]:
         """Write conversations by the chat template; one that ends with the assistant stays open there."""

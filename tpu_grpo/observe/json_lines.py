@@ -3,6 +3,7 @@
 Other files of a run are replaced as a whole.
 """
 
+import errno
 import json
 import math
 import os
@@ -103,7 +104,13 @@ def read_records(path: Path, *, missing_ok: bool = False, torn: list[bytes] | No
     """
     if missing_ok and not path.exists():
         return
-    with open_file(path) as file:
+    try:
+        opened = open_file(path)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EISDIR, errno.ELOOP):
+            raise
+        raise DataError(f"{path} must be a file of JSON objects, one a line, got {error}; remove it") from error
+    with opened as file:
         for number, line in enumerate(lines_of(file, str(path)), start=1):
             try:
                 record = parse_json(line)
@@ -120,15 +127,21 @@ def read_records(path: Path, *, missing_ok: bool = False, torn: list[bytes] | No
                 torn.append(line)
 
 
-def read_steps(path: Path, torn: list[bytes] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file whose lines all have a step; a file that is not there holds none.
+def read_steps(path: Path, torn: list[bytes] | None = None, **types: type) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file whose lines all have a step, and values of ``types`` by these names.
+
+    A file that is not there holds none.
 
     Raises:
-        DataError: as ``read_records`` does, and for a line without a step.
+        DataError: as ``read_records`` does, and for a line without one of them.
     """
     for record in read_records(path, missing_ok=True, torn=torn):
-        if not isinstance(step := record.get("step"), int) or isinstance(step, bool):
-            raise DataError(f"{path}: every line must hold a step, a whole number, got {step!r}; restore or remove it")
+        for name, kind in {"step": int, **types}.items():
+            if type(value := record.get(name)) is not kind:
+                raise DataError(
+                    f"{path}: every line must hold {name}, a value of {kind.__name__}, got {value!r}; restore or remove "
+                    "the file"
+                )
         yield record
 
 
@@ -158,8 +171,10 @@ def series(lines: Lines, name: str) -> tuple[Float[np.ndarray, " N"], Float[np.n
 
 def interval_of(record: Record, name: str) -> tuple[float, float]:
     """Return the 95 % interval of an evaluated metric, as a line of ``evaluation.jsonl`` has it; NaN without one."""
-    bounds = (record.get("intervals") or {}).get(name.removeprefix("evaluation/")) or ()
-    low, high = (bounds[end] if len(bounds) > 1 and is_number(bounds[end]) else math.nan for end in (0, 1))
+    intervals = record.get("intervals")
+    bounds = intervals.get(name.removeprefix("evaluation/")) if isinstance(intervals, dict) else None
+    known = bounds if isinstance(bounds, list) and len(bounds) > 1 else (None, None)
+    low, high = (known[end] if is_number(known[end]) else math.nan for end in (0, 1))
     return low, high
 
 

@@ -164,9 +164,8 @@ def read_run(directory: Path, *, goes_on: bool = False, standing: Standing | Non
         path = directory / name
         return read_file(path).decode(errors="replace") if path.is_file() else ""
 
-    lines, evaluations, changes = (
-        list(read_steps(directory / name)) for name in (METRICS_FILE, EVALUATION_FILE, CHANGES_FILE)
-    )
+    lines, evaluations = (list(read_steps(directory / name)) for name in (METRICS_FILE, EVALUATION_FILE))
+    changes = list(read_steps(directory / CHANGES_FILE, name=str, old=str, new=str, effect=str))
     config_text, summary_text = text(CONFIG_FILE), text(SUMMARY_FILE)
     try:
         config = read_yaml(config_text)
