@@ -139,8 +139,8 @@ def read_steps(path: Path, torn: list[bytes] | None = None, **types: type) -> It
         for name, kind in {"step": int, **types}.items():
             if type(value := record.get(name)) is not kind:
                 raise DataError(
-                    f"{path}: every line must hold {name}, a value of {kind.__name__}, got {value!r}; restore or remove "
-                    "the file"
+                    f"{path}: every line must hold {name}, a value of {kind.__name__}, got {value!r}; restore or "
+                    "remove the file"
                 )
         yield record
 
@@ -173,8 +173,8 @@ def interval_of(record: Record, name: str) -> tuple[float, float]:
     """Return the 95 % interval of an evaluated metric, as a line of ``evaluation.jsonl`` has it; NaN without one."""
     intervals = record.get("intervals")
     bounds = intervals.get(name.removeprefix("evaluation/")) if isinstance(intervals, dict) else None
-    known = bounds if isinstance(bounds, list) and len(bounds) > 1 else (None, None)
-    low, high = (known[end] if is_number(known[end]) else math.nan for end in (0, 1))
+    known: Sequence[object] = bounds if isinstance(bounds, list) and len(bounds) > 1 else (None, None)
+    low, high = (float(value) if is_number(value := known[end]) else math.nan for end in (0, 1))
     return low, high
 
 
