@@ -186,6 +186,7 @@ class Checkpoints:
         found = b""
         if self._hosts.is_first:
             if new and not self._run_file.is_file():
+                self._run_file.parent.mkdir(parents=True, exist_ok=True)
                 replace_text(self._run_file, new)
             found = read_file(self._run_file, 100) if self._run_file.is_file() else b""
         return self._hosts.broadcast("the id of the run", found if self._hosts.is_first else None).decode(
