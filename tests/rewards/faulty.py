@@ -74,7 +74,7 @@ def forks(completions: list[str]) -> list[float]:
         if os.fork() == 0:
             os.setsid()
         time.sleep(1000)
-    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    subprocess.Popen(["sleep", "1000"], start_new_session=True, env={})
     return [1.0] * len(completions)
 
 
