@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tpu_grpo.observe.json_lines import encode_line, jsonable, keep_steps, read_records, replace_text
+from tpu_grpo.observe.json_lines import encode_line, is_number, jsonable, keep_steps, read_records, replace_text
 from tpu_grpo.records.errors import DataError
 
 
@@ -79,3 +79,10 @@ def test_a_line_without_a_step_is_refused(tmp_path: Path, line: str) -> None:
     with pytest.raises(DataError, match="every line must hold step, a value of int, got "):
         keep_steps(path, 3)
     assert path.read_text().startswith(line)
+
+
+def test_an_integer_that_no_float_can_hold_is_no_number() -> None:
+    assert is_number(10**308)
+    assert not is_number(10**309)
+    assert not is_number(-(10**309))
+    assert not is_number(True)

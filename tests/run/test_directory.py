@@ -440,3 +440,24 @@ def test_what_a_dry_run_says_of_a_directory_in_use_or_without_a_checkpoint(tmp_p
     with pytest.raises(CheckpointError, match="found none"):
         describe(run_of(tmp_path, checkpoint={"resume": "require"}))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (None, "before, the run ended without a word: host 0 was killed"),
+        (
+            '{"outcome": "failed", "message": "LockstepError: lost host 1"}',
+            "before, the run failed: LockstepError: lost",
+        ),
+        ("[1", "before, the run ended without a word"),
+        ('{"outcome": "stopped", "message": "SIGTERM"}', ""),
+    ],
+)
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_start_says_how_the_run_broke_off_before(tmp_path: Path, resume: str, end: str | None, said: str) -> None:
+    config = config_for(tmp_path / "run", resume)
+    assert not any(note.startswith("before") for note in go_on(config, 0))
+    if end is not None:
+        (tmp_path / "run" / "end.json").write_text(end)
+    assert [note[: len(said)] for note in go_on(config, 0) if note.startswith("before")] == [said] * bool(said)

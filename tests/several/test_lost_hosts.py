@@ -103,3 +103,37 @@ def test_a_checkpoint_that_one_host_cannot_write_ends_all_and_the_run_goes_on_af
     again = run_hosts(2, 2, files, tree)
     assert again.code == 0, again.errors
     assert "continuing after step 1" in again.out
+
+
+HOLDS = """
+import ctypes, os, sys
+
+def leaves(completions):
+    os._exit(0) if "hosts.index=1" in sys.argv and not os.path.exists("again") else None
+    return [0.0] * len(completions)
+
+def holds(completions):
+    ctypes.PyDLL(None).sleep(300) if "hosts.index=1" in sys.argv else None
+    return [0.0] * len(completions)
+"""
+
+
+def test_a_reward_that_ends_its_process_ends_the_others_and_the_next_start_says_so(files: Path, tmp_path: Path) -> None:
+    (files / "ending.py").write_text(HOLDS)
+    tree = settings(tmp_path, rewards=[{"name": "ending.py:leaves", "workers": 0}])
+    ended = run_hosts(2, 2, files, tree)
+    assert ended.code == 3, ended.errors
+    assert "LockstepError: lost host 1: " in ended.of_host(0)
+    (files / "again").touch()
+    again = run_hosts(2, 2, files, tree)
+    assert again.code == 0, again.errors
+    assert "before, the run failed: LockstepError: lost host 1" in again.out
+
+
+def test_a_reward_that_holds_the_interpreter_ends_its_host_and_the_others(files: Path, tmp_path: Path) -> None:
+    (files / "ending.py").write_text(HOLDS)
+    tree = settings(tmp_path, rewards=[{"name": "ending.py:holds", "workers": 0}])
+    ended = run_hosts(2, 2, files, tree)
+    assert "LockstepError: lost host 1: " in ended.of_host(0)
+    assert "something has held the interpreter's lock of this host for too long" in ended.of_host(1)
+    assert ended.seconds < 60

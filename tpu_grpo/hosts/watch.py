@@ -2,10 +2,13 @@
 
 Two threads per process: one talks to the coordination service, and may block in it; the other only looks at the clock,
 and ends the process. Both run while the main thread computes, compiles or waits in a collective, all of which release
-the interpreter's lock; so a host that is only slow is not taken for a lost one.
+the interpreter's lock; so a host that is only slow is not taken for a lost one. Where something never releases it, such
+as a user's reward in C, no thread can run: a process of its own, which hears nothing any more, ends this one.
 """
 
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -32,6 +35,23 @@ LOCAL_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "NOT_
 REMEMBERED = 4096
 """So many steps of each thing that hosts decide alike are kept for comparison."""
 
+SILENT_LOOKS = 10
+"""A process that was silent for so many looks, of a tenth of the timeout each, is ended. One that was stopped with its
+guard, such as by a machine that slept, misses only one."""
+GUARD = f"""
+import os, select, sys
+silent = 0
+while silent < {SILENT_LOOKS}:
+    silent += 1
+    if select.select([0], [], [], float(sys.argv[2]))[0]:
+        if not os.read(0, 4096):
+            sys.exit()
+        silent = 0
+os.write(2, b"LockstepError: something has held the interpreter's lock of this host for too long, such as a reward in C "
+         b"with workers: 0; the host is ended; give that reward workers: 1\\n")
+os.kill(int(sys.argv[1]), 9)
+"""
+"""The program of that process; it ends with the one that it guards, whose pipe closes."""
 
 type Beat = tuple[int, dict[str, tuple[int, str]]]
 """A heartbeat: its number, and for each thing that hosts decide alike the last step and its digest."""
@@ -154,6 +174,13 @@ class Watch:
         self._threads = [
             threading.Thread(target=_watchful, args=[run], daemon=True) for run in (self._talk, self._look)
         ]
+        self._guard = subprocess.Popen(
+            [sys.executable, "-IS", "-c", GUARD, str(os.getpid()), str(self.timeout_seconds / SILENT_LOOKS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env={},
+            start_new_session=True,
+        )
         for thread in self._threads:
             thread.start()
         _watching.append(self)
@@ -271,9 +298,12 @@ class Watch:
     # --- the thread that looks at the clock --------------------------------------------------------------------------
 
     def _look(self) -> None:
-        pause = min(self.every, self.timeout_seconds / 10)
+        pause = min(self.every, self.timeout_seconds / (2 * SILENT_LOOKS))
         looked = time.monotonic()
+        assert self._guard.stdin is not None
         while not self._stop.wait(pause):
+            with suppress(BrokenPipeError):  # somebody ended the guard
+                os.write(self._guard.stdin.fileno(), b".")
             now = time.monotonic()
             if now - looked > self.timeout_seconds / 2:  # it is this process that was stopped: the clocks start again
                 self._answered = now
@@ -287,6 +317,8 @@ class Watch:
             silent = {index: now - at for index, (_, at) in self._beats.items() if now - at > self.timeout_seconds}
             if silent:
                 end_process(f"lost {host_names(list(silent))}: no heartbeat for {max(silent.values()):.0f} s")
+        self._guard.stdin.close()
+        self._guard.wait()
 
 
 def _told(value: bytes, kind: object, index: int) -> Any:

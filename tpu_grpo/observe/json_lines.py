@@ -146,8 +146,9 @@ def read_steps(path: Path, torn: list[bytes] | None = None, **types: type) -> It
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Tell whether a value is a number; null, texts and truth values are none."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    """Tell whether a value is a number; null, texts, truth values and integers that no float can hold are none."""
+    whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    return whole or isinstance(value, float)
 
 
 def number_or_zero(value: object) -> float:

@@ -5,6 +5,7 @@ One run has it at a time (lock.py), and all hosts of the run see the same one; h
 done, or was another one, and then this one is refused.
 """
 
+import contextlib
 import json
 import os
 import socket
@@ -23,6 +24,7 @@ from tpu_grpo.observe.run_files import (
     CHECKPOINTS_DIR,
     CONFIG_FILE,
     DATA_FILE,
+    END_FILE,
     HISTORY_FILE,
     LOCK_FILE,
     LOGS_DIR,
@@ -225,6 +227,26 @@ def _sources_in(path: Path) -> dict[str, dict[str, str]]:
     return found
 
 
+def _how_it_broke_off(directory: Path) -> list[str]:
+    """Say how the run there ended before, in one line; nothing of one that was done, stopped, or never began."""
+    end: dict[str, Any] = {}
+    if not (directory / DATA_FILE).exists():
+        return []
+    if (path := directory / END_FILE).exists():
+        with contextlib.suppress(DataError):  # the report says so
+            end = read_json(path, outcome=str, message=str)
+    match end.get("outcome"):
+        case "done" | "stopped":
+            return []
+        case "failed":
+            return [f"before, the run failed: {end['message']}"]
+        case _:
+            return [
+                "before, the run ended without a word: host 0 was killed, lost its machine, or ran out of memory, or a "
+                f"reward with workers: 0 ended its process; {directory / LOGS_DIR} shows in which stage"
+            ]
+
+
 def _free_name(directory: Path) -> Path:
     """Return the first of ``<dir>.1``, ``<dir>.2``, ... that is not there."""
     number = 1
@@ -291,12 +313,12 @@ class RunDirectory:
         Raises:
             DataError: for other data than before, on every host, unless ``checkpoint.allow_changes`` names ``data``.
         """
-        notes = []
+        notes = self._first_does("how the run ended before", lambda: _how_it_broke_off(self.path))
         if self._moves:
             told = self._first_does("moving an earlier run's files", self._move_aside)
             check_shared(self.path, told["token"], self._hosts, STALE_SECONDS)
             self._stack.enter_context(host_log(self.path / LOGS_DIR, self._hosts.index))
-            notes = [f"an earlier run's files were moved to {told['moved']}"]
+            notes += [f"an earlier run's files were moved to {told['moved']}"]
         return notes + self._first_does("the record of the run", lambda: self._record(start, data))
 
     def is_ours(self) -> bool:

@@ -28,7 +28,7 @@ from tpu_grpo.records.stages import PromptBatch, ScoredRollout, UpdateResult
 from tpu_grpo.run.directory import RunDirectory, first_does
 from tpu_grpo.run.exporting import Policy, export_policy
 from tpu_grpo.run.inputs import Inputs, open_inputs
-from tpu_grpo.run.parts import Parts, build_parts, evaluate_policy
+from tpu_grpo.run.parts import Parts, build_parts, built_for_good, evaluate_policy
 from tpu_grpo.run.rounds import Rounds, StepGroups
 from tpu_grpo.run.timeline import Timeline
 
@@ -76,7 +76,8 @@ def train(
                 evaluations = EvaluationLog(config.run_dir, start, best, hosts)
                 watch, stop = watch or Watch(hosts), stop or StopRequest()
                 run = Run(config, hosts, watch, stop, inputs, parts, draw, log, evaluations, compilations)
-                run.train(start, notes)
+                with built_for_good():
+                    run.train(start, notes)
             return run.finish()
 
 
