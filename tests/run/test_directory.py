@@ -25,7 +25,11 @@ def run_of(directory: Path, max_steps: int = 4, **sections: Any) -> RunConfig:
 
 
 def go_on(config: RunConfig, start: int = 4, digest: str = "a" * 64) -> list[str]:
-    """Begin a run after this step, end it, and return what it noted."""
+    """Begin a run after this step, end it, and return what it noted, but for how it broke off before."""
+    return [note for note in every_note(config, start, digest) if not note.startswith("before, ")]
+
+
+def every_note(config: RunConfig, start: int = 0, digest: str = "a" * 64) -> list[str]:
     with RunDirectory(config, ALONE) as directory:
         return directory.begin(start, {"digest": digest})
 
@@ -457,7 +461,7 @@ def test_what_a_dry_run_says_of_a_directory_in_use_or_without_a_checkpoint(tmp_p
 @pytest.mark.parametrize("resume", ["auto", "never"])
 def test_a_start_says_how_the_run_broke_off_before(tmp_path: Path, resume: str, end: str | None, said: str) -> None:
     config = config_for(tmp_path / "run", resume)
-    assert not any(note.startswith("before") for note in go_on(config, 0))
+    assert not any(note.startswith("before") for note in every_note(config))
     if end is not None:
         (tmp_path / "run" / "end.json").write_text(end)
-    assert [note[: len(said)] for note in go_on(config, 0) if note.startswith("before")] == [said] * bool(said)
+    assert [note[: len(said)] for note in every_note(config) if note.startswith("before")] == [said] * bool(said)
