@@ -47,8 +47,8 @@ while silent < {SILENT_LOOKS}:
         if not os.read(0, 4096):
             sys.exit()
         silent = 0
-os.write(2, b"LockstepError: something has held the interpreter's lock of this host for too long, such as a reward in C "
-         b"with workers: 0; the host is ended; give that reward workers: 1\\n")
+os.write(2, b"LockstepError: something has held the interpreter's lock of this host for too long, such as a "
+         b"reward in C with workers: 0; the host is ended; give that reward workers: 1\\n")
 os.kill(int(sys.argv[1]), 9)
 """
 """The program of that process; it ends with the one that it guards, whose pipe closes."""
