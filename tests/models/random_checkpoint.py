@@ -56,6 +56,24 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "rope_theta": 500000.0,
     },
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "head_dim": ...,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+    },
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "attention_bias": False,
+        "embd_pdrop": 0.0,
+        "head_dim": ...,
+        "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 1.0,
+        "resid_pdrop": 0.0,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 250000,
+        "sliding_window": None,
+    },
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"],
         "attention_bias": False,
@@ -86,6 +104,8 @@ LLAMA3_SCALING = {
     "original_max_position_embeddings": 64,
 }
 """As in Llama 3.1, but for an original context so short that positions below 100 are beyond it."""
+YARN_SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+"""As published for Qwen3, with a short original context, too."""
 
 
 def write_random_qwen3(directory: Path, **options: Any) -> Path:
@@ -209,6 +229,8 @@ def _attention_shapes(config: dict[str, Any]) -> Shapes:
     hidden, heads, kv_heads = (config[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
     head_dim = config.get("head_dim", hidden // heads)
     outputs = {"q_proj": heads * head_dim, "k_proj": kv_heads * head_dim, "v_proj": kv_heads * head_dim}
+    if config["model_type"] == "phi3":
+        outputs = {"qkv_proj": sum(outputs.values())}
     shapes: Shapes = {f"self_attn.{name}.weight": (size, hidden) for name, size in outputs.items()}
     shapes["self_attn.o_proj.weight"] = (hidden, heads * head_dim)
     if config["model_type"] == "qwen2":
@@ -220,6 +242,9 @@ def _attention_shapes(config: dict[str, Any]) -> Shapes:
 
 def _mlp_shapes(config: dict[str, Any]) -> Shapes:
     hidden = config["hidden_size"]
+    if config["model_type"] == "phi3":
+        width = config["intermediate_size"]
+        return {"mlp.gate_up_proj.weight": (2 * width, hidden), "mlp.down_proj.weight": (hidden, width)}
     if config["model_type"] != "qwen3_moe":
         return _gated("mlp", config["intermediate_size"], hidden)
     shapes: Shapes = {"mlp.gate.weight": (config["num_experts"], hidden)}

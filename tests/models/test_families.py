@@ -1,5 +1,6 @@
 """Each family's checkpoints: the published ones are accepted, others refused by name; and what is loaded of them."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,90 +13,40 @@ from flax import nnx
 from transformers import Gemma2Config
 
 from tests.models.forward import compiled_logprobs, logprobs, trainer_mesh
-from tests.models.random_checkpoint import LLAMA3_SCALING, edit_config, write_random, write_sparse
-from tests.models.reference import reference_logprobs
+from tests.models.random_checkpoint import LLAMA3_SCALING, YARN_SCALING, edit_config, write_random, write_sparse
 from tpu_grpo.models.checkpoint import check_mesh, check_sampler_mesh, read_checkpoint
 from tpu_grpo.models.families import FAMILIES
 from tpu_grpo.models.families import gemma2 as families_gemma2
+from tpu_grpo.models.reference import reference_logprobs
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.errors import CheckpointError, ConfigError
 
-QWEN25_0P5B = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "attention_dropout": 0.0,
-    "hidden_act": "silu",
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "max_position_embeddings": 32768,
-    "max_window_layers": 21,
-    "model_type": "qwen2",
-    "num_attention_heads": 14,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0,
-    "sliding_window": 32768,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-LLAMA32_1B = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "vocab_size": 128256,
-}
-QWEN3_30B_A3B = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "output_router_logits": False,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "router_aux_loss_coef": 0.001,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+
+def shipped(name: str, **changes: Any) -> dict[str, Any]:
+    """What configs/models has of a published config.json, and what a relative of it has other than that."""
+    path = Path(__file__).parents[2] / "configs" / "models" / name / "config.json"
+    return json.loads(path.read_text()) | changes
+
+
+QWEN25_0P5B = shipped(
+    "Qwen2.5-7B-Instruct",
+    hidden_size=896,
+    intermediate_size=4864,
+    num_attention_heads=14,
+    num_hidden_layers=24,
+    num_key_value_heads=2,
+    tie_word_embeddings=True,
+    vocab_size=151936,
+)
+LLAMA32_1B = shipped(
+    "Llama-3.1-8B-Instruct",
+    head_dim=64,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_hidden_layers=16,
+    rope_scaling=shipped("Llama-3.1-8B-Instruct")["rope_scaling"] | {"factor": 32.0},
+    tie_word_embeddings=True,
+)
 GEMMA2_2B = {
     "architectures": ["Gemma2ForCausalLM"],
     "attention_bias": False,
@@ -128,17 +79,50 @@ GEMMA2_27B = GEMMA2_2B | {
     "num_key_value_heads": 16,
     "query_pre_attn_scalar": 144,
 }
+MISTRAL_7B_V03 = {
+    "architectures": ["MistralForCausalLM"],
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 32768,
+    "model_type": "mistral",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "vocab_size": 32768,
+}
+PHI4 = MISTRAL_7B_V03 | {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "embd_pdrop": 0.0,
+    "hidden_size": 5120,
+    "intermediate_size": 17920,
+    "max_position_embeddings": 16384,
+    "model_type": "phi3",
+    "num_attention_heads": 40,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 10,
+    "original_max_position_embeddings": 16384,
+    "resid_pdrop": 0.0,
+    "rope_scaling": None,
+    "rope_theta": 250000,
+    "vocab_size": 100352,
+}
 PUBLISHED = [
+    (MISTRAL_7B_V03, 7_248_023_552),
+    (PHI4, 14_659_507_200),
     (QWEN25_0P5B, 494_032_768),
     (LLAMA32_1B, 1_235_814_400),
-    (QWEN3_30B_A3B, 30_532_122_624),
+    (shipped("Qwen3-30B-A3B"), 30_532_122_624),
     (GEMMA2_2B, 2_614_341_888),
     (GEMMA2_27B, 27_227_128_320),
 ]
 """config.json, and the number of parameters that was published with it."""
-FAMILY_CASES = [
-    pytest.param(family, marks=pytest.mark.slow if family == "qwen3" else ()) for family in FAMILIES
-]  # test_tunix_model.py has qwen3's numbers
 
 
 # --- accepted --------------------------------------------------------------------------------------------------------
@@ -150,13 +134,14 @@ FAMILY_CASES = [
 def test_published_checkpoints_are_accepted(tmp_path: Path, config: dict[str, Any], parameters: int) -> None:
     checkpoint = read_checkpoint(write_sparse(tmp_path, config))
     assert checkpoint.parameter_count == parameters
-    assert checkpoint.config.head_dim == config.get("head_dim", 64)
+    assert checkpoint.config.head_dim == config.get("head_dim", config["hidden_size"] // config["num_attention_heads"])
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"gemma2"}))
 def test_settings_left_out_take_hugging_faces_values(tmp_path: Path, family: str) -> None:
     directory = write_random(family, tmp_path, tied=False, hidden=512, head_dim=128)
     edit_config(directory, head_dim=..., tie_word_embeddings=..., rope_scaling=..., hidden_act=...)
+    edit_config(directory, layer_types=["full_attention"] * 2)
     config = read_checkpoint(directory).config
     assert (config.head_dim, config.tie_word_embeddings) == (128, False)
 
@@ -192,7 +177,9 @@ def test_a_head_width_of_null_is_derived(tmp_path: Path) -> None:
     assert read_checkpoint(directory).config.head_dim == 16
 
 
-@pytest.mark.parametrize("family", FAMILY_CASES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=pytest.mark.slow if family == "qwen3" else ()) for family in FAMILIES]
+)  # test_tunix_model.py has qwen3's numbers
 def test_loaded_on_four_devices_equals_the_reference(tmp_path: Path, tokens_BT: np.ndarray, family: str) -> None:
     directory = write_random(family, tmp_path, tied=False, layers=1, scale=0.2, shards=2)
     model = load_model(read_checkpoint(directory), trainer_mesh(2, 2), dtype=jnp.float32, remat="none")
@@ -200,10 +187,11 @@ def test_loaded_on_four_devices_equals_the_reference(tmp_path: Path, tokens_BT: 
     assert difference <= 5e-5
 
 
-@pytest.mark.parametrize("family", FAMILY_CASES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_stored_and_computed(tmp_path: Path, tokens_BT: np.ndarray, family: str) -> None:
     directory = write_random(family, tmp_path, layers=1)
-    model = load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=jnp.bfloat16, remat="none")
+    model: Any = load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=jnp.bfloat16, remat="none")
+    assert getattr(model.config, "dtype", jnp.bfloat16) == jnp.bfloat16  # of families that have a dtype of their own
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(jnp.bfloat16)}
     error = np.abs(compiled_logprobs(model, tokens_BT) - reference_logprobs(directory, tokens_BT))
     assert 1e-4 < error.mean() < 0.02  # 8 bits of mantissa
@@ -231,7 +219,18 @@ def test_every_parameter_learns(tmp_path: Path, tokens_BT: np.ndarray, family: s
 @pytest.mark.parametrize(
     ("family", "settings", "expected"),
     [
-        ("qwen2", {"rope_scaling": {"type": "yarn"}}, "rope_scaling must be null, got {'type': 'yarn'}; "),
+        ("qwen2", {"rope_scaling": {"type": "linear"}}, "rope_scaling must be null, or of rope_type llama3 with "),
+        ("mistral", {"sliding_window": 4096}, "sliding_window must be null, got 4096; "),
+        ("mistral", {"sliding_window": ...}, "sliding_window must be null, and it is left out; "),
+        ("phi3", {"sliding_window": 2047}, "sliding_window must be null, got 2047; "),
+        ("phi3", {"partial_rotary_factor": 0.75}, "partial_rotary_factor must be 1, got 0.75; "),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_scaling must be null, got {'type': 'longrope'}; "),
+        (
+            "phi3",
+            {"rope_scaling": YARN_SCALING},
+            "rope_scaling must be null, got {",
+        ),  # transformers takes it for longrope
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop must be false, 0 or null, got 0.1; "),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window must be false, 0 or null, got True; "),
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob must be true, got False; "),
         ("qwen3_moe", {"norm_topk_prob": ...}, "norm_topk_prob must be true, and it is left out; "),
@@ -266,26 +265,20 @@ def test_refused_settings(tmp_path: Path, family: str, settings: dict[str, Any],
         read_checkpoint(directory)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "reason"),
-    [
-        ("gemma", "sglang-jax has no model of Gemma 1"),
-        ("gemma3", "sglang-jax has no model of Gemma 3"),
-        ("gemma3_text", "sglang-jax has no model of Gemma 3"),
-        ("gemma4", "the sampler's cache has layers of one shape"),
-    ],
-)
-def test_other_gemmas_are_refused_with_a_reason(tmp_path: Path, model_type: str, reason: str) -> None:
+def test_other_families_are_refused_with_a_reason(tmp_path: Path) -> None:
     directory = write_random("gemma2", tmp_path)
-    edit_config(directory, model_type=model_type)
-    with pytest.raises(CheckpointError, match=rf"\(qwen2, .*gemma2\), got '{model_type}' \({reason}.*\); choose a"):
+    edit_config(directory, model_type="gemma3")
+    told = r"got 'gemma3' \(sglang-jax has no model of Gemma 3\); choose a checkpoint of .*, such as Gemma 2 or Qwen3$"
+    with pytest.raises(CheckpointError, match=rf"\(qwen2, .*gemma2\), {told}"):
         read_checkpoint(directory)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        {"rope_type": "yarn"},
+        {"rope_type": "yarn"},  # which has no low_freq_factor
+        {"rope_type": "yarn", "low_freq_factor": ..., "high_freq_factor": ..., "beta_fast": 0.5},
+        {"rope_type": "yarn", "low_freq_factor": ..., "high_freq_factor": ..., "truncate": 1},
         {"rope_type": "linear"},
         {"rope_type": None},
         {"factor": 0.5},
@@ -298,7 +291,8 @@ def test_other_gemmas_are_refused_with_a_reason(tmp_path: Path, model_type: str,
     ids=str,
 )
 def test_other_scalings_of_llama_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
-    directory = write_random("llama", tmp_path, rope_scaling=LLAMA3_SCALING | change)
+    scaling = {name: value for name, value in (LLAMA3_SCALING | change).items() if value is not ...}
+    directory = write_random("llama", tmp_path, rope_scaling=scaling)
     with pytest.raises(CheckpointError, match="rope_scaling must be null, or of rope_type llama3 .*; the libraries"):
         read_checkpoint(directory)
 

@@ -1,20 +1,16 @@
 """Models of the hub: what is needed is said, fetched once from a server on this machine, and found again without it."""
 
-import hashlib
-import http.server
-import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.models.hub import TOKEN, open_hub
+
 REPOSITORY = Path(__file__).resolve().parents[2]
-SHA = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
     "config.json": b'{"model_type": "x"}',
     "tokenizer.json": b'{"model": 1}',
@@ -30,59 +26,19 @@ FILES = {
 NEEDED = {name for name in FILES if not name.startswith(("consolidated", "original", "pytorch", "README"))}
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub as fetching a model asks for."""
-
-    got: set[str]
-
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
-    def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def _answer(self, *, body: bool) -> None:
-        path = self.path.partition("?")[0]
-        if path.startswith("/api/models/owner/model"):
-            siblings = [{"rfilename": name, "size": len(content)} for name, content in FILES.items()]
-            self._send(json.dumps({"id": "owner/model", "sha": SHA, "siblings": siblings}).encode(), body=body)
-        elif path.startswith(f"/owner/model/resolve/{SHA}/"):
-            name = path.removeprefix(f"/owner/model/resolve/{SHA}/")
-            if body:
-                self.got.add(name)
-            self._send(FILES[name], body=body)
-        else:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-    def _send(self, content: bytes, *, body: bool) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("X-Repo-Commit", SHA)
-        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
-        self.end_headers()
-        if body:
-            self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.fixture
 def hub() -> Iterator[tuple[str, set[str]]]:
     """The address of a hub on this machine, and the files that it has given."""
-    got: set[str] = set()
-    handler = type("Handler", (Hub,), {"got": got})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
-        threading.Thread(target=serving.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{serving.server_port}", got
-        serving.shutdown()
+    with open_hub({"owner/model": FILES}) as hub:
+        yield hub.address, hub.got
 
 
 def fetch(name: str, home: Path, **more: str) -> subprocess.CompletedProcess[str]:
     program = f"from tpu_grpo.models.fetching import fetch; print(fetch({name!r}, lambda what: print('said', what)))"
+    return run(program, home, **more)
+
+
+def run(program: str, home: Path, **more: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("HF_")}
     environment |= {"PYTHONPATH": str(REPOSITORY), "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **more}
     return subprocess.run(
@@ -126,3 +82,38 @@ def test_a_disk_without_room_is_told_before_anything_is_fetched(
         CheckpointError, match=r"needs 16.4 GB in .*/hub, and 2.5 GB are free; make room, or set HF_HOME"
     ):
         fetching._check_room("Qwen/Qwen3-8B", 16_400_000_000)
+
+
+# --- pushing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_is_pushed_and_fetched_again(tmp_path: Path) -> None:
+    """To a repository that only its owner sees."""
+    directory = tmp_path / "export"
+    directory.mkdir()
+    exported = {
+        "config.json": b"{}",
+        "model.safetensors": b"a" * 100_000,
+        "README.md": b"---\nlicense: mit\n---\n# A card\n",
+    }
+    for name, content in exported.items():
+        (directory / name).write_bytes(content)
+    program = (
+        f"from pathlib import Path; from tpu_grpo.models.fetching import push; print(push(Path({str(directory)!r})"
+    )
+    with open_hub({}) as hub:
+        done = run(f"{program}, 'me/mine'))", tmp_path, HF_ENDPOINT=hub.address, HF_TOKEN=TOKEN)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout == f"{hub.address}/me/mine\n"
+        assert hub.models == {"me/mine": exported}
+        assert hub.private == {"me/mine"}
+        fetched = Path(fetch("me/mine", tmp_path, HF_ENDPOINT=hub.address).stdout.splitlines()[-1])
+        assert (fetched / "model.safetensors").read_bytes() == exported["model.safetensors"]
+        for more in ({"HF_TOKEN": "hf_other"}, {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_TOKEN": TOKEN}):
+            done = run(f"{program}, 'me/other'))", tmp_path, **{"HF_ENDPOINT": hub.address, **more})
+            assert (
+                "ConfigError: --push must be OWNER/NAME of the Hugging Face hub, where you may write, got"
+                in done.stderr
+            )
+            assert f"`hf upload me/other {directory}` sends it\n" in done.stderr
+        assert set(hub.models) == {"me/mine"}

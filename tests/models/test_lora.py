@@ -15,7 +15,6 @@ from safetensors.numpy import load_file, save_file
 
 from tests.models.forward import compiled_logprobs, trainer_mesh
 from tests.models.random_checkpoint import edit_tensors, write_random
-from tests.models.reference import reference_logprobs
 from tpu_grpo.config import LoraSection
 from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.lora import (
@@ -28,6 +27,7 @@ from tpu_grpo.models.lora import (
     load_adapters,
     write_adapters,
 )
+from tpu_grpo.models.reference import reference_logprobs
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.errors import CheckpointError, ConfigError
 
@@ -88,6 +88,12 @@ def test_what_the_model_lacks_is_refused_with_what_it_has(tmp_path: Path) -> Non
         existing_layers(checkpoint, "model.train_layers", "3")
     with pytest.raises(ConfigError, match=r"got 'qkv'; every layer N has layers.N. and attn.q_proj, .*mlp.down_proj"):
         adapted_modules(checkpoint, LoraSection(rank=2, targets="qkv"))
+    for targets in ("lm_head", "q_proj|lm_head", "embed|q_proj"):
+        with pytest.raises(ConfigError, match=r"modules of the layers, got '.*', which is found in .*; leave it out"):
+            adapted_modules(checkpoint, LoraSection(rank=2, targets=targets))
+    assert len(adapted_modules(checkpoint, LoraSection(rank=2, targets=".*"))) == 3 * 7
+    with pytest.raises(ValueError, match=r"dropout must be left out, got 0.05: the engine samples from the policy"):
+        LoraSection.model_validate({"rank": 2, "dropout": 0.05})
     with pytest.raises(ConfigError, match=r"must be found in a module of model.lora.layers=0, found only in layers.1"):
         adapted_modules(checkpoint, LoraSection(rank=2, targets=r"layers\.1\.", layers="0"))
 

@@ -1,6 +1,7 @@
 """The byte tokenizer, loading from a directory, and stop tokens."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,28 @@ def test_missing_and_broken_files_are_named(directory: Path, name: str) -> None:
 def test_json_that_is_no_tokenizer_is_refused(directory: Path) -> None:
     (directory / "tokenizer.json").write_text('{"model": {"type": "Unheard"}}')
     with pytest.raises(CheckpointError, match="cannot be loaded"):
+        load_tokenizer(directory)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("tokenizer.json", lambda tree, long: tree["added_tokens"][2].update(content=long)),
+        ("tokenizer_config.json", lambda tree, long: tree.update(eos_token=long)),
+        ("tokenizer_config.json", lambda tree, long: tree.update(additional_special_tokens=["a", {"content": long}])),
+        ("special_tokens_map.json", lambda tree, long: tree.update(pad_token={"content": long})),
+        ("added_tokens.json", lambda tree, long: tree.update({long: 3})),
+    ],
+)
+def test_a_special_token_that_is_a_page_long_is_refused(
+    directory: Path, name: str, change: Callable[[dict[str, Any], str], None]
+) -> None:
+    """Its search takes transformers' regular expressions minutes, in which nothing can be stopped."""
+    path = directory / name
+    tree = json.loads(path.read_text()) if path.exists() else {}
+    change(tree, "<" * 1001)
+    path.write_text(json.dumps(tree))
+    with pytest.raises(CheckpointError, match=rf"at most 1000 characters, got 1001 in .*{name}"):
         load_tokenizer(directory)
 
 

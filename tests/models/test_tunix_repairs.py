@@ -12,19 +12,20 @@ import pytest
 from flax import nnx
 from tunix.models.gemma import model as gemma
 from tunix.models.llama3 import model as llama3
+from tunix.models.qwen2 import model as qwen2
 from tunix.models.qwen3 import model as qwen3
 
 from tests.models.forward import compiled_logprobs, trainer_mesh
-from tests.models.random_checkpoint import LLAMA3_SCALING, write_random
-from tests.models.reference import reference_logprobs
+from tests.models.random_checkpoint import LLAMA3_SCALING, YARN_SCALING, write_random
 from tpu_grpo.models import tunix_repairs as repairs
 from tpu_grpo.models.checkpoint import read_checkpoint
 from tpu_grpo.models.families.family import Remat
+from tpu_grpo.models.reference import reference_logprobs
 from tpu_grpo.models.tunix_model import load_model
 from tpu_grpo.records.errors import ConfigError
 
 POSITIONS: dict[str, tuple[dict[str, Any], ...]] = {
-    "qwen3": ({"rope_theta": 1e6}, {"rope_theta": 1e4}),
+    "qwen3": ({"rope_theta": 1e6}, {"rope_theta": 1e4}, {"rope_theta": 1e4, "rope_scaling": YARN_SCALING}),
     "llama": ({"rope_theta": 1e6}, {"rope_theta": 5e5}, {"rope_theta": 5e5, "rope_scaling": LLAMA3_SCALING}),
 }
 MODULES: dict[str, Any] = {"qwen3": qwen3, "llama": llama3}
@@ -67,12 +68,22 @@ def test_tunix_still_needs_the_repair_of_positions(
     outputs = []
     for directory in directories:
         checkpoint = read_checkpoint(directory)
-        config = checkpoint.family.model_config(checkpoint.config, jnp.float32, "none", None)
-        model: Any = checkpoint.family.load(directory, config, trainer_mesh(1, 1), jnp.float32)
+        model: Any = load_model(checkpoint, trainer_mesh(1, 1), dtype=jnp.float32, remat="none")
         assert model.config.rope_theta == checkpoint.config.rope_theta
         outputs.append(compiled_logprobs(model, tokens_BT))
     for other in outputs[1:]:
         np.testing.assert_array_equal(outputs[0], other)
+
+
+def test_qwen2_scales_positions_and_tunix_does_not(
+    tmp_path: Path, tokens_BT: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_random("qwen2", tmp_path, layers=1, scale=0.2, rope_theta=1e4, rope_scaling=YARN_SCALING)
+    model = load_model(read_checkpoint(directory), trainer_mesh(1, 1), dtype=jnp.float32, remat="decoder")
+    expected = reference_logprobs(directory, tokens_BT)
+    np.testing.assert_allclose(compiled_logprobs(model, tokens_BT), expected, atol=5e-5, rtol=0)
+    monkeypatch.setattr(qwen2, "_generate_pos_embeddings", qwen2._generate_pos_embeddings.__wrapped__)  # pyright: ignore[reportFunctionMemberAccess]
+    assert np.abs(compiled_logprobs(model, tokens_BT) - expected).max() > 0.02
 
 
 @pytest.mark.slow
@@ -229,28 +240,3 @@ def test_another_version_must_be_reviewed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.1.8" if name == "google-tunix" else "?")
     with pytest.raises(ConfigError, match=r"google-tunix must be 0\.1\.7, got 0\.1\.8; .*review the repairs"):
         repairs.apply()
-
-
-def test_experts_are_stacked_by_numpy_and_tunix_still_takes_a_device(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When the first part fails, remove the repair: it takes the first device of all processes, not of this one."""
-    from tunix.models import safetensors_loader
-    from tunix.models.qwen3 import params
-
-    experts: dict[str, Any] = {
-        f"layers.0.mlp.experts.{i}.gate_proj.kernel": np.full((2, 3), i, np.float32) for i in range(2)
-    }
-    stacked = params._stack_experts(experts)["layers.0.mlp.gate_proj"]
-    assert isinstance(stacked, jax.Array)
-
-    seen: list[Any] = []
-    monkeypatch.setattr(
-        safetensors_loader,
-        "load_and_create_model",
-        lambda *_, preprocess_fn, **__: seen.append(preprocess_fn(experts)["layers.0.mlp.gate_proj"]),
-    )
-    repairs.apply()
-    params.create_model_from_safe_tensors(str(tmp_path), params.model_lib.ModelConfig.qwen3_30b_a3b())
-    assert isinstance(seen[0], np.ndarray)
-    np.testing.assert_array_equal(seen[0], stacked)

@@ -12,9 +12,7 @@ Array suffixes: B rows of a batch, T tokens, L = T - 1 predicted tokens, V vocab
 
 import hashlib
 import json
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -36,9 +34,9 @@ from tunix.models.qwen3.model import ModelConfig, Qwen3
 
 from tpu_grpo.hosts.caching import CACHE_VARIABLE, cache_directory, exclusive
 from tpu_grpo.models.checkpoint import CONFIG_FILE, abstract_checkpoint
-from tpu_grpo.models.hf_directory import write_tensors
+from tpu_grpo.models.hf_directory import new_directory, write_tensors
 from tpu_grpo.models.tokenizers import ASSISTANT, END, builtin_tokenizer
-from tpu_grpo.records.errors import CheckpointError, ConfigError, NonFiniteError
+from tpu_grpo.records.errors import CheckpointError, NonFiniteError
 from tpu_grpo.tasks import TASKS
 from tpu_grpo.tasks.lessons import Lesson, Task
 
@@ -108,21 +106,15 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
 
 
 def builtin_checkpoint(name: str, seed: int, *, progress: bool, recipe: Recipe | None = None) -> Path:
-    """Return the checkpoint directory of a built-in model, which is taught now if the cache has none.
+    """Return the checkpoint directory of a built-in model, by its task's name; it is taught now if the cache has none.
 
-    Processes that ask for the same model at once take turns: one teaches, the others find it done.
-
-    Args:
-        name: which model: that of a built-in task.
-        seed: decides its first parameters and its lessons.
-        progress: show a bar with the loss, on stderr, while teaching.
-        recipe: how to teach; the default is what the demo is tuned for.
+    Processes that ask for the same model at once take turns: one teaches, the others find it done. The seed decides its
+    first parameters and its lessons. With ``progress`` a bar on stderr shows the loss while it is taught.
 
     Raises:
-        ConfigError: for an unknown name.
         CheckpointError: when the cache cannot be written.
     """
-    task = _task(name)
+    task = TASKS[name]
     recipe = recipe or RECIPES[name]
     cache = cache_directory()
     entry = cache / f"{name}-seed{seed}-{recipe_digest(recipe, task)}"
@@ -142,20 +134,9 @@ def builtin_checkpoint(name: str, seed: int, *, progress: bool, recipe: Recipe |
 
 
 def write_builtin_config(name: str, directory: Path) -> None:
-    """Write the config.json of a built-in model into a directory; nothing is taught.
-
-    Raises:
-        ConfigError: for an unknown name.
-    """
-    config = hugging_face_config(RECIPES[name], builtin_tokenizer(_task(name)))
-    (directory / "config.json").write_text(json.dumps(config))
-
-
-def _task(name: str) -> Task:
-    if name not in TASKS:
-        known = ", ".join(f"builtin:{task}" for task in TASKS)
-        raise ConfigError(f"model.path must name a built-in model, got builtin:{name}; known: {known}")
-    return TASKS[name]
+    """Write the config.json of a built-in model into a directory; nothing is taught."""
+    config = hugging_face_config(RECIPES[name], builtin_tokenizer(TASKS[name]))
+    (directory / CONFIG_FILE).write_text(json.dumps(config))
 
 
 def recipe_digest(recipe: Recipe, task: Task) -> str:
@@ -198,13 +179,10 @@ def _teach_into(entry: Path, recipe: Recipe, task: Task, seed: int, progress: bo
         "seconds": round(time.perf_counter() - started, 1),
         "versions": {name: version(name) for name in ("jax", "google-tunix", "optax", "transformers", "safetensors")},
     }
-    with tempfile.TemporaryDirectory(dir=entry.parent, prefix=f".{entry.name}-") as temporary:
-        unfinished = Path(temporary) / entry.name
-        unfinished.mkdir()
+    if entry.exists():  # damaged, or it would have been used
+        shutil.rmtree(entry)
+    with new_directory(entry) as unfinished:
         write_checkpoint(unfinished, recipe, builtin_tokenizer(task), params, record)
-        if entry.exists():  # damaged, or it would have been used
-            shutil.rmtree(entry)
-        os.replace(unfinished, entry)
 
 
 # --- the files of an entry -------------------------------------------------------------------------------------------
@@ -213,7 +191,7 @@ def _teach_into(entry: Path, recipe: Recipe, task: Task, seed: int, progress: bo
 def write_checkpoint(
     directory: Path, recipe: Recipe, tokenizer: PreTrainedTokenizerFast, params: nnx.State, record: Mapping[str, Any]
 ) -> None:
-    """Write weights, config, tokenizer, and ``record`` with the files' digests into an existing empty directory."""
+    """Write weights, config and tokenizer into an empty directory, and ``record`` with the digests of these files."""
     (directory / CONFIG_FILE).write_text(json.dumps(hugging_face_config(recipe, tokenizer), indent=1) + "\n")
     leaves = {".".join(map(str, path)): np.asarray(leaf[...]) for path, leaf in nnx.to_flat_state(params)}
     write_tensors(directory, abstract_checkpoint(directory), leaves.__getitem__, np.dtype(np.float32))
@@ -223,7 +201,7 @@ def write_checkpoint(
 
 
 def is_whole(directory: Path) -> bool:
-    """Whether the directory holds a record and every file it lists, unchanged."""
+    """Whether the directory holds a record and every file that the record lists, unchanged."""
     try:
         files = json.loads((directory / RECORD).read_text())["files"]
         return all(_digest(directory / name) == digest for name, digest in files.items())
@@ -272,8 +250,7 @@ class TeachingBatch(NamedTuple):
     tokens_BT: Int[np.ndarray, "B T"]
     """Tokens in int32: the conversation as the chat template writes it, then padding."""
     taught_BL: Float[np.ndarray, "B L"]
-    """A mask: 1 where the token to predict is the assistant's or ends what it says, else 0; column l predicts token
-    l + 1."""
+    """A mask: 1 where token l + 1, which column l predicts, is the assistant's or ends what it says; else 0."""
 
 
 def teach(
@@ -310,7 +287,7 @@ def teach(
 
 
 def initial_params(recipe: Recipe, shapes: nnx.State, rng: np.random.Generator) -> nnx.State:
-    """Draw random matrices and unit norms, in float32; Tunix's own start has zero MLPs, which get no gradient.
+    """Draw random matrices and unit norms, in float32; Tunix's own initial MLPs are zero and would get no gradient.
 
     The embedding has standard deviation ``embedding_std``, every other matrix width^-1/2; those that write into the
     residual stream (o_proj, down_proj) are divided further by sqrt(2 * layers), one share for each of its additions.
@@ -329,7 +306,7 @@ def initial_params(recipe: Recipe, shapes: nnx.State, rng: np.random.Generator) 
 
 
 def taught_loss(model: Qwen3, batch: TeachingBatch) -> Float[Array, ""]:
-    """Return the cross-entropy in nats, as the mean over all taught tokens of the batch."""
+    """Return the cross-entropy in nats, averaged over the taught tokens of the batch."""
     tokens_BT = jnp.asarray(batch.tokens_BT)
     inputs_BL, targets_BL = tokens_BT[:, :-1], tokens_BT[:, 1:]
     rows, length = inputs_BL.shape
@@ -349,7 +326,7 @@ def batches(recipe: Recipe, task: Task, rng: np.random.Generator) -> Iterator[Te
 
 
 def encode_batch(tokenizer: PreTrainedTokenizerFast, task: Task, lessons: Sequence[Lesson]) -> TeachingBatch:
-    """Encode lessons as the chat template writes them, padded on the right to the tokens of the longest there is."""
+    """Encode lessons by the chat template, padded on the right to the length of the task's longest lesson."""
     encoded = tokenizer.apply_chat_template(
         list(lessons),
         tools=[dict(tool) for tool in task.tools] or None,

@@ -3,21 +3,20 @@
     checkpoint = read_checkpoint(Path("Qwen3-0.6B"))     # verifies everything; reads headers only, needs no jax
     check_mesh(checkpoint, fsdp=4, tp=2)                 # needs no jax either
 
-Tunix's loader does not notice a config.json that asks for something its model lacks, files that did not arrive, or
-tensors of several dtypes in one file. Therefore all of that is decided here before it runs: a setting is honoured, or
-refused with its name, its value and a remedy.
+The libraries do not notice a config.json that asks for something their models lack, or files that did not arrive.
+Therefore all of that is decided here: a setting is honoured, or refused with its name, its value and a remedy.
 """
-
-from __future__ import annotations
 
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from tpu_grpo.config import HUB
@@ -25,17 +24,24 @@ from tpu_grpo.models.families import FAMILIES, REFUSED
 from tpu_grpo.models.families.family import DecoderConfig, Family
 from tpu_grpo.models.families.leaves import Shape, WeightRule
 from tpu_grpo.models.families.qwen3_moe import MoeConfig
-from tpu_grpo.models.families.rope import with_older_rope
+from tpu_grpo.models.families.rope import with_older_names
 from tpu_grpo.records.errors import CheckpointError, ConfigError
 from tpu_grpo.records.outside import open_file, parse_json, read_file
 
 CONFIG_FILE, INDEX_FILE = "config.json", "model.safetensors.index.json"
-STORED_DTYPES = ("BF16", "F16", "F32", "F64")
-"""The dtypes that Tunix's loader can read; it would take the bytes of any other for float64."""
+TOKENIZER_SETTINGS_FILE = "tokenizer_config.json"
+ADAPTER_SETTINGS_FILE = "adapter_config.json"
+STORED_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F16": np.dtype(np.float16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+}
+"""The dtypes that parameters are read from, by their names in files."""
 TILE_ROWS = 128
-"""On a TPU, Tunix's kernel for experts multiplies in tiles of so many rows."""
+"""The rows of a tile of Tunix's kernel for experts on a TPU."""
 MOST = 10_000
-"""A model has at most so many layers, and so many experts in each."""
+"""The most layers of a model, and the most experts of a layer."""
 _KINDS = {"int": "a whole number >= 1", "float": "a number > 0", "bool": "true or false"}
 
 
@@ -48,8 +54,8 @@ class Checkpoint:
     """The content of config.json, unchanged."""
     family: Family
     config: DecoderConfig
-    files: tuple[Path, ...]
-    """The safetensors files, sorted."""
+    tensors: Mapping[str, "StoredTensor"]
+    """The tensors of its files by name, fused ones apart."""
 
     @property
     def has_experts(self) -> bool:
@@ -68,18 +74,27 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class _Tensor:
+class StoredTensor:
+    """Where a tensor's bytes are in a file."""
+
     file: Path
     dtype: str
+    """One of STORED_DTYPES, once it is verified."""
     shape: Shape
+    start: int
+    """The first of its bytes in the file."""
+
+    def array(self) -> np.ndarray:
+        """Return the tensor's values, which are read from the file when they are used."""
+        return np.memmap(self.file, STORED_DTYPES[self.dtype], "r", self.start, self.shape)
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read config.json and the headers of the safetensors files, and verify that Tunix can load exactly this model.
+    """Read config.json and the headers of the safetensors files, and verify that they are exactly this model.
 
     Raises:
         CheckpointError: for a directory or file that is missing or broken, an unsupported family or setting, and
-            tensors that are missing, unexpected, of another shape or of mixed dtypes.
+            tensors that are missing, unexpected, or of another shape or dtype.
     """
     directory = directory.expanduser()
     if not directory.is_dir():
@@ -90,9 +105,9 @@ def read_checkpoint(directory: Path) -> Checkpoint:
             f"model.path must be a checkpoint directory on this machine, got {directory}, which is not one; {hint}"
         )
     hf_config, family, config = read_hf_config(directory)
-    files = _safetensors_files(directory)
-    _verify_tensors(_read_headers(files), config, family, directory)
-    return Checkpoint(directory, hf_config, family, config, files)
+    tensors = _apart(_read_headers(_safetensors_files(directory)), family, config)
+    _verify_tensors(tensors, config, family, directory)
+    return Checkpoint(directory, hf_config, family, config, tensors)
 
 
 def abstract_checkpoint(directory: Path) -> Checkpoint:
@@ -102,7 +117,7 @@ def abstract_checkpoint(directory: Path) -> Checkpoint:
         CheckpointError: for a missing or broken config.json, an unsupported family or setting.
     """
     hf_config, family, config = read_hf_config(directory.expanduser())
-    return Checkpoint(directory, hf_config, family, config, files=())
+    return Checkpoint(directory, hf_config, family, config, tensors={})
 
 
 def check_mesh(checkpoint: Checkpoint, fsdp: int, tp: int) -> None:
@@ -152,10 +167,10 @@ def _divisors(checkpoint: Checkpoint, axis: str, size: int) -> tuple[list[str], 
 
 
 def check_expert_tokens(checkpoint: Checkpoint, fsdp: int, context_tokens: int) -> None:
-    """Refuse a length of prompt and completion, padded, that the kernel does not take; other models take any length.
+    """Refuse a padded sequence length that the kernel of a model with experts does not support.
 
-    For each token a device hands ``num_experts_per_tok`` rows to the kernel. With the experts split over ``fsdp``
-    devices it hands over room for all that they could send: ``min(num_experts_per_tok, experts of a device) x fsdp``.
+    The kernel gets ``num_experts_per_tok`` rows for each token of a device. With the experts sharded over ``fsdp``
+    devices it gets room for all rows that they could send: ``min(num_experts_per_tok, experts of a device) x fsdp``.
 
     Raises:
         ConfigError: for a length that does not give whole tiles, with lengths that do.
@@ -181,13 +196,18 @@ def check_expert_tokens(checkpoint: Checkpoint, fsdp: int, context_tokens: int) 
 def read_hf_config(directory: Path) -> tuple[dict[str, Any], Family, DecoderConfig]:
     """Return (the content of config.json, its family, the settings that the family takes from it).
 
-    What transformers 5 writes as rope_parameters stands under the names that it had before.
+    Settings that transformers 5 names otherwise are returned under the names of transformers 4.
 
     Raises:
         CheckpointError: for a missing or broken file, an unsupported family, or a setting it does not support.
     """
     path = directory / CONFIG_FILE
-    hf_config = with_older_rope(read_json(path))
+    if (directory / ADAPTER_SETTINGS_FILE).is_file() and not path.is_file():
+        raise CheckpointError(
+            f"model.path must be a whole model, got {directory}, which holds adapters alone; merge them into their "
+            "model (PEFT's merge_and_unload) and save that, or set model.path to the base and model.lora.path to this"
+        )
+    hf_config = with_older_names(read_json(path))
     family = _family_of(hf_config, path)
     for rule in family.rules:
         if rule.setting not in hf_config:
@@ -204,10 +224,11 @@ def _family_of(hf_config: Mapping[str, Any], path: Path) -> Family:
     model_type = hf_config.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None:
-        reason = REFUSED.get(model_type) if isinstance(model_type, str) else None
+        reason, near = REFUSED.get(str(model_type), ("", ""))
         raise CheckpointError(
             f"{path}: model_type must be one of the supported families ({', '.join(FAMILIES)}), got {model_type!r}"
             f"{f' ({reason})' if reason else ''}; choose a checkpoint of one of them"
+            f"{f', such as {near}' if near else ''}"
         )
     architectures = hf_config.get("architectures")
     if architectures != [family.architecture]:
@@ -220,7 +241,7 @@ def _family_of(hf_config: Mapping[str, Any], path: Path) -> Family:
 
 def _decoder_config(hf_config: Mapping[str, Any], family: Family, path: Path) -> DecoderConfig:
     wanted = fields(family.config)
-    values = {**family.defaults, **hf_config}
+    values = {"rope_scaling": None, **family.defaults, **hf_config}
     sizes: list[Any] = [values.get(name) for name in ("hidden_size", "num_attention_heads")]
     if "head_dim" not in family.defaults and values.get("head_dim") is None and all(_is_a("int", n) for n in sizes):
         values["head_dim"] = sizes[0] // sizes[1]
@@ -254,7 +275,7 @@ def _is_a(kind: str, value: Any) -> bool:
 
 
 def _safetensors_files(directory: Path) -> tuple[Path, ...]:
-    """All of the directory's, as Tunix's loader reads them; every file the index names must be among them."""
+    """All of the directory's; every file the index names must be among them."""
     files = tuple(sorted(directory.glob("*.safetensors")))
     indexed: set[str] = set()
     if (directory / INDEX_FILE).exists():
@@ -273,44 +294,65 @@ def _safetensors_files(directory: Path) -> tuple[Path, ...]:
     return files
 
 
-def _read_headers(files: Iterable[Path]) -> dict[str, _Tensor]:
-    """Read the tensors of all files, each of one dtype: Tunix's loader reads a whole file in its first tensor's."""
-    tensors: dict[str, _Tensor] = {}
+def _read_headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         header = _read_header(file)
-        dtypes = sorted({tensor.dtype for tensor in header.values()})
-        if len(dtypes) != 1 or dtypes[0] not in STORED_DTYPES:
+        dtypes = {tensor.dtype for tensor in header.values()}
+        if not dtypes or not dtypes <= STORED_DTYPES.keys():
             raise CheckpointError(
-                f"{file} must hold tensors of one dtype of {', '.join(STORED_DTYPES)}, got "
-                f"{', '.join(dtypes) or 'no tensor'}; save the checkpoint in one dtype"
+                f"{file} must hold tensors of {', '.join(STORED_DTYPES)}, got "
+                f"{', '.join(sorted(dtypes)) or 'no tensor'}; save the checkpoint in one of them"
             )
         if twice := sorted(header.keys() & tensors.keys()):
             raise CheckpointError(
-                f"{file} and {tensors[twice[0]].file.name} both hold {listed(twice)}; Tunix reads every *.safetensors "
-                "file of the directory: move the one that does not belong elsewhere"
+                f"{file} and {tensors[twice[0]].file.name} both hold {listed(twice)}; every *.safetensors file of the "
+                "directory is read: move the one that does not belong elsewhere"
             )
         tensors |= header
     return tensors
 
 
-def _read_header(file: Path) -> dict[str, _Tensor]:
+def _apart(tensors: dict[str, StoredTensor], family: Family, config: DecoderConfig) -> dict[str, StoredTensor]:
+    """Take fused tensors apart; one of another size stays, and is told as unexpected."""
+    shapes = family.tensor_shapes(config)
+    for name, parts in family.fused_tensors(config).items():
+        sizes = [math.prod(shapes[part]) for part in parts]
+        fused = tensors.get(name)
+        if fused is None or math.prod(fused.shape) != sum(sizes) or fused.shape[-1:] != shapes[parts[0]][-1:]:
+            continue
+        del tensors[name]
+        start = fused.start
+        for part, size in zip(parts, sizes, strict=True):
+            tensors[part] = replace(fused, shape=shapes[part], start=start)
+            start += size * STORED_DTYPES[fused.dtype].itemsize
+    return tensors
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
     """Read a header: its length in eight bytes, then JSON with the dtype, shape and place of each name.
 
     The safetensors library verifies them against each other, but takes a millisecond to describe one of thousands.
     """
     try:
         with open_file(file) as opened, safe_open(file, framework="numpy"):
-            header = parse_json(opened.read(int.from_bytes(opened.read(8), "little")))
+            length = int.from_bytes(opened.read(8), "little")
+            header = parse_json(opened.read(length))
     except (OSError, ValueError, SafetensorError) as error:
         size = file.stat().st_size if file.exists() else 0
         raise CheckpointError(
             f"{file} ({size} bytes) is not a whole safetensors file: {error}; it may be cut off: copy it again"
         ) from error
     header.pop("__metadata__", None)
-    return {name: _Tensor(file, tensor["dtype"], tuple(tensor["shape"])) for name, tensor in header.items()}
+    return {
+        name: StoredTensor(file, tensor["dtype"], tuple(tensor["shape"]), 8 + length + tensor["data_offsets"][0])
+        for name, tensor in header.items()
+    }
 
 
-def _verify_tensors(tensors: Mapping[str, _Tensor], config: DecoderConfig, family: Family, directory: Path) -> None:
+def _verify_tensors(
+    tensors: Mapping[str, StoredTensor], config: DecoderConfig, family: Family, directory: Path
+) -> None:
     expected = family.tensor_shapes(config)
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set[str]()  # Hugging Face ignores it as well
     missing = [name for name in expected if name not in tensors]
@@ -348,6 +390,31 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got a {type(value).__name__}; copy it again")
     return value
+
+
+def check_tokenizer_files(directory: Path) -> None:
+    """Check that the files are there which every fast tokenizer has; raises CheckpointError if one is not."""
+    for name in (TOKENIZER_SETTINGS_FILE, "tokenizer.json"):
+        if not (directory / name).is_file():
+            raise CheckpointError(
+                f"a checkpoint directory must hold {name}, not found in {directory}; copy it from the model's "
+                "publisher, or write it with transformers' save_pretrained of a fast tokenizer"
+            )
+
+
+def tokenizer_settings(directory: Path) -> dict[str, Any]:
+    """Read a tokenizer's settings under the names of transformers 4, also where transformers 5 wrote them.
+
+    Raises:
+        CheckpointError: when the file is not JSON, or holds something else.
+    """
+    path = directory / TOKENIZER_SETTINGS_FILE
+    settings = read_json(path) if path.is_file() else {}
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    if "backend" in settings:  # where tokenizer.json says all; transformers 4 gives LlamaTokenizer's texts a beginning
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    return settings
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:

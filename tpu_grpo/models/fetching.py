@@ -1,20 +1,20 @@
-"""Fetches a model of the Hugging Face hub: the files that a run needs, once, into the hub's own cache.
+"""Fetches a model of the Hugging Face hub: the files that a run needs, once, into the hub's own cache. And pushes one.
 
     directory = fetch("Qwen/Qwen3-0.6B", say=print)       # or Qwen/Qwen3-0.6B@REVISION
+    address = push(Path("my_model"), "me/my-model")
 
-What it takes is said before it begins. What is in the cache already is not fetched again, and without a network the
-cache alone is looked at.
+The size is printed before the download. Files in the cache are not downloaded again, and without a network only the
+cache is used.
 """
 
 import fnmatch
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from tpu_grpo.config import HUB
-from tpu_grpo.records.errors import CheckpointError
+from tpu_grpo.records.errors import CheckpointError, ConfigError
 
 WANTED = (
     "config.json",
@@ -35,29 +35,31 @@ UNWANTED = ("consolidated*",)
 
 @cache
 def fetch(name: str, say: Callable[[str], None]) -> Path:
-    """Return the directory of a model of the hub, whose files are fetched if they are not here.
+    """Return the directory of owner/model or owner/model@revision, which is downloaded unless it is in the cache.
 
-    Args:
-        name: owner/model, or owner/model@revision.
-        say: is told what has to be fetched, before it is.
+    ``say`` is told what has to be fetched, before it is.
 
     Raises:
         CheckpointError: for a model that is not there or not free to all, a disk without room for it, or no network.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    def is_missing(file: str) -> bool:
+        return not isinstance(try_to_load_from_cache(repository, file, revision=found.sha), str)
 
     repository, _, revision = name.partition("@")
     try:
         found = HfApi().model_info(repository, revision=revision or None, files_metadata=True)
         sizes = {file.rfilename: file.size or 0 for file in found.siblings or () if _is_wanted(file.rfilename)}
-        missing = _missing(repository, found.sha, sizes)
-        if missing:
+        if missing := list(filter(is_missing, sizes)):
             needed = sum(sizes[file] for file in missing)
             _check_room(name, needed)
             say(f"fetching {name}: {len(missing)} files, {_shown(needed)}, into {_cache_directory()}")
         return Path(snapshot_download(repository, revision=revision or None, allow_patterns=list(sizes)))
     except (OSError, ValueError) as error:  # of requests, too
-        if (directory := fetched(name)) is not None and not _was_refused(error):
+        refused = isinstance(error, (RepositoryNotFoundError, RevisionNotFoundError))
+        if not refused and (directory := fetched(name)) is not None:
             return directory
         raise CheckpointError(
             f"model.path={HUB}{name} must be a model of the Hugging Face hub that can be fetched from here, got "
@@ -67,7 +69,7 @@ def fetch(name: str, say: Callable[[str], None]) -> Path:
 
 
 def fetched(name: str) -> Path | None:
-    """Return the directory of a model that is in the hub's cache; None if it is not. Nothing is asked of the hub."""
+    """Return the directory of a model in the hub's cache, without a request to the hub; None if it is not there."""
     from huggingface_hub import snapshot_download
 
     repository, _, revision = name.partition("@")
@@ -78,15 +80,33 @@ def fetched(name: str) -> Path | None:
     return found if (found / "config.json").is_file() else None
 
 
+def push(directory: Path, name: str) -> str:
+    """Upload a model to a repository of the hub, which is made, for its owner alone, if it is not there.
+
+    Returns:
+        Its address.
+
+    Raises:
+        ConfigError: the hub cannot be reached, or does not allow it.
+    """
+    from huggingface_hub import HfApi
+
+    hub = HfApi()
+    try:
+        hub.create_repo(name, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=name, folder_path=directory, commit_message="Export of tpu_grpo")
+    except (OSError, ValueError) as error:  # of requests, too
+        raise ConfigError(
+            f"--push must be OWNER/NAME of the Hugging Face hub, where you may write, got {name} "
+            f"({type(error).__name__}: {str(error).strip()}); log in with `hf auth login`, or set HF_TOKEN to a token "
+            f"that may write: the model is in {directory}, and `hf upload {name} {directory}` sends it"
+        ) from error
+    return f"{hub.endpoint}/{name}"
+
+
 def _is_wanted(file: str) -> bool:
     here = [pattern for pattern in WANTED if "/" not in file and fnmatch.fnmatchcase(file, pattern)]
     return bool(here) and not any(fnmatch.fnmatchcase(file, pattern) for pattern in UNWANTED)
-
-
-def _missing(repository: str, revision: str | None, files: Iterable[str]) -> list[str]:
-    from huggingface_hub import try_to_load_from_cache
-
-    return [f for f in files if not isinstance(try_to_load_from_cache(repository, f, revision=revision), str)]
 
 
 def _check_room(name: str, needed: int) -> None:
@@ -102,14 +122,6 @@ def _cache_directory() -> Path:
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
-
-
-def _was_refused(error: Exception) -> bool:
-    """Say whether the hub has answered, and did not give the model."""
-    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-
-    refused: tuple[Any, ...] = (RepositoryNotFoundError, RevisionNotFoundError)
-    return isinstance(error, refused)
 
 
 def _shown(size: int) -> str:

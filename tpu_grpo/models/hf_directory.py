@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face checkpoint directory: the tensors shard by shard, and what describes them.
+"""Writes a model as a Hugging Face checkpoint directory: the tensors, file after file, config.json and the tokenizer.
 
     with new_directory(Path("exported")) as directory:     # it is there whole or not at all
         write_tensors(directory, checkpoint, read, np.dtype(np.float32), shard_bytes=4 * 2**30)
@@ -23,7 +23,14 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from tpu_grpo.models.checkpoint import CONFIG_FILE, INDEX_FILE, Checkpoint
+from tpu_grpo.models.checkpoint import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    TOKENIZER_SETTINGS_FILE,
+    Checkpoint,
+    read_json,
+    tokenizer_settings,
+)
 from tpu_grpo.records.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +40,7 @@ GENERATION_FILE = "generation_config.json"
 SHARD_BYTES = 4 * 2**30
 TOKENIZER_FILES = (
     "tokenizer.json",
-    "tokenizer_config.json",
+    TOKENIZER_SETTINGS_FILE,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -49,20 +56,16 @@ Read = Callable[[str], np.ndarray]
 
 
 def check_free(path: Path) -> None:
-    """See that a directory can be made.
-
-    Raises:
-        ConfigError: something of this name is there.
-    """
+    """Check that a directory of this name can be made; raises ConfigError if something is there."""
     if os.path.lexists(path):
         raise ConfigError(f"an export must go to a new directory, got {path}, which is there; name another, or move it")
 
 
 @contextmanager
 def new_directory(path: Path) -> Iterator[Path]:
-    """Give a temporary directory beside ``path``, which gets this name at the end of the block.
+    """Yield a temporary directory beside ``path``, which is renamed to ``path`` at the end of the block.
 
-    On an error it is removed, and nothing has this name. What is written is on disk before it is renamed.
+    On an error it is removed. Its files are synced to disk before it is renamed.
 
     Raises:
         ConfigError: something of this name is there, at the start or at the end.
@@ -73,11 +76,8 @@ def new_directory(path: Path) -> Iterator[Path]:
     try:
         yield unfinished
         for file in unfinished.iterdir():
-            descriptor = os.open(file, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
         os.umask(umask := os.umask(0))
         unfinished.chmod(0o777 & ~umask)  # temporary directories are their owner's alone
         check_free(path)
@@ -102,15 +102,26 @@ def write_tensors(
     Raises:
         OSError: the disk does not take a file.
     """
-    leaves = checkpoint.family.all_leaves(checkpoint.config)
-    sizes = {name: math.prod(leaf.shape) * dtype.itemsize for leaf in leaves for name in leaf.tensors}
+    family, config = checkpoint.family, checkpoint.config
+    fused = family.fused_tensors(config) if family.is_fused else {}
+    whole = {part: name for name, parts in fused.items() for part in parts}
+    sizes: dict[str, int] = {}
+    for part, shape in family.tensor_shapes(config).items():
+        name = whole.get(part, part)
+        sizes[name] = sizes.get(name, 0) + math.prod(shape) * dtype.itemsize
     shards = None if directory is None else _Shards(directory, sizes, shard_bytes)
-    for leaf in leaves:
+    waiting: dict[str, np.ndarray] = {}
+    for leaf in family.all_leaves(config):
         value = read(leaf.source)
         if shards is not None:
-            for name, tensor in leaf.publish(value):
-                assert tensor.shape == leaf.shape, f"{name} must be {leaf.shape}, got {tensor.shape}"
-                shards.add(name, np.ascontiguousarray(tensor, dtype))
+            for part, tensor in leaf.publish(value):
+                assert tensor.shape == leaf.shape, f"{part} must be {leaf.shape}, got {tensor.shape}"
+                waiting[part] = np.ascontiguousarray(tensor, dtype)
+                name = whole.get(part, part)
+                parts = fused.get(name, (name,))
+                if all(each in waiting for each in parts):
+                    tensors = [waiting.pop(each) for each in parts]
+                    shards.add(name, tensors[0] if len(tensors) == 1 else np.concatenate(tensors))
 
 
 class _Shards:
@@ -148,15 +159,10 @@ def write_settings(
     dtype: np.dtype[Any],
     generation: Mapping[str, Any],
 ) -> None:
-    """Write config.json as it was, but for the type of the tensors, the tokenizer, and how to sample.
+    """Write config.json with the dtype of the tensors, the tokenizer, and the generation config.
 
-    Args:
-        directory: where.
-        checkpoint: the model's own directory, from which these files come.
-        tokenizer: names the padding token.
-        dtype: the type of the tensors.
-        generation: the tokens that end a text, and how it is sampled, under Hugging Face's names. Those that begin one
-            and fill up are added.
+    The files come from the directory of the checkpoint. ``generation`` has the tokens that end a text, and how it is
+    sampled, under Hugging Face's names; those that begin one and fill up are added.
     """
     config = dict(checkpoint.hf_config)
     config |= {name: dtype.name for name in ("torch_dtype", "dtype") if name == "torch_dtype" or name in config}
@@ -167,18 +173,17 @@ def write_settings(
 
 
 def copy_tokenizer(source: Path, directory: Path) -> None:
-    """Copy the files of a tokenizer as they are."""
+    """Copy the files of a tokenizer, with settings that both transformers 4 and 5 read."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, directory / name)
+    settings = tokenizer_settings(source)
+    if settings and settings != read_json(source / TOKENIZER_SETTINGS_FILE):
+        write_json(directory / TOKENIZER_SETTINGS_FILE, settings)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write one safetensors file, as PyTorch's users expect it.
-
-    Raises:
-        OSError: the disk does not take it.
-    """
+    """Write one safetensors file with the metadata that transformers expects; raises OSError where the disk refuses."""
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as error:  # which gives the system's error as a text

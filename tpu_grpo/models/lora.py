@@ -40,7 +40,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from tpu_grpo.config import LoraSection, parse_layers
-from tpu_grpo.models.checkpoint import Checkpoint, listed, read_json
+from tpu_grpo.models.checkpoint import ADAPTER_SETTINGS_FILE, Checkpoint, listed, read_json
 from tpu_grpo.models.families.leaves import projections
 from tpu_grpo.models.hf_directory import save_tensors, write_json
 from tpu_grpo.records.errors import CheckpointError, ConfigError
@@ -48,7 +48,7 @@ from tpu_grpo.records.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from flax import nnx
 
-TENSORS_FILE, SETTINGS_FILE = "adapter_model.safetensors", "adapter_config.json"
+TENSORS_FILE, SETTINGS_FILE = "adapter_model.safetensors", ADAPTER_SETTINGS_FILE
 _ADAPTABLE = re.compile(r"layers\.\*\.((?:attn|mlp)\.\w+_(?:proj|einsum))\.\w+")
 """Matches the weights of modules that are one matrix product; experts are parameters of a larger module."""
 
@@ -61,12 +61,20 @@ def adaptable_modules(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 
 def adapted_modules(checkpoint: Checkpoint, section: LoraSection) -> tuple[str, ...]:
-    """Return the modules that get an adapter: those in which, or in all of whose projections, the targets are found.
+    """Return the modules that get an adapter: the targets match the module, or all of the projections that it holds.
 
     Raises:
-        ConfigError: for layers the model lacks, or an expression that is found in no module or in a part of one.
+        ConfigError: for layers the model lacks, an expression that is found in no module or in a part of one, or one
+            that names the embedding or the output head.
     """
     possible = adaptable_modules(checkpoint)
+    for other in ("lm_head", "embedder", "embed_tokens"):  # but not an expression that is found anywhere
+        if re.search(section.targets, other) and not re.search(section.targets, "layers.0"):
+            raise ConfigError(
+                f"model.lora.targets must name modules of the layers, got {section.targets!r}, which is found in "
+                f"{other}: embedding and output head get no adapters; leave it out, or train all parameters without "
+                "model.lora.rank"
+            )
     named = [name for name in possible if _is_named(name, section.targets)]
     if not named:
         first = (projection for name in possible if name.startswith("layers.0.") for projection in projections(name))
@@ -99,11 +107,7 @@ def _is_named(module: str, targets: str) -> bool:
 
 
 def existing_layers(checkpoint: Checkpoint, setting: str, text: str) -> frozenset[int]:
-    """Return the numbers of the layers that a setting names.
-
-    Raises:
-        ConfigError: for one that the model lacks.
-    """
+    """Return the numbers of the layers that a setting selects; raises ConfigError for one that the model lacks."""
     layers, count = parse_layers(text), checkpoint.config.num_hidden_layers
     if layers[-1] >= count:
         raise ConfigError(
@@ -185,27 +189,37 @@ def load_adapters(model: nnx.Module, section: LoraSection) -> None:
     """Set the model's adapters, in place, to those in ``section.path``. Every host reads the files.
 
     Raises:
-        CheckpointError: for files that are missing or broken, or adapters of other sizes, alpha or modules.
+        CheckpointError: as ``read_adapters`` does.
     """
     import jax
     from flax import nnx
 
+    own, state = read_adapters(model, section), nnx.state(model, nnx.LoRAParam)
+    for path, leaf in nnx.to_flat_state(state):
+        old, values = leaf[...], own[".".join(map(str, path))]
+        leaf[...] = jax.make_array_from_callback(old.shape, old.sharding, lambda index, own=values: own[index])
+    nnx.update(model, state)
+
+
+def read_adapters(model: nnx.Module, section: LoraSection) -> dict[str, np.ndarray]:
+    """Read the adapters in ``section.path``, by dotted name, for a model whose own may be descriptions of arrays.
+
+    Raises:
+        CheckpointError: for files that are missing or broken, or adapters of other sizes, alpha or modules.
+    """
+    from flax import nnx
+
     assert section.path is not None
     directory = section.path.expanduser()
+    file = directory / TENSORS_FILE
     state = nnx.state(model, nnx.LoRAParam)
     leaves = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
     _check_settings(directory, section, {name.rpartition(".")[0] for name in leaves})
     try:
-        tensors = load_file(directory / TENSORS_FILE)
+        tensors = load_file(file)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"{directory / TENSORS_FILE} is not a whole safetensors file: {error}; copy it again"
-        ) from error
-    for name, leaf in leaves.items():
-        old = leaf[...]
-        own = _own(name, old.shape, tensors, directory / TENSORS_FILE).astype(old.dtype)
-        leaf[...] = jax.make_array_from_callback(old.shape, old.sharding, lambda index, own=own: own[index])
-    nnx.update(model, state)
+        raise CheckpointError(f"{file} is not a whole safetensors file: {error}; copy it again") from error
+    return {name: _own(name, leaf.shape, tensors, file).astype(leaf.dtype) for name, leaf in leaves.items()}
 
 
 def _check_settings(directory: Path, section: LoraSection, modules: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which logits of a row are the largest, without a sort: a threshold is found by trying some at a time.
+"""Finds the largest logits of a row without a sort, by a threshold: it is searched, several candidates at a time.
 
 Float32 numbers are mapped to integers of the same order, their ranks, so that a range of them can be cut into parts.
 One pass over a row tries 15 thresholds and leaves a 16th of the range; XLA's compiler for TPUs takes a minute for a
@@ -23,7 +23,7 @@ LARGEST_RANK = 0x7F800000 - DENORMALS
 NO_RANK = -LARGEST_RANK - 1
 """Below the rank of minus infinity: every logit is above it."""
 PASSES = 9
-"""So many passes find one of 2^32 ranks."""
+"""The number of passes that find one of 2^32 ranks."""
 
 
 def largest(
@@ -32,10 +32,10 @@ def largest(
     total: Callable[[Array], Array] = lambda value: value,
     maximum: Callable[[Array], Array] = lambda value: value,
 ) -> Float[Array, " B"]:
-    """Find a threshold above which lie the ``count_B`` largest logits of each row, and no others but ties of the last.
+    """Find a threshold that only the ``count_B`` largest logits of each row exceed, and those equal to the last one.
 
-    It is halfway between the lowest that is kept and the highest that is not, so that a logit that is computed again
-    falls on the same side. Where all are kept it is minus infinity. [3 1 2] with a count of 2 has 1.5.
+    The threshold is halfway between the lowest logit that is kept and the highest that is not, so that a recomputed
+    logit falls on the same side. Where all are kept it is minus infinity. For [3 1 2] and a count of 2 it is 1.5.
 
     Args:
         logits_BV: finite float32 numbers; perhaps a device's part of the vocabulary.
@@ -74,13 +74,13 @@ def ranks(numbers: Float[Array, "*shape"]) -> Int[Array, "*shape"]:
 
 
 def values(numbers: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Map ranks back to their float32 numbers; what lies below the rank of -inf becomes -inf, too."""
+    """Map ranks back to their float32 numbers; ranks below that of -inf become -inf."""
     size = jnp.where(numbers == 0, 0, jnp.minimum(jnp.abs(numbers), LARGEST_RANK) + DENORMALS)
     return jnp.copysign(jax.lax.bitcast_convert_type(size, jnp.float32), numbers.astype(jnp.float32))
 
 
 def trials(low_B: Int[Array, " B"], high_B: Int[Array, " B"]) -> Int[Array, "B N"]:
-    """Spread ranks evenly over [low, high); where high is not above low, all of them are ``low``."""
+    """Space ranks evenly over [low, high); where high is not above low, all of them are ``low``."""
     width_B1 = jnp.where(low_B < high_B, high_B - low_B, 0).astype(jnp.uint32)[:, None]
     parts, part_N = TRIALS + 1, jnp.arange(1, TRIALS + 1, dtype=jnp.uint32)
     # width * part / parts, rounded down, without overflow

@@ -17,20 +17,23 @@ The second one knows tools. It lists each in a message of its own, and calls are
     then come "<|im_start|>tool85<|im_start|>assistant" and "85<|im_end|>"     4 and 3 tokens
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.models.gpt2.tokenization_gpt2 import bytes_to_unicode
 
-from tpu_grpo.models.checkpoint import read_json
+from tpu_grpo.models.checkpoint import check_tokenizer_files, read_json, tokenizer_settings
 from tpu_grpo.records.errors import CheckpointError
 from tpu_grpo.records.outside import bounded
 from tpu_grpo.tasks.lessons import Task
 
+TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json")
+LONGEST_SPECIAL = 1000
 PAD, END = "<pad>", "<|im_end|>"
 ROLES = ("system", "user", "assistant")
 REPLACEMENT = "\ufffd"
@@ -91,15 +94,15 @@ def build_byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_tool_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer like that of `build_byte_tokenizer`, whose chat template knows tools.
+    """Build the tokenizer of `build_byte_tokenizer` with a chat template that supports tools.
 
-    The three reserved tokens are the marker of the role tool, and what opens and closes a call.
+    The three reserved tokens become the marker of the role tool, and the opening and closing markers of a call.
     """
     return _byte_tokenizer((*_MARKERS, *_FOR_TOOLS), TOOL_CHAT_TEMPLATE)
 
 
 def builtin_tokenizer(task: Task) -> PreTrainedTokenizerFast:
-    """Build the tokenizer of the model that is taught on a built-in task: with tools, if the task has some."""
+    """Build the tokenizer of the model that is taught on a built-in task; it knows tools if the task has some."""
     return build_tool_tokenizer() if task.tools else build_byte_tokenizer()
 
 
@@ -125,24 +128,17 @@ def _byte_tokenizer(markers: tuple[str, ...], chat_template: str) -> PreTrainedT
 
 
 def load_tokenizer(directory: Path | str, pad_token: str | None = None) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a checkpoint directory, without a network.
-
-    Args:
-        directory: the checkpoint's.
-        pad_token: the padding token, in place of the tokenizer's own.
+    """Load the tokenizer of a checkpoint directory, without a network; ``pad_token`` takes the place of its own.
 
     Raises:
         CheckpointError: for a missing or broken file, a tokenizer without an end token, or one whose padding token is
             missing or is the end token.
     """
     directory = Path(directory)
-    for name in ("tokenizer_config.json", "tokenizer.json"):
-        if not (directory / name).is_file():
-            raise CheckpointError(
-                f"a checkpoint directory must hold {name}, not found in {directory}; copy it from the model's "
-                "publisher, or write it with transformers' save_pretrained of a fast tokenizer"
-            )
-        read_json(directory / name)
+    check_tokenizer_files(directory)
+    for name in TOKENIZER_FILES:
+        if (path := directory / name).is_file():
+            _check_special_tokens(path, read_json(path))
     tokenizer = _load(directory)
     if pad_token is not None:
         _set_padding(tokenizer, pad_token)
@@ -168,9 +164,9 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerFast, directory: Path | str) ->
 
 
 class TextStream:
-    """Tells the text of tokens as they come; what was told stays as it is.
+    """Decodes tokens into text as they come; text that was returned never changes.
 
-    A character whose bytes have not all come is held back. The parts together are the text of all tokens.
+    A character is held back until all of its bytes have come. The parts joined are the text of all tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
@@ -178,7 +174,7 @@ class TextStream:
         self._told = ""
 
     def more(self, token_ids: Sequence[int], *, ended: bool) -> str:
-        """Return what is new in the text of all tokens so far."""
+        """Return the text that these tokens, all so far, add to what was returned before."""
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         if not ended:
             text = text.rstrip(REPLACEMENT)
@@ -197,17 +193,48 @@ def _ends_in(path: Path) -> Iterator[int]:
         yield end
 
 
+def _check_special_tokens(path: Path, tree: Mapping[str, Any]) -> None:
+    """Check that no special token is so long that transformers' regular expressions take minutes to search for it."""
+    left: list[Any] = [part for name, part in tree.items() if "token" in name]
+    if path.name == "added_tokens.json":
+        left += tree
+    while left:
+        match left.pop():
+            case str(text) if len(text) > LONGEST_SPECIAL:
+                raise CheckpointError(
+                    f"a special token must have at most {LONGEST_SPECIAL} characters, got {len(text)} in {path}, "
+                    f"beginning with {text[:40]!r}; copy the file again"
+                )
+            case dict() as parts:
+                left += parts.values()
+            case list() as parts:
+                left += parts
+            case _:
+                pass
+
+
 def _load(directory: Path) -> PreTrainedTokenizerFast:
+    settings = tokenizer_settings(directory)
+    kind: Any = (
+        PreTrainedTokenizerFast if settings.get("tokenizer_class") == "PreTrainedTokenizerFast" else AutoTokenizer
+    )
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False, "use_fast": True}
+    if "additional_special_tokens" in settings:
+        options |= {"extra_special_tokens": {}, "additional_special_tokens": settings["additional_special_tokens"]}
+    warns = logging.getLogger("transformers.tokenization_utils_base")
+    level = warns.level
+    if kind is PreTrainedTokenizerFast:
+        warns.setLevel(logging.ERROR)  # it would warn of the other class that transformers 5 names
     try:
-        loaded = AutoTokenizer.from_pretrained(
-            str(directory), local_files_only=True, trust_remote_code=False, use_fast=True
-        )
+        loaded = kind.from_pretrained(str(directory), **options)
     except MemoryError:
         raise
     except Exception as error:  # both libraries raise what they meet, the bare Exception among it
         raise CheckpointError(
             f"the tokenizer in {directory} cannot be loaded ({error}); copy its files again"
         ) from error
+    finally:
+        warns.setLevel(level)
     if not isinstance(loaded, PreTrainedTokenizerFast):
         raise CheckpointError(
             f"the tokenizer in {directory} must be a fast one, got {type(loaded).__name__}; convert it with "

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -32,7 +33,7 @@ def load_model(
     flash_block: int | None = None,
     param_dtype: DTypeLike | None = None,
 ) -> nnx.Module:
-    """Load the parameters with Tunix's loader, sharded over ``mesh`` (axes "fsdp" and "tp").
+    """Load the parameters, sharded over ``mesh`` (axes "fsdp" and "tp"); a host reads the parts of its own devices.
 
     ``dtype`` (float32 or bfloat16) is that of the computation, and of the parameters unless ``param_dtype`` is given:
     they must then be cast to ``dtype`` before the model is called. Logits are float32. ``remat`` says what the backward
@@ -40,27 +41,25 @@ def load_model(
     ``flash_block`` is the block that `trainer_attention.flash_block` chose; None takes dot attention.
 
     Raises:
-        ConfigError: for a mesh that does not fit the model, a dtype Tunix's loader cannot cast to, or a version of
-            Tunix that was not reviewed.
-        CheckpointError: when the loader leaves a parameter without a value.
+        ConfigError: for a mesh that does not fit the model, or a version of Tunix that was not reviewed.
     """
     if missing := {"fsdp", "tp"} - set(mesh.axis_names):
         raise ConfigError(f"the trainer's mesh must have axes fsdp and tp, got {mesh.axis_names}; add {missing}")
-    if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16):
-        raise ConfigError(f"model.dtype must be float32 or bfloat16, got {jnp.dtype(dtype).name}; use one of them")
-    check_mesh(checkpoint, mesh.shape["fsdp"], mesh.shape["tp"])
-    tunix_repairs.apply()
-    family = checkpoint.family
-    config = tunix_repairs.fitted_config(family.model_config(checkpoint.config, dtype, remat, flash_block), mesh)
-    model = family.load(checkpoint.directory, config, mesh, dtype if param_dtype is None else param_dtype)
-    leaves = jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(model)))
-    without = [jax.tree_util.keystr(path) for path, leaf in leaves if not isinstance(leaf, jax.Array)]
-    if without:
-        raise CheckpointError(
-            f"Tunix's loader left {len(without)} parameters of the model in {checkpoint.directory} without a value: "
-            f"{listed(without)}; see that no file of the checkpoint changed meanwhile"
-        )
-    return model
+    model = abstract_model(checkpoint, mesh, dtype=dtype, remat=remat, flash_block=flash_block)
+    leaves = {leaf.source: leaf for leaf in checkpoint.family.all_leaves(checkpoint.config)}
+
+    def read(path: Any, spec: jax.ShapeDtypeStruct) -> jax.Array:
+        leaf = leaves[jax.tree_util.keystr(path, simple=True, separator=".")]
+        tensors = [checkpoint.tensors[name].array() for name in leaf.tensors]
+        stored = jnp.dtype(dtype if param_dtype is None else param_dtype)
+
+        def part(index: Any) -> np.ndarray:
+            return np.array(leaf.read(tensors, spec.shape, index), stored, order="C")
+
+        return jax.make_array_from_callback(spec.shape, spec.sharding, part, dtype=stored)
+
+    definition, state = nnx.split(model)
+    return nnx.merge(definition, jax.tree.map_with_path(read, nnx.to_pure_dict(state)))
 
 
 def abstract_model(
@@ -83,7 +82,7 @@ def abstract_model(
 
 
 def with_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
-    """Add to abstract values the shardings over the mesh that their variables ask for."""
+    """Add to abstract values the shardings over the mesh that their variables name."""
     shardings = nnx.get_named_sharding(state, mesh)
     return jax.tree.map(lambda leaf, of: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=of), state, shardings)
 
@@ -94,7 +93,7 @@ def is_abstract(state: Any) -> bool:
 
 
 def check_finite(model: nnx.Module, directory: Path) -> None:
-    """See that every parameter of a model is finite; all hosts of its mesh call this.
+    """Check that every parameter of a model is finite; all hosts of its mesh must call this.
 
     Raises:
         CheckpointError: naming the parameters that are not, by their paths in the model.

@@ -10,7 +10,7 @@ and scaled positions are not supported. A checkpoint with another base (5e6 in t
 Llama 3) would silently be another model in training than in sampling. The repair wraps both functions: while a module's
 ``block`` runs or is traced, ``apply_rope`` takes ``rope_theta`` and, where it is set, ``rope_scaling`` from that
 module's ``config``. Models of different positions can therefore live in one process, and a call from elsewhere keeps
-its default.
+its default. ``Qwen2`` passes its ``rope_theta``; there only the scaling is added, where its sines are made.
 
 **Logits in float32.** ``Llama3`` returns logits in the dtype of the parameters. Tunix's other models return float32, as
 the log-probabilities need. The repair casts them.
@@ -18,9 +18,6 @@ the log-probabilities need. The repair casts them.
 **Experts without tensor parallelism.** ``MoELayer`` gathers and reduce-scatters over the axis ``tp`` even when it has
 one device, and libtpu 0.0.42.1 aborts when it compiles that. Nothing is wrapped for this: ``fitted_config`` leaves the
 axis out of the model's config.
-
-**Experts on several hosts.** The loader of Qwen3 stacks a layer's experts into an array on the first CPU device of all
-processes, which the other hosts cannot read. The repair stacks them with NumPy.
 
 **Gemma's windows.** ``_create_sliding_mask`` compares the places of keys in the row with the positions of queries. Rows
 of prompts are padded on the left, and positions do not count padding: with P tokens of padding, a query's window begins
@@ -42,15 +39,13 @@ import functools
 from contextvars import ContextVar
 from importlib import metadata
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from tpu_grpo.models.families.rope import inverse_timescales
+from tpu_grpo.models.families.rope import Scaling, inverse_timescales
 from tpu_grpo.records.errors import ConfigError
 
 TUNIX_VERSION = "0.1.7"
@@ -72,8 +67,8 @@ def require_reviewed_tunix() -> None:
     if (installed := metadata.version("google-tunix")) != TUNIX_VERSION:
         raise ConfigError(
             f"google-tunix must be {TUNIX_VERSION}, got {installed}; install google-tunix=={TUNIX_VERSION}, or review "
-            f"the repairs in models/tunix_repairs.py and tunix_loop/cluster.py for {installed} and raise TUNIX_VERSION "
-            f"in {__name__}"
+            f"the repairs in models/tunix_repairs.py and tunix_loop/loop_repairs.py for {installed} and raise "
+            f"TUNIX_VERSION in {__name__}"
         )
 
 
@@ -86,8 +81,8 @@ def apply() -> None:
     require_reviewed_tunix()
     from tunix.models.gemma import model as gemma
     from tunix.models.llama3 import model as llama3
+    from tunix.models.qwen2 import model as qwen2
     from tunix.models.qwen3 import model as qwen3
-    from tunix.models.qwen3 import params as qwen3_params
 
     if getattr(qwen3.apply_rope, _MARK, False):
         return
@@ -96,8 +91,8 @@ def apply() -> None:
         module.apply_rope = _with_current_positions(module.apply_rope)
         module.Attention.block = _with_config_in_context(module.Attention.block)
     llama3.Llama3.__call__ = _with_float32_logits(llama3.Llama3.__call__)
-    loader: Any = qwen3_params
-    loader.create_model_from_safe_tensors = _stacking_on_the_host(loader.create_model_from_safe_tensors, loader)
+    qwen2._generate_pos_embeddings = _with_scaled_sines(qwen2._generate_pos_embeddings)
+    qwen2.Qwen2.__call__ = _with_config_in_context(qwen2.Qwen2.__call__)
     gemma.Gemma.__call__ = _with_config_in_context(gemma.Gemma.__call__)
     gemma.Attention.block = _with_published_attention(gemma.Attention.block, gemma)
     gemma.RMSNorm.__call__ = _with_published_norm(gemma.RMSNorm.__call__)
@@ -124,16 +119,34 @@ def _with_current_positions(original: Any) -> Any:
         scaling = getattr(config, "rope_scaling", None)
         if scaling is None:
             return original(inputs, positions, head_dim, config.rope_theta)
-        return _rotate(inputs, positions, inverse_timescales(head_dim, config.rope_theta, scaling))
+        return _rotate(inputs, *_sines(positions[..., None], head_dim, config.rope_theta, scaling))
 
     setattr(apply_rope, _MARK, True)
     return apply_rope
 
 
-def _rotate(inputs: Any, positions: Any, inverse_timescales: Any) -> Any:
-    """Turn dimensions i and i + H/2 of heads [B, L, N, H] by position [B, L] times inverse timescale [H/2]."""
-    angles = positions[..., None, None] * jnp.asarray(inverse_timescales, jnp.float32)
+def _with_scaled_sines(original: Any) -> Any:
+    @functools.wraps(original)
+    def _generate_pos_embeddings(positions: Any, features: int, rope_theta: float) -> tuple[Any, Any]:
+        scaling = getattr(_config.get(), "rope_scaling", None)
+        if scaling is None:
+            return original(positions, features, rope_theta)
+        return _sines(positions, features, rope_theta, scaling)
+
+    return _generate_pos_embeddings
+
+
+def _sines(positions: Any, head_dim: int, rope_theta: float, scaling: Scaling | None) -> tuple[Any, Any]:
+    """Return sines and cosines [..., H/2] of positions [...] times inverse timescales."""
+    angles = positions[..., None] * jnp.asarray(inverse_timescales(head_dim, rope_theta, scaling), jnp.float32)
     sin, cos = jnp.sin(angles), jnp.cos(angles)
+    if scaling is None or scaling.amplitude == 1.0:
+        return sin, cos
+    return scaling.amplitude * sin, scaling.amplitude * cos
+
+
+def _rotate(inputs: Any, sin: Any, cos: Any) -> Any:
+    """Turn dimensions i and i + H/2 of heads [B, L, N, H] by angles, whose sines and cosines are [B, L, 1, H/2]."""
     first, second = jnp.split(inputs, 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(inputs.dtype)
 
@@ -148,15 +161,6 @@ def _with_config_in_context(original: Any) -> Any:
             _config.reset(token)
 
     return block
-
-
-def _stacking_on_the_host(original: Any, module: Any) -> Any:
-    @functools.wraps(original)
-    def create_model_from_safe_tensors(*args: Any, **kwargs: Any) -> Any:
-        with mock.patch.object(module, "jnp", np):  # used for this alone
-            return original(*args, **kwargs)
-
-    return create_model_from_safe_tensors
 
 
 def _with_float32_logits(original: Any) -> Any:
@@ -180,8 +184,8 @@ def _with_published_attention(original: Any, gemma: Any) -> Any:
             return original(self, x, segment_pos, cache, attn_mask)
         projected = self.qkv_einsum(x) if self.use_qkv_einsum else (self.q_einsum(x), *self.kv_einsum(x))
         q, k, v = (gemma.shard(heads, self.shd_config.act_btnh) for heads in projected)
-        timescales = inverse_timescales(self.head_dim, config.rope_theta)
-        q, k = _rotate(q, segment_pos, timescales), _rotate(k, segment_pos, timescales)
+        sin, cos = _sines(segment_pos[..., None], self.head_dim, config.rope_theta, None)
+        q, k = _rotate(q, sin, cos), _rotate(k, sin, cos)
         if self.attn_type == gemma.AttentionType.LOCAL_SLIDING:
             attn_mask = attn_mask & in_window(segment_pos, self.sliding_window_size)
         mixed = _attend(q, k, v, attn_mask, config.query_pre_attn_scalar**-0.5, self.attn_logits_soft_cap)
@@ -191,7 +195,7 @@ def _with_published_attention(original: Any, gemma: Any) -> Any:
 
 
 def in_window(positions_BT: Int[Array, "B T"], window: int) -> Bool[Array, "B T T"]:
-    """Whether key S lies above query T's position less the window; the causal mask cuts the keys after it."""
+    """Whether key S lies inside the window of query T; the causal mask removes the keys after the query."""
     return positions_BT[:, None, :] > positions_BT[:, :, None] - window
 
 

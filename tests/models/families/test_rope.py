@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tpu_grpo.models.families.rope import Llama3Scaling, inverse_timescales, with_older_rope
+from tpu_grpo.models.families.rope import Llama3Scaling, YarnScaling, inverse_timescales, scaling_of, with_older_names
 
 LLAMA31 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 
@@ -28,7 +28,7 @@ def test_plain_frequencies() -> None:
 )
 def test_llama3_scales_by_turns_in_the_original_context(turns: float, share: float) -> None:
     frequency = np.array([turns * 2 * math.pi / 8192])
-    np.testing.assert_allclose(LLAMA31(frequency), share * frequency, rtol=1e-12)
+    np.testing.assert_allclose(LLAMA31(frequency, 5e5), share * frequency, rtol=1e-12)
 
 
 def test_llama31_8b() -> None:
@@ -42,6 +42,28 @@ def test_llama31_8b() -> None:
     assert (scaled[29:35] > plain[29:35] / 8).all()
 
 
+def test_yarn_of_qwen3() -> None:
+    """Head width 128, base 1e6, 32,768 positions: dimension 23.6 makes 32 turns, and 39.7 one."""
+    scaling = scaling_of({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768})
+    assert isinstance(scaling, YarnScaling)
+    assert scaling == YarnScaling(4.0, 32768)
+    plain, scaled = inverse_timescales(128, 1e6), inverse_timescales(128, 1e6, scaling)
+    np.testing.assert_array_equal(scaled[:24], plain[:24])
+    np.testing.assert_allclose(scaled[40:], plain[40:] / 4)
+    np.testing.assert_allclose(scaled[23:41] / plain[23:41], 1 - 0.75 * np.arange(18) / 17)
+    np.testing.assert_allclose(scaling.amplitude, 1.1386294361119891)  # 0.1 ln 4 + 1
+
+
+def test_yarns_other_settings() -> None:
+    assert YarnScaling(4.0, 32, attention_factor=1.5).amplitude == 1.5
+    assert YarnScaling(math.e**10, 32, mscale=1.0, mscale_all_dim=0.5).amplitude == pytest.approx(2 / 1.5)
+    # base e^4, 4 pairs, 2 pi e positions: pair i turns e^(1 - i) times, so that 1 is pair 1 and e^-2 is pair 3
+    few = YarnScaling(2.0, 2 * math.pi * math.e, beta_fast=1.0, beta_slow=math.e**-2.5, truncate=False)  # pyright: ignore[reportArgumentType]
+    np.testing.assert_allclose(few(np.ones(4), math.e**4), [1, 1, 1 - 0.5 * 0.4, 1 - 0.5 * 0.8])
+    rounded = YarnScaling(2.0, few.original_max_position_embeddings, beta_fast=1.0, beta_slow=math.e**-2.5)
+    np.testing.assert_allclose(rounded(np.ones(4), math.e**4), [1, 1, 1 - 0.5 / 3, 1 - 1 / 3])
+
+
 SCALING = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
 
 
@@ -52,6 +74,7 @@ SCALING = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddin
             {"vocab_size": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
             {"vocab_size": 3, "rope_theta": 1e6, "rope_scaling": None},
         ),
+        ({"num_local_experts": 4}, {"num_experts": 4}),
         ({"rope_parameters": {"rope_theta": 5e5, **SCALING}}, {"rope_theta": 5e5, "rope_scaling": SCALING}),
         (
             {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
@@ -60,9 +83,9 @@ SCALING = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddin
     ],
 )
 def test_what_transformers_5_writes_is_read_under_the_older_names(newer: dict, older: dict) -> None:
-    assert with_older_rope(newer) == older
-    assert with_older_rope(older) == older
-    assert with_older_rope(newer | {"rope_theta": older["rope_theta"]}) == older
+    assert with_older_names(newer) == older
+    assert with_older_names(older) == older
+    assert with_older_names(newer | {name: older[name] for name in older if name == "rope_theta"}) == older
 
 
 @pytest.mark.parametrize(
@@ -74,4 +97,4 @@ def test_what_transformers_5_writes_is_read_under_the_older_names(newer: dict, o
     ],
 )
 def test_other_forms_stay_for_families_to_refuse(config: dict) -> None:
-    assert with_older_rope(config) == config
+    assert with_older_names(config) == config

@@ -8,22 +8,55 @@ from collections.abc import Mapping
 from tpu_grpo.models.families.family import Family
 from tpu_grpo.models.families.gemma2 import GEMMA2
 from tpu_grpo.models.families.llama3 import LLAMA3
+from tpu_grpo.models.families.mistral import MISTRAL
+from tpu_grpo.models.families.phi3 import PHI3
 from tpu_grpo.models.families.qwen2 import QWEN2
 from tpu_grpo.models.families.qwen3 import QWEN3
 from tpu_grpo.models.families.qwen3_moe import QWEN3_MOE
 
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (QWEN2, QWEN3, QWEN3_MOE, LLAMA3, GEMMA2)}
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family for family in (QWEN2, QWEN3, QWEN3_MOE, LLAMA3, MISTRAL, PHI3, GEMMA2)
+}
 """Every supported family, by the ``model_type`` of its config.json."""
 
-_GEMMA4 = (
-    "the sampler's cache has layers of one shape, and those of Gemma 4 differ: its global layers have fewer and wider "
-    "heads than its sliding ones"
+_REASONS: tuple[tuple[str, str, str], ...] = (
+    ("gemma", "sglang-jax has no model of Gemma 1", "Gemma 2"),
+    ("gemma3 gemma3_text gemma3n gemma3n_text", "sglang-jax has no model of Gemma 3", "Gemma 2 or Qwen3"),
+    (
+        "gemma4 gemma4_text",
+        "the sampler's cache has layers of one shape, and those of Gemma 4 differ: its global layers have fewer and "
+        "wider heads than its sliding ones",
+        "Gemma 2 or Qwen3",
+    ),
+    ("qwen2_moe", "Tunix has no model of Qwen2 with experts", "Qwen3-30B-A3B"),
+    ("qwen2_vl qwen2_5_vl qwen3_vl", "its images have no place in a prompt here", "Qwen3"),
+    (
+        "qwen3_next qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text",
+        "Tunix has no linear attention, which most of its layers are",
+        "Qwen3",
+    ),
+    ("mistral3 ministral3", "neither library has its scaled queries, nor images", "Mistral Nemo or Small 2501"),
+    ("ministral", "neither library has a Llama with windows", "Mistral 7B v0.3 or Nemo"),
+    ("mixtral", "neither library has its experts", "Qwen3-30B-A3B, or Mistral without experts"),
+    (
+        "olmo2 olmo3",
+        "neither library has norms after the blocks alone, nor norms over all heads of queries and keys",
+        "Llama 3.1 or Qwen3",
+    ),
+    ("smollm3", "neither library has layers without positions, as every fourth is", "Qwen3-1.7B, or SmolLM2"),
+    ("gpt_oss", "neither library has attention sinks", "Qwen3-30B-A3B"),
+    (
+        "deepseek_v2 deepseek_v3 deepseek_v32 kimi_k2",
+        "Tunix has no latent attention",
+        "Qwen3-30B-A3B, or DeepSeek-R1-Distill of Llama or Qwen",
+    ),
+    ("llama4 llama4_text", "Tunix has neither its chunks of attention nor its experts", "Llama 3.1"),
+    ("phi phimoe", "neither library has its layer norms with biases", "Phi-4"),
+    ("cohere cohere2", "neither library has attention and MLP side by side", "Qwen3"),
+    ("glm glm4", "neither library rotates half of a head in pairs", "Qwen3"),
+    ("glm4_moe", "Tunix has no model of it", "Qwen3-30B-A3B"),
+    ("granite granitemoe", "neither library multiplies embeddings, blocks and logits as it does", "Llama 3.1 or Qwen3"),
+    ("nemotron", "neither library has squared ReLU", "Llama 3.1"),
 )
-REFUSED: Mapping[str, str] = {
-    "gemma": "sglang-jax has no model of Gemma 1",
-    "gemma3": "sglang-jax has no model of Gemma 3",
-    "gemma3_text": "sglang-jax has no model of Gemma 3",
-    "gemma4": _GEMMA4,
-    "gemma4_text": _GEMMA4,
-}
-"""Why the families that are likely to be asked for are not supported, by ``model_type``."""
+REFUSED: Mapping[str, tuple[str, str]] = {kind: (why, near) for kinds, why, near in _REASONS for kind in kinds.split()}
+"""Why the families that are likely to be asked for are not supported, and what is near, by ``model_type``."""

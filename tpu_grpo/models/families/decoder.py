@@ -3,13 +3,9 @@
 A family's file puts these leaves together and adds its own.
 """
 
-from __future__ import annotations
+from collections.abc import Iterable, Mapping
 
-from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-from tpu_grpo.models.families.family import DecoderConfig, Remat
+from tpu_grpo.models.families.family import DecoderConfig
 from tpu_grpo.models.families.leaves import (
     Layout,
     Leaf,
@@ -24,9 +20,6 @@ from tpu_grpo.models.families.leaves import (
     unchanged,
 )
 
-if TYPE_CHECKING:
-    from jax.typing import DTypeLike
-
 
 def layer_leaf(
     source: str,
@@ -37,7 +30,7 @@ def layer_leaf(
     *,
     target: str | None = None,
 ) -> Leaf:
-    """Make a leaf of every layer that is one tensor, of whose name the sampler's leaf is unless ``target`` is given."""
+    """Make a leaf that every layer has, of one tensor; the sampler's has the tensor's name, or that of ``target``."""
     targets = ((f"model.layers.*.{target or tensor}", transform),)
     return Leaf(f"layers.*.{source}", (f"model.layers.*.{tensor}",), shape, layout, targets)
 
@@ -93,7 +86,7 @@ def gated_shapes(hidden: int, width: int) -> dict[str, Shape]:
 def decoder(
     config: DecoderConfig, layer: Iterable[Leaf], final_norm: tuple[str, str] = ("final_norm.w", "model.norm.scale")
 ) -> tuple[Leaf, ...]:
-    """Put the leaves of a layer between embedding, last norm and, where it is not tied, output head."""
+    """List the leaves of a decoder: embedding, layers, last norm and, unless it is tied, the output head."""
     table = (config.vocab_size, config.hidden_size)
     norm, its_target = final_norm
     head = Leaf("lm_head.w", ("lm_head.weight",), table, inputs_first, (("lm_head.embedding", transpose),))
@@ -116,41 +109,3 @@ DIVISIBLE: Mapping[str, tuple[str, ...]] = {
     "tp": ("num_key_value_heads", "num_attention_heads", "hidden_size", "intermediate_size", "vocab_size"),
     "tensor": ("num_attention_heads", "intermediate_size"),
 }
-
-
-def tunix_sizes(config: DecoderConfig) -> dict[str, Any]:
-    """Return the fields that all of Tunix's ``ModelConfig`` classes have, under their names there."""
-    return {
-        "num_layers": config.num_hidden_layers,
-        "vocab_size": config.vocab_size,
-        "embed_dim": config.hidden_size,
-        "hidden_dim": config.intermediate_size,
-        "num_heads": config.num_attention_heads,
-        "head_dim": config.head_dim,
-        "num_kv_heads": config.num_key_value_heads,
-        "rope_theta": config.rope_theta,  # annotated int there; a float is exact too
-        "norm_eps": config.rms_norm_eps,
-    }
-
-
-def tunix_qwen_config(module: str, own_fields: Callable[[Any], dict[str, Any]] = lambda _: {}) -> Any:
-    """Make a ``Family.model_config`` that fills the ``ModelConfig`` of one of Tunix's Qwen modules.
-
-    ``own_fields`` takes the family's config and returns fields that are replaced or added.
-    """
-
-    def model_config(config: DecoderConfig, dtype: DTypeLike, remat: Remat, flash_block: int | None) -> Any:
-        import jax.numpy as jnp
-
-        model: Any = import_module(module)
-        fields = tunix_sizes(config) | {
-            "use_tied_embedding": config.tie_word_embeddings,
-            "remat_config": model.RematConfig[remat.upper()],
-            "dtype": jnp.dtype(dtype),
-            "param_dtype": jnp.dtype(dtype),
-        }
-        if flash_block is not None:
-            fields |= {"use_flash_attention": True, "flash_attention_block_size": flash_block}
-        return model.ModelConfig(**(fields | own_fields(config)))
-
-    return model_config

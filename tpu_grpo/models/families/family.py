@@ -1,18 +1,17 @@
-"""The record of a model family: the settings of a config.json that it takes, its leaves, and how Tunix builds it."""
+"""The record of a model family: the settings of config.json that it supports, its leaves, and how Tunix builds it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
+from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tpu_grpo.models.families.leaves import Leaf, Shape, WeightRule, of_all_layers
+from tpu_grpo.models.families.rope import Scaling, is_known_scaling, scaling_of
 
 if TYPE_CHECKING:
-    import jax
-    from flax import nnx
     from jax.typing import DTypeLike
 
 Remat = Literal["none", "block", "decoder"]
@@ -20,9 +19,9 @@ Remat = Literal["none", "block", "decoder"]
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The settings of a config.json that decide what a decoder computes, under Hugging Face's names.
+    """The settings of a config.json that determine the computation of a decoder, under Hugging Face's names.
 
-    A family with more of them has a subclass.
+    A family with further settings has a subclass.
     """
 
     vocab_size: int
@@ -35,6 +34,12 @@ class DecoderConfig:
     rms_norm_eps: float
     rope_theta: float
     tie_word_embeddings: bool
+    rope_scaling: Mapping[str, Any] | None = None
+
+    @property
+    def scaling(self) -> Scaling | None:
+        """The scaling of the positions, None where they are not scaled."""
+        return scaling_of(self.rope_scaling)
 
     @property
     def query_width(self) -> int:
@@ -47,7 +52,7 @@ class DecoderConfig:
         return self.num_key_value_heads * self.head_dim
 
     def contradiction(self) -> str | None:
-        """Return a rule that the settings break together, and their values; None if they break none."""
+        """Return a rule that settings break in combination, with their values; None if they break none."""
         if self.num_attention_heads % self.num_key_value_heads:
             return (
                 f"num_key_value_heads must divide num_attention_heads={self.num_attention_heads}, got "
@@ -60,7 +65,7 @@ class DecoderConfig:
 
 @dataclass(frozen=True)
 class SettingRule:
-    """A rule for a setting that the libraries ignore, although other values change what the model computes."""
+    """A rule for a setting that the libraries ignore although it changes what the model computes."""
 
     setting: str
     accepted: str
@@ -91,21 +96,33 @@ class Family:
     """Tunix's package of the model, such as tunix.models.qwen3."""
     model: str
     """The name of Tunix's class of the model."""
-    model_config: Callable[[Any, DTypeLike, Remat, int | None], Any]
-    """Returns Tunix's config of the model from (config, dtype of parameters and computation, remat, tokens of a block
-    of flash attention); without a block, attention is dot."""
     flash_attention: bool
     """Whether Tunix's model has flash attention."""
-    loader: Callable[[Path, Any, jax.sharding.Mesh, DTypeLike], nnx.Module] | None = None
-    """Loads a model as `load` does, if Tunix's own loader does not."""
+    sampler: str = ""
+    """The name of sglang-jax's class of the model, if it is not that of ``architecture``."""
+    fused: Callable[[Any], Mapping[str, tuple[str, ...]]] = lambda _: {}
+    """Takes a config and returns what a checkpoint may hold as one tensor: its name, and the tensors that follow one
+    another in it. ``*`` stands for the layer's number."""
+    own_fields: Callable[[Any], dict[str, Any]] = lambda _: {}
+    """Takes a config and returns fields of Tunix's, which are added or replace others."""
+    is_fused: bool = False
+    """Whether the published checkpoints hold the fused tensors."""
 
     def all_leaves(self, config: DecoderConfig) -> list[Leaf]:
         """Return the leaves of all layers, in the order of a checkpoint."""
         return list(of_all_layers(self.leaves(config), config.num_hidden_layers))
 
     def tensor_shapes(self, config: DecoderConfig) -> dict[str, Shape]:
-        """Return the shape of every tensor that a checkpoint must hold, by name."""
+        """Return the shape of every tensor that a checkpoint must hold, by name; fused tensors as their parts."""
         return {name: leaf.shape for leaf in self.all_leaves(config) for name in leaf.tensors}
+
+    def fused_tensors(self, config: DecoderConfig) -> dict[str, tuple[str, ...]]:
+        """Return ``fused`` of all layers."""
+        return {
+            name.replace("*", layer): tuple(part.replace("*", layer) for part in parts)
+            for layer in map(str, range(config.num_hidden_layers))
+            for name, parts in self.fused(config).items()
+        }
 
     def weight_rules(self, config: DecoderConfig) -> tuple[WeightRule, ...]:
         """Return which leaf of Tunix's model becomes which leaf of sglang-jax's."""
@@ -119,17 +136,51 @@ class Family:
         """Return Tunix's class of the model, which takes its ``model_config``."""
         return getattr(import_module(f"{self.package}.model"), self.model)
 
-    def load(self, directory: Path, model_config: Any, mesh: jax.sharding.Mesh, dtype: DTypeLike) -> nnx.Module:
-        """Load a model with Tunix's loader; ``model_config`` is Tunix's."""
+    def model_config(self, config: DecoderConfig, dtype: DTypeLike, remat: Remat, flash_block: int | None) -> Any:
+        """Return Tunix's config of the model, with those fields that there are.
+
+        ``dtype`` is that of parameters and computation, ``flash_block`` the tokens of a block of flash attention;
+        without one attention is dot.
+        """
         import jax.numpy as jnp
 
-        if self.loader is not None:
-            return self.loader(directory, model_config, mesh, dtype)
-        params: Any = import_module(f"{self.package}.params")
-        return params.create_model_from_safe_tensors(str(directory), model_config, mesh, dtype=jnp.dtype(dtype))
+        model: Any = import_module(f"{self.package}.model")
+        values = {
+            "num_layers": config.num_hidden_layers,
+            "vocab_size": config.vocab_size,
+            "embed_dim": config.hidden_size,
+            "hidden_dim": config.intermediate_size,
+            "num_heads": config.num_attention_heads,
+            "head_dim": config.head_dim,
+            "num_kv_heads": config.num_key_value_heads,
+            "rope_theta": config.rope_theta,  # annotated int there; a float is exact too
+            "rope_scaling": config.scaling,
+            "norm_eps": config.rms_norm_eps,
+            "use_tied_embedding": config.tie_word_embeddings,
+            "weight_tying": config.tie_word_embeddings,
+            "remat_config": model.RematConfig[remat.upper()],
+            "dtype": jnp.dtype(dtype),
+            "param_dtype": jnp.dtype(dtype),
+        } | (own := self.own_fields(config))
+        if flash_block is not None:
+            values |= {"use_flash_attention": True, "flash_attention_block_size": flash_block}
+        extended = _extended(model.ModelConfig, ("rope_theta", "rope_scaling", "norm_eps", *own))
+        names = {each.name for each in fields(extended)}
+        return extended(**{name: value for name, value in values.items() if name in names})
 
 
-# --- rules for config.json that families share -----------------------------------------------------------------------
+@cache
+def _extended(model_config: type, names: tuple[str, ...]) -> Any:
+    """Extend a ``ModelConfig`` by the settings that it lacks, and that ``models/tunix_repairs.py`` honours."""
+    known: Any = model_config
+    lacking = [name for name in names if name not in {own.name for own in fields(known)}]
+    return make_dataclass(
+        f"Published{known.__name__}",
+        [(name, object, field(default=None)) for name in lacking],
+        bases=(known,),
+        frozen=known.__dataclass_params__.frozen,
+        module=known.__module__,
+    )
 
 
 def off(setting: str, remedy: str = "the libraries do not have it, so train a checkpoint without it") -> SettingRule:
@@ -150,6 +201,14 @@ def number(value: Any) -> bool:
 NO_ROPE_SCALING = null(
     "rope_scaling",
     "the libraries do not scale its positions: set it to null to train within the original context length",
+)
+SCALING = SettingRule(
+    "rope_scaling",
+    "null, or of rope_type llama3 with factor >= 1, 0 < low_freq_factor < high_freq_factor and "
+    "original_max_position_embeddings >= 1, or of rope_type yarn with factor >= 1, original_max_position_embeddings "
+    ">= 1 and no other settings than those of transformers",
+    is_known_scaling,
+    "the libraries have no other scaling: set it to null to train within the original context length",
 )
 NO_ATTENTION_BIAS = off("attention_bias")
 

@@ -7,35 +7,27 @@ tokens only. The output head is the embedding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tpu_grpo.models.families.decoder import DIVISIBLE, decoder, layer_leaf, mlp, tunix_sizes
+from tpu_grpo.models.families.decoder import DIVISIBLE, decoder, layer_leaf, mlp
 from tpu_grpo.models.families.family import (
     NO_ATTENTION_BIAS,
     NO_ROPE_SCALING,
     PLAIN,
     DecoderConfig,
     Family,
-    Remat,
     SettingRule,
     number,
     off,
 )
 from tpu_grpo.models.families.leaves import InputsFirst, Leaf, Shape, flatten, heads_first, outputs_last
 
-if TYPE_CHECKING:
-    import jax
-    from flax import nnx
-    from jax.typing import DTypeLike
-
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Gemma2Config(DecoderConfig):
     """The settings of Gemma 2."""
 
@@ -54,7 +46,7 @@ class Gemma2Config(DecoderConfig):
         return tuple(i % 2 == 0 if types is None else types[i] == SLIDING for i in range(self.num_hidden_layers))
 
     def contradiction(self) -> str | None:
-        """Look also for layer types of another number of layers."""
+        """Check also that ``layer_types`` has as many entries as there are layers."""
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             return f"layer_types must be of num_hidden_layers={self.num_hidden_layers}, got {len(self.layer_types)}"
         return super().contradiction()
@@ -125,75 +117,20 @@ def _stacked_leaf(module: str, parts: str, shape: Shape) -> Leaf:
     return Leaf(f"layers.*.attn.{module}.w", names, shape, heads_first, targets, input_axis=-2)
 
 
-@cache
-def _tunix_config_class() -> type:
-    """Extend Tunix's ``ModelConfig`` by the settings that it lacks, and that ``models/tunix_repairs.py`` honours."""
-    from tunix.models.gemma.model import ModelConfig
+def _own_fields(config: Gemma2Config) -> dict[str, Any]:
+    from tunix.models.gemma.model import AttentionType
 
-    @dataclass
-    class PublishedModelConfig(ModelConfig):
-        rope_theta: float = 10_000.0
-        norm_eps: float = 1e-6
-        query_pre_attn_scalar: float = 256.0
-
-    return PublishedModelConfig
-
-
-def _model_config(config: Gemma2Config, dtype: DTypeLike, remat: Remat, flash_block: int | None) -> Any:
-    from tunix.models.gemma import model
-
-    del dtype, flash_block  # it has neither field: it computes in the dtype of the parameters, with dot attention
-    sizes = tunix_sizes(config)
-    sizes["num_embed"] = sizes.pop("vocab_size")
-    kinds = {True: model.AttentionType.LOCAL_SLIDING, False: model.AttentionType.GLOBAL}
-    return _tunix_config_class()(
-        **sizes,
-        query_pre_attn_scalar=config.query_pre_attn_scalar,
-        attention_types=tuple(kinds[window] for window in config.has_window),
-        sliding_window_size=config.sliding_window,
-        attn_logits_soft_cap=config.attn_logit_softcapping,
-        final_logit_softcap=config.final_logit_softcapping,
-        use_post_attn_norm=True,
-        use_post_ffw_norm=True,
-        remat_config=model.RematConfig[remat.upper()],
-    )
-
-
-def _load(directory: Path, model_config: Any, mesh: jax.sharding.Mesh, dtype: DTypeLike) -> nnx.Module:
-    """Load with Tunix's loader and names, but stack projections on the host.
-
-    Tunix's ``create_model_from_safe_tensors`` stacks them on the first device, where it also reads the whole embedding
-    to see how long it is; arrays of one device cannot be handed to a mesh of several hosts.
-    """
-    import jax.numpy as jnp
-    from tunix.models import safetensors_loader
-    from tunix.models.gemma import model, params_safetensors
-
-    return safetensors_loader.load_and_create_model(
-        str(directory),
-        model.Gemma,
-        model_config,
-        params_safetensors._get_key_and_transform_mapping,
-        mesh,
-        _stacked,
-        jnp.dtype(dtype),
-    )
-
-
-def _stacked(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Stack the queries, keys and values of every layer, which Tunix calls ``tmp.layers.N.attn.q``: [D, N, H] each."""
-    import numpy as np
-
-    named = {name: tensor for name, tensor in tensors.items() if not name.startswith("tmp.")}
-    for name in (name for name in tensors if name.startswith("tmp.") and name.endswith(".q")):
-        prefix = name.removesuffix("q")
-        q, k, v = (np.asarray(tensors[f"{prefix}{part}"]).transpose(1, 0, 2) for part in "qkv")
-        module = prefix.removeprefix("tmp.")
-        if q.shape == k.shape:
-            named[f"{module}qkv_einsum.w"] = np.stack([q, k, v])
-        else:
-            named[f"{module}q_einsum.w"], named[f"{module}kv_einsum.w"] = q, np.stack([k, v])
-    return named
+    kinds = {True: AttentionType.LOCAL_SLIDING, False: AttentionType.GLOBAL}
+    return {
+        "num_embed": config.vocab_size,
+        "query_pre_attn_scalar": config.query_pre_attn_scalar,
+        "attention_types": tuple(kinds[window] for window in config.has_window),
+        "sliding_window_size": config.sliding_window,
+        "attn_logits_soft_cap": config.attn_logit_softcapping,
+        "final_logit_softcap": config.final_logit_softcapping,
+        "use_post_attn_norm": True,
+        "use_post_ffw_norm": True,
+    }
 
 
 GEMMA2 = Family(
@@ -216,7 +153,6 @@ GEMMA2 = Family(
     divisible=DIVISIBLE,
     package="tunix.models.gemma",
     model="Gemma",
-    model_config=_model_config,
     flash_attention=False,
-    loader=_load,
+    own_fields=_own_fields,
 )

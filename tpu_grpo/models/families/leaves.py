@@ -11,16 +11,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
     from jaxtyping import Array
 
 Shape = tuple[int, ...]
 Transform = Callable[["Array", Shape], "Array"]
 """Takes (trainer leaf, shape of the sampler's leaf) and returns an array of that shape."""
-Layout = Callable[["np.ndarray"], "np.ndarray"]
-"""Takes one projection, norm or embedding as the trainer has it, and returns it as it is published: a matrix is
-[outputs, inputs]."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a leaf of the trainer is stored in a checkpoint, where a matrix is [outputs, inputs]."""
+
+    publish: Callable[[np.ndarray], np.ndarray]
+    """Takes the trainer's array."""
+    read: Callable[[np.ndarray, Shape], np.ndarray]
+    """Undoes ``publish``, without a copy: takes a tensor and the shape of the trainer's array."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +61,22 @@ class Leaf:
     """See `WeightRule`."""
 
     def of_layer(self, layer: int) -> Leaf:
-        """Return the leaf of one layer, as far as it is published."""
+        """Return the leaf of one layer, without the sampler's leaves that it becomes."""
         number = str(layer)
         names = tuple(name.replace("*", number, 1) for name in self.tensors)
         return replace(self, source=self.source.replace("*", number, 1), tensors=names, targets=())
 
     def publish(self, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the tensors of its value by name."""
+        """Yield the checkpoint tensors that hold this leaf's value, with their names."""
         parts = (value,) if len(self.tensors) == 1 else value
         for name, part in zip(self.tensors, parts, strict=True):
-            yield name, self.layout(part)
+            yield name, self.layout.publish(part)
+
+    def read(self, tensors: Sequence[np.ndarray], shape: Shape, index: tuple[slice, ...]) -> np.ndarray:
+        """Read the part ``index`` of this leaf's value, which has the given shape, from its tensors."""
+        if len(tensors) == 1:
+            return self.layout.read(tensors[0], shape)[index]
+        return np.stack([self.layout.read(tensor, shape[1:])[index[1:]] for tensor in tensors[index[0]]])
 
 
 def of_all_layers(leaves: Sequence[Leaf], layers: int) -> Iterator[Leaf]:
@@ -84,7 +98,7 @@ _HELD: Mapping[str, tuple[str, ...]] = {
 
 
 def projections(module: str) -> tuple[str, ...]:
-    """Return the paths of the projections that a module of Tunix's models holds, mostly the one of its name.
+    """Return the paths of the projections that one module of Tunix's models holds, usually only the module's own.
 
     >>> projections("layers.3.attn.kv_einsum")
     ('layers.3.attn.k_proj', 'layers.3.attn.v_proj')
@@ -93,9 +107,6 @@ def projections(module: str) -> tuple[str, ...]:
     """
     parent, _, name = module.rpartition(".")
     return tuple(f"{parent}.{projection}" for projection in _HELD.get(name, (name,)))
-
-
-# --- transforms into the sampler's leaves ----------------------------------------------------------------------------
 
 
 def same(leaf: Array, shape: Shape) -> Array:
@@ -147,24 +158,13 @@ class InputsFirst:
         return "inputs first" if self.part is None else f"inputs first, part {self.part}"
 
 
-# --- layouts of a checkpoint's tensors -------------------------------------------------------------------------------
-
-
-def unchanged(leaf: np.ndarray) -> np.ndarray:
-    """Return the leaf as it is."""
-    return leaf
-
-
-def inputs_first(leaf: np.ndarray) -> np.ndarray:
-    """Publish [D, N, H] as [N*H, D], and [D, F] as [F, D]."""
-    return leaf.reshape(leaf.shape[0], -1).T
-
-
-def outputs_last(leaf: np.ndarray) -> np.ndarray:
-    """Publish [N, H, D] as [D, N*H]."""
-    return leaf.reshape(-1, leaf.shape[-1]).T
-
-
-def heads_first(leaf: np.ndarray) -> np.ndarray:
-    """Publish [N, D, H] as [N*H, D]."""
-    return leaf.transpose(0, 2, 1).reshape(-1, leaf.shape[1])
+unchanged = Layout(lambda leaf: leaf, np.reshape)
+inputs_first = Layout(lambda leaf: leaf.reshape(leaf.shape[0], -1).T, lambda tensor, shape: tensor.T.reshape(shape))
+"""[D, N, H] is published as [N*H, D], and [D, F] as [F, D]."""
+outputs_last = Layout(lambda leaf: leaf.reshape(-1, leaf.shape[-1]).T, lambda tensor, shape: tensor.T.reshape(shape))
+"""[N, H, D] is published as [D, N*H]."""
+heads_first = Layout(
+    lambda leaf: leaf.transpose(0, 2, 1).reshape(-1, leaf.shape[1]),
+    lambda tensor, shape: tensor.reshape(shape[0], -1, shape[1]).transpose(0, 2, 1),
+)
+"""[N, D, H] is published as [N*H, D]."""

@@ -1,9 +1,7 @@
 """The family of Qwen2 and Qwen2.5, whose queries, keys and values have biases."""
 
-from __future__ import annotations
-
-from tpu_grpo.models.families.decoder import DIVISIBLE, attention, decoder, layer_leaf, mlp, norms, tunix_qwen_config
-from tpu_grpo.models.families.family import COMMON, NO_ROPE_SCALING, DecoderConfig, Family
+from tpu_grpo.models.families.decoder import DIVISIBLE, attention, decoder, layer_leaf, mlp, norms
+from tpu_grpo.models.families.family import COMMON, SCALING, DecoderConfig, Family
 from tpu_grpo.models.families.leaves import Leaf, repeat_kv, same, unchanged
 
 
@@ -21,12 +19,11 @@ QWEN2 = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
     config=DecoderConfig,
-    rules=(*COMMON, NO_ROPE_SCALING),
+    rules=(*COMMON, SCALING),
     defaults={"tie_word_embeddings": False},
     leaves=_leaves,
     divisible=DIVISIBLE,
     package="tunix.models.qwen2",
     model="Qwen2",
-    model_config=tunix_qwen_config("tunix.models.qwen2.model"),
     flash_attention=True,
 )

@@ -1,15 +1,13 @@
 """The family of dense Qwen3 models, which norm queries and keys by head and have no biases."""
 
-from __future__ import annotations
-
-from tpu_grpo.models.families.decoder import DIVISIBLE, attention, decoder, mlp, norms, qk_norms, tunix_qwen_config
-from tpu_grpo.models.families.family import COMMON, NO_ATTENTION_BIAS, NO_ROPE_SCALING, DecoderConfig, Family
+from tpu_grpo.models.families.decoder import DIVISIBLE, attention, decoder, mlp, norms, qk_norms
+from tpu_grpo.models.families.family import COMMON, NO_ATTENTION_BIAS, SCALING, DecoderConfig, Family
 
 QWEN3 = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     config=DecoderConfig,
-    rules=(*COMMON, NO_ROPE_SCALING, NO_ATTENTION_BIAS),
+    rules=(*COMMON, SCALING, NO_ATTENTION_BIAS),
     defaults={"head_dim": 128, "tie_word_embeddings": False},
     leaves=lambda config: decoder(config, (*norms(config), *attention(config), *qk_norms(config), *mlp(config))),
     divisible={
@@ -18,6 +16,5 @@ QWEN3 = Family(
     },
     package="tunix.models.qwen3",
     model="Qwen3",
-    model_config=tunix_qwen_config("tunix.models.qwen3.model"),
     flash_attention=True,
 )

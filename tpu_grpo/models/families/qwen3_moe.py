@@ -9,37 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tpu_grpo.models.families.decoder import (
-    attention,
-    decoder,
-    gated_shapes,
-    layer_leaf,
-    norms,
-    qk_norms,
-    tunix_qwen_config,
-)
-from tpu_grpo.models.families.family import (
-    COMMON,
-    NO_ATTENTION_BIAS,
-    NO_ROPE_SCALING,
-    DecoderConfig,
-    Family,
-    SettingRule,
-    off,
-)
+from tpu_grpo.models.families.decoder import attention, decoder, gated_shapes, layer_leaf, norms, qk_norms
+from tpu_grpo.models.families.family import COMMON, NO_ATTENTION_BIAS, SCALING, DecoderConfig, Family, SettingRule, off
 from tpu_grpo.models.families.leaves import Leaf, inputs_first, same
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MoeConfig(DecoderConfig):
-    """The settings of a decoder with experts; ``intermediate_size`` is that of dense layers, and it has none."""
+    """The settings of a decoder with experts; ``intermediate_size`` is the width of dense layers: it has none."""
 
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
 
     def contradiction(self) -> str | None:
-        """Look also for more experts per token than there are."""
+        """Check also that there are at least as many experts as experts per token."""
         if self.num_experts_per_tok > self.num_experts:
             return f"num_experts_per_tok must be <= num_experts={self.num_experts}, got {self.num_experts_per_tok}"
         return super().contradiction()
@@ -82,11 +66,21 @@ def _leaves(config: MoeConfig) -> tuple[Leaf, ...]:
     return decoder(config, (*norms(config), *projections, *qk_norms(config), router, *experts))
 
 
+def _fused(config: MoeConfig) -> dict[str, tuple[str, ...]]:
+    """Name the tensors of transformers 5, which it cuts when it saves, and which a trainer may save as they are."""
+    experts = "model.layers.*.mlp.experts"
+    numbers = range(config.num_experts)
+    return {
+        f"{experts}.gate_up_proj": tuple(f"{experts}.{i}.{n}_proj.weight" for i in numbers for n in ("gate", "up")),
+        f"{experts}.down_proj": tuple(f"{experts}.{i}.down_proj.weight" for i in numbers),
+    }
+
+
 QWEN3_MOE = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     config=MoeConfig,
-    rules=(*COMMON, NO_ROPE_SCALING, NO_ATTENTION_BIAS, *_RULES),
+    rules=(*COMMON, SCALING, NO_ATTENTION_BIAS, *_RULES),
     defaults={"tie_word_embeddings": False},
     leaves=_leaves,
     divisible={
@@ -103,13 +97,11 @@ QWEN3_MOE = Family(
     },
     package="tunix.models.qwen3",
     model="Qwen3",
-    model_config=tunix_qwen_config(
-        "tunix.models.qwen3.model",
-        lambda config: {
-            "hidden_dim": config.moe_intermediate_size,
-            "num_experts": config.num_experts,
-            "num_experts_per_tok": config.num_experts_per_tok,
-        },
-    ),
     flash_attention=True,
+    fused=_fused,
+    own_fields=lambda config: {
+        "hidden_dim": config.moe_intermediate_size,
+        "num_experts": config.num_experts,
+        "num_experts_per_tok": config.num_experts_per_tok,
+    },
 )

@@ -1,11 +1,9 @@
 """Computes the frequencies of rotary positions; the repairs of the trainer and of the sampler take them from here."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,54 +16,132 @@ class Llama3Scaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+    amplitude: ClassVar[float] = 1.0
 
-    @classmethod
-    def from_setting(cls, rope_scaling: Mapping[str, Any]) -> Llama3Scaling:
-        """Make the scaling from the ``rope_scaling`` of a config.json."""
-        return cls(**{field.name: rope_scaling[field.name] for field in fields(cls)})
+    @property
+    def between(self) -> tuple[float, float]:
+        """The numbers of turns between which frequencies are partly kept."""
+        return self.low_freq_factor, self.high_freq_factor
 
-    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+    def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
         """Scale frequencies, which are in radians per position.
 
         A frequency makes T turns in the original context. It is divided by ``factor`` where T < ``low_freq_factor``,
         kept where T > ``high_freq_factor``, and in between the mean of both, weighted linearly in T.
         """
+        del theta
         turns = self.original_max_position_embeddings * frequencies / (2 * math.pi)
         kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0.0, 1.0)
         return frequencies * (kept + (1 - kept) / self.factor)
 
 
-def inverse_timescales(head_dim: int, theta: float, scaling: Llama3Scaling | None = None) -> np.ndarray:
-    """Return the radians per position, [head_dim / 2], by which dimensions i and i + head_dim / 2 turn.
+@dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071, section 3.2 and equation 22) as transformers computes it."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    @property
+    def between(self) -> tuple[float, float]:
+        """The numbers of turns between which frequencies are partly kept."""
+        return self.beta_slow, self.beta_fast
+
+    @property
+    def amplitude(self) -> float:
+        """The factor of sines and cosines; scores are multiplied by its square."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return self._amplitude(self.mscale) / self._amplitude(self.mscale_all_dim)
+        return self._amplitude(1.0)
+
+    def _amplitude(self, scale: float) -> float:
+        return 0.1 * scale * math.log(self.factor) + 1.0
+
+    def __call__(self, frequencies: np.ndarray, theta: float) -> np.ndarray:
+        """Scale frequencies, which are in radians per position and fall by their index.
+
+        A frequency is divided by ``factor`` from the index on that makes ``beta_slow`` turns in the original context,
+        kept up to the one that makes ``beta_fast``, and in between the mean of both, weighted linearly in the index.
+        """
+        count = len(frequencies)
+
+        def index(turns: float) -> float:
+            return count * math.log(self.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(theta)
+
+        low, high = index(self.beta_fast), index(self.beta_slow)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, 2 * count - 1)
+        kept = 1 - np.clip((np.arange(count) - low) / ((high - low) or 0.001), 0.0, 1.0)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
+Scaling = Llama3Scaling | YarnScaling
+
+
+def scaling_of(rope_scaling: Mapping[str, Any] | None) -> Scaling | None:
+    """Return the scaling that the ``rope_scaling`` of a config.json asks for.
+
+    Raises:
+        TypeError: for another type of scaling, and for settings that it lacks, or has besides.
+        ValueError: for settings out of their range.
+    """
+    if rope_scaling is None:
+        return None
+    given = {name: value for name, value in rope_scaling.items() if name not in ("rope_type", "type")}
+    kind = {"llama3": Llama3Scaling, "yarn": YarnScaling}.get(rope_scaling.get("rope_type", rope_scaling.get("type")))
+    if kind is None or any(isinstance(value, bool) != (name == "truncate") for name, value in given.items()):
+        raise TypeError(f"no known scaling: {rope_scaling}")
+    scaling = kind(**{name: value for name, value in given.items() if value is not None})
+    low, high = scaling.between
+    if not (scaling.factor >= 1 and 0 < low < high and scaling.original_max_position_embeddings >= 1):
+        raise ValueError(f"out of range: {scaling}")
+    return scaling
+
+
+def is_known_scaling(rope_scaling: Any) -> bool:
+    """Whether `scaling_of` supports the ``rope_scaling`` of a config.json."""
+    try:
+        scaling_of(rope_scaling)
+    except (ValueError, AttributeError, TypeError):
+        return False
+    return True
+
+
+def inverse_timescales(head_dim: int, theta: float, scaling: Scaling | None = None) -> np.ndarray:
+    """Return the rotation in radians per position of dimensions i and i + head_dim / 2, [head_dim / 2].
 
     They are theta^(-2i / head_dim), scaled if there is a scaling.
     """
     frequencies = float(theta) ** (-np.arange(0, head_dim, 2) / head_dim)
-    return frequencies if scaling is None else scaling(frequencies)
+    return frequencies if scaling is None else scaling(frequencies, float(theta))
 
 
-def older_rope(rope_parameters: Any) -> dict[str, Any] | None:
-    """Return the ``rope_parameters`` of transformers 5 under the names that they had before, which the libraries know.
+def with_older_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Rename the settings that transformers 5 writes in a config.json to the names that transformers 4 used.
 
-        {"rope_type": "default", "rope_theta": 1e6}    becomes    {"rope_theta": 1e6, "rope_scaling": None}
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}    "rope_theta": 1e6, "rope_scaling": None
+        "num_local_experts": 128                                          "num_experts": 128
 
-    None for another form, such as parameters for each kind of layer.
+    A setting that contradicts another keeps its name, and so do other forms, such as parameters for each kind of
+    layer, which families refuse.
     """
-    if not isinstance(rope_parameters, Mapping) or not isinstance(rope_parameters.get("rope_theta"), int | float):
-        return None
-    rest = dict(rope_parameters)
-    older: dict[str, Any] = {"rope_theta": rest.pop("rope_theta")}
-    if "partial_rotary_factor" in rest:
-        older["partial_rotary_factor"] = rest.pop("partial_rotary_factor")
-    return older | {"rope_scaling": None if rest.get("rope_type", "default") == "default" else rest}
-
-
-def with_older_rope(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace the ``rope_parameters`` of a config.json by `older_rope`.
-
-    Those of another form stay, and so do those that differ from settings beside them; families refuse them.
-    """
-    older = older_rope(settings.get("rope_parameters"))
-    if older is None or any(settings.get(name, value) not in (value, None) for name, value in older.items()):
-        return dict(settings)
-    return {name: value for name, value in settings.items() if name != "rope_parameters"} | older
+    rope, older = settings.get("rope_parameters"), {}
+    if isinstance(rope, Mapping) and isinstance(rope.get("rope_theta"), int | float):
+        rest = dict(rope)
+        older = {name: rest.pop(name) for name in ("rope_theta", "partial_rotary_factor") if name in rest}
+        older["rope_scaling"] = None if rest.get("rope_type", "default") == "default" else rest
+    if any(settings.get(name, value) not in (value, None) for name, value in older.items()):
+        older = {}
+    kept = {name: value for name, value in settings.items() if not (older and name == "rope_parameters")}
+    if "num_local_experts" in kept and "num_experts" not in kept:
+        kept["num_experts"] = kept.pop("num_local_experts")
+    return kept | older

@@ -38,7 +38,7 @@ def flash_block(name: Literal["auto", "flash", "dot"], family: Family, platform:
 
 
 def block_for(row_tokens: int) -> int:
-    """Return the block that pads rows least, and of several the largest."""
+    """Return the block size that pads rows least; of several, the largest."""
     if row_tokens <= BLOCKS[0]:
         return whole_blocks(row_tokens, LANES)
     return min(reversed(BLOCKS), key=lambda block: whole_blocks(row_tokens, block))

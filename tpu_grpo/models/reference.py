@@ -1,7 +1,9 @@
 """The families' forward passes in float64 NumPy, written from their published definitions, to check models against.
 
+It shares no code with the models that run, and no library but NumPy: `tpu-grpo check` and the tests compare with it.
+
 What a checkpoint lacks is left out: biases (Qwen2 has them), norms of queries and keys (Qwen3), experts (Qwen3-MoE),
-scaled positions (Llama 3.1). Gemma 2 is written by itself, further down.
+scaled positions (Llama 3.1, YaRN). Phi-3's fused projections are split. Gemma 2 is written by itself, further down.
 
 Arrays: B rows, T tokens, D hidden size, N query heads, K key and value heads, H head size, V vocabulary, E experts.
 """
@@ -16,8 +18,13 @@ from safetensors.numpy import load_file
 Weights = dict[str, np.ndarray]
 
 
+def read_weights(directory: Path) -> Weights:
+    """Read all tensors of a checkpoint directory as float64, by name."""
+    return {n: w.astype(np.float64) for f in directory.glob("*.safetensors") for n, w in load_file(f).items()}
+
+
 def reference_experts(directory: Path, tokens_BT: np.ndarray) -> np.ndarray:
-    """The experts [B, T, layers, k] of every token, the likeliest first."""
+    """Return the experts [B, T, layers, k] of every token, the likeliest first."""
     seen: list[np.ndarray] = []
     reference_logprobs(directory, tokens_BT, seen=seen)
     return np.stack(seen, axis=2)
@@ -31,20 +38,23 @@ def reference_logprobs(
     changed: Weights | None = None,
     seen: list[np.ndarray] | None = None,
 ) -> np.ndarray:
-    """Log-probabilities [B, T, V] of the next token, computed from the checkpoint's files alone.
+    """Compute the log-probabilities [B, T, V] of the next token from the checkpoint's files alone.
 
     Tokens pass the given experts, or else those of their own routers, which are appended to ``seen`` layer by layer.
-    Weights in ``changed`` stand in for those of the files.
+    Weights in ``changed`` stand in for those of the files, which are not read if it has all of them.
     """
     config = json.loads((directory / "config.json").read_text())
-    weights = {n: w.astype(np.float64) for f in directory.glob("*.safetensors") for n, w in load_file(f).items()}
-    weights |= changed or {}
+    weights = dict(changed or {})
+    if "model.norm.weight" not in weights:
+        weights = read_weights(directory) | weights
     if config["model_type"] == "gemma2":
         return _gemma2(config, weights, tokens_BT)
     eps = config["rms_norm_eps"]
     x = weights["model.embed_tokens.weight"][tokens_BT]
     for i in range(config["num_hidden_layers"]):
         w = {n.removeprefix(f"model.layers.{i}."): v for n, v in weights.items() if n.startswith(f"model.layers.{i}.")}
+        if config["model_type"] == "phi3":
+            w |= _split(w, config)
         x = x + _attention(_rms_norm(x, w["input_layernorm.weight"], eps), w, config)
         mlp_input = _rms_norm(x, w["post_attention_layernorm.weight"], eps)
         if "mlp.gate.weight" not in w:
@@ -56,6 +66,16 @@ def reference_logprobs(
         x = x + _experts(mlp_input, w, config, chosen_BTk)
     head = weights["model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight"]
     return _log_softmax(_rms_norm(x, weights["model.norm.weight"], eps) @ head.T)
+
+
+def _split(w: Weights, config: dict) -> Weights:
+    """Phi-3's projections: those of queries, keys and values lie one below the other, and so do gate and up."""
+    rows = config["hidden_size"] // config["num_attention_heads"] * config["num_key_value_heads"]
+    qkv, gate_up = w["self_attn.qkv_proj.weight"], w["mlp.gate_up_proj.weight"]
+    q, k, v = qkv[: -2 * rows], qkv[-2 * rows : -rows], qkv[-rows:]
+    parts = {"self_attn.q": q, "self_attn.k": k, "self_attn.v": v}
+    parts |= {"mlp.gate": gate_up[: len(gate_up) // 2], "mlp.up": gate_up[len(gate_up) // 2 :]}
+    return {f"{name}_proj.weight": part for name, part in parts.items()}
 
 
 def _rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -71,7 +91,9 @@ def _attention(x_BTD: np.ndarray, w: Weights, config: dict) -> np.ndarray:
     rows, length, _ = x_BTD.shape
     query_count, key_count = config["num_attention_heads"], config["num_key_value_heads"]
     size = config.get("head_dim", config["hidden_size"] // query_count)
-    turns = _frequencies(size, config["rope_theta"], config.get("rope_scaling"))
+    scaling = config.get("rope_scaling")
+    turns = _frequencies(size, config["rope_theta"], scaling)
+    larger = 0.1 * math.log(scaling["factor"]) + 1 if scaling and scaling["rope_type"] == "yarn" else 1.0
 
     def heads(part: str, count: int) -> np.ndarray:
         projected = x_BTD @ w[f"self_attn.{part}_proj.weight"].T + w.get(f"self_attn.{part}_proj.bias", 0.0)
@@ -85,17 +107,19 @@ def _attention(x_BTD: np.ndarray, w: Weights, config: dict) -> np.ndarray:
     mixed_BTNH = np.empty_like(q_BTNH)
     for n in range(query_count):
         k = n * key_count // query_count  # consecutive query heads share a key head
-        scores = np.einsum("bth,bsh->bts", q_BTNH[:, :, n], k_BTKH[:, :, k]) / np.sqrt(size)
+        scores = larger**2 * np.einsum("bth,bsh->bts", q_BTNH[:, :, n], k_BTKH[:, :, k]) / np.sqrt(size)
         probs = np.exp(_log_softmax(np.where(causal, scores, -np.inf)))
         mixed_BTNH[:, :, n] = np.einsum("bts,bsh->bth", probs, v_BTKH[:, :, k])
     return mixed_BTNH.reshape(rows, length, -1) @ w["self_attn.o_proj.weight"].T
 
 
 def _frequencies(size: int, theta: float, scaling: dict | None) -> list[float]:
-    """Radians per position of each pair of dimensions; Llama 3.1 slows down those of long wavelengths."""
+    """Radians per position of each pair of dimensions; Llama 3.1 and YaRN slow down those of long wavelengths."""
     frequencies = [theta ** (-2 * i / size) for i in range(size // 2)]
     if scaling is None:
         return frequencies
+    if scaling["rope_type"] == "yarn":
+        return _yarn(frequencies, theta, scaling)
     assert scaling["rope_type"] == "llama3"
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
     original = scaling["original_max_position_embeddings"]
@@ -110,6 +134,21 @@ def _frequencies(size: int, theta: float, scaling: dict | None) -> list[float]:
         return (1 - smooth) * frequency / factor + smooth * frequency
 
     return [scaled(frequency) for frequency in frequencies]
+
+
+def _yarn(frequencies: list[float], theta: float, scaling: dict) -> list[float]:
+    """Peng et al. 2023, arXiv 2309.00071: kept above 32 turns in the original context, divided below one.
+
+    In between they are mixed by the pair's number, whose bounds are rounded outwards as the published code does.
+    """
+    count, original = len(frequencies), scaling["original_max_position_embeddings"]
+    first, last = (count * math.log(original / (2 * math.pi * turns), theta) for turns in (32, 1))
+    first, last = max(math.floor(first), 0), min(math.ceil(last), 2 * count - 1)
+    mixed = []
+    for i, frequency in enumerate(frequencies):
+        divided = min(max((i - first) / (last - first), 0), 1)
+        mixed.append(divided * frequency / scaling["factor"] + (1 - divided) * frequency)
+    return mixed
 
 
 def _rotate(x_BTNH: np.ndarray, frequencies: list[float]) -> np.ndarray:
