@@ -2,33 +2,28 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from tunix.rl.rollout.base_rollout import RolloutConfig
 
 from tests.learner.toy import EOS, PAD, RecordingEngine, Tokenizer, make_mesh, make_model, model_logps
 from tpu_grpo.records.errors import DataError
-from tpu_grpo.tunix_loop.adapter import RolloutAdapter, SampledTexts
+from tpu_grpo.tunix_loop.adapter import RolloutAdapter, SampledTexts, rollout_engine
 
 SETTINGS = RolloutConfig(max_prompt_length=6, max_tokens_to_generate=5, temperature=0.7)
 
 
 def make_adapter(engine: Any, actor: Any = None) -> RolloutAdapter:
-    return RolloutAdapter(
-        engine=engine,
-        pad_id=PAD,
-        eos_id=EOS,
-        rollout_actor=actor,
-        tokenizer=Tokenizer(),
-        mesh=make_mesh(),
-        rollout_config=SETTINGS,
+    return rollout_engine(engine, pad_id=PAD, eos_id=EOS)(
+        rollout_actor=actor, tokenizer=Tokenizer(), mesh=make_mesh(), rollout_config=SETTINGS
     )
 
 
 def test_generate_hands_on_what_the_engine_sampled() -> None:
     engine = RecordingEngine()
-    output = make_adapter(engine).generate(["abc", "z"], SETTINGS)
+    adapter = make_adapter(engine)
+    output = adapter.generate(["abc", "z"], SETTINGS)
     assert output.left_padded_prompt_tokens.tolist() == [[0, 0, 0, 3, 4, 5], [0, 0, 0, 0, 0, 28]]
     (sampled,) = engine.answers
     assert output.logprobs is not None
@@ -37,6 +32,10 @@ def test_generate_hands_on_what_the_engine_sampled() -> None:
         assert logprobs.dtype == np.float32
         assert logprobs.tolist() == completion.logprobs.tolist()
     assert output.text == list(sampled.texts)
+    assert adapter.take_completions() == list(sampled.completions)
+    assert adapter.take_completions() == []
+    with pytest.raises(DataError, match="prompts must have 1 to 6 tokens, got 7 in row 1; raise max_prompt_length"):
+        adapter.generate(["a", "abcdefg"], SETTINGS)
 
 
 def test_too_few_completions_are_refused() -> None:
@@ -51,22 +50,23 @@ def test_too_few_completions_are_refused() -> None:
 def test_logps_are_the_actors_at_the_temperature(tmp_path: Path) -> None:
     model = make_model(make_mesh(1))
     prompt, completion = [7, 8], [9, 10, EOS]
-    found = make_adapter(RecordingEngine(), model).get_per_token_logps(
-        jnp.array([[0] * 4 + prompt]), jnp.array([[*completion, 0, 0]])
-    )
+    with make_mesh(1):
+        rows = np.array([[0] * 4 + prompt]), np.array([[*completion, 0, 0]])
+        found = make_adapter(RecordingEngine(), model).get_per_token_logps(*rows)
     (expected,) = model_logps(model, [prompt], [completion], temperature=0.7)
     np.testing.assert_allclose(np.asarray(found)[0, :3], expected, atol=2e-6)
 
 
-def test_parameters_are_installed_whatever_transfers_that_takes() -> None:
+def test_all_parameters_are_installed_whatever_transfers_that_takes() -> None:
     class Transferring(RecordingEngine):
         def install(self, params: Any) -> None:
-            super().install(np.asarray(jnp.add(params, np.ones(2))))  # type: ignore[arg-type]
+            super().install(params)
+            np.asarray(jax.tree.leaves(params)[0] + np.ones(()))
 
-    engine, value = Transferring(), jnp.zeros(2)
+    engine, model = Transferring(), make_model(make_mesh(1))
     with jax.transfer_guard("disallow_explicit"):
-        make_adapter(engine).update_params(value, filter_types=("ignored",))
-    assert engine.installed[0].tolist() == [1.0, 1.0]  # type: ignore[attr-defined]
+        make_adapter(engine, model).update_params(None, filter_types=("ignored",))
+    assert len(jax.tree.leaves(engine.installed[0])) == len(jax.tree.leaves(nnx.state(model)))
 
 
 def test_tunix_finds_no_shared_weights() -> None:

@@ -1,1 +1,1 @@
-"""Tunix's own GRPO loop with this package's engine and loss; see examples/tunix_loop.py."""
+"""Tunix's own GRPO learner, under everything else of a run, and this package's engine in scripts that use Tunix."""

@@ -1,25 +1,24 @@
-"""A sampling engine behind Tunix's rollout interface, as thin as it can be.
+"""A sampling engine behind Tunix's rollout interface.
 
-``RLCluster`` builds its rollout worker itself, so the engine is bound beforehand:
-
-    rollout_engine=functools.partial(RolloutAdapter, engine=engine, pad_id=0, eos_id=2)
+cluster_config = ClusterConfig(rollout_engine=rollout_engine(engine, pad_id=0, eos_id=2), ...)
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Float, Int
+from tunix.rl import common
 from tunix.rl.rollout.base_rollout import BaseRollout, RolloutConfig, RolloutOutput
+from tunix.sft import sharding_utils
 
-from tpu_grpo.learner.forward import logprobs
+from tpu_grpo.learner import parameters
 from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import Completion
-from tpu_grpo.tunix_loop.padded import left_padded, model_rows
 
 
 @dataclass(frozen=True)
@@ -35,16 +34,27 @@ class SamplingEngine(Protocol):
     """Samples completions for Tunix's learner; any engine with these two methods will do."""
 
     def generate_texts(self, prompts: Sequence[str], config: RolloutConfig) -> SampledTexts:
-        """Sample one completion for every prompt; a group's prompt comes as often as its size."""
+        """Sample one completion for every prompt; each group's prompt is repeated once per completion."""
         ...
 
     def install(self, params: nnx.State) -> object:
-        """Use these parameters (the trainer's ``nnx.Param``) from now on and forget what was computed with others."""
+        """Install these parameters (the trainer's ``nnx.Param``), and drop caches that were computed with others."""
         ...
 
 
+def rollout_engine(engine: SamplingEngine, *, pad_id: int, eos_id: int) -> Any:
+    """Return what Tunix's ``ClusterConfig.rollout_engine`` takes, and repair Tunix's learner in this process.
+
+    Call it before ``RLCluster`` is built. No prompt may hold ``pad_id``, as Tunix masks prompts by it.
+    """
+    from tpu_grpo.tunix_loop import loop_repairs  # here, as runs with this package's learner need it not
+
+    loop_repairs.apply()
+    return functools.partial(RolloutAdapter, engine=engine, pad_id=pad_id, eos_id=eos_id)
+
+
 class RolloutAdapter(BaseRollout):
-    """Gives a `SamplingEngine` the face of a Tunix rollout worker."""
+    """Wraps a `SamplingEngine` as a Tunix rollout worker."""
 
     def __init__(
         self,
@@ -57,48 +67,59 @@ class RolloutAdapter(BaseRollout):
         mesh: jax.sharding.Mesh,
         rollout_config: RolloutConfig,
     ):
-        del tokenizer  # the engine brings its own
-        self._engine, self._mesh = engine, mesh
-        self._pad_id = pad_id
-        self._eos_id = eos_id
-        self._actor = rollout_actor
-        self._temperature = rollout_config.temperature
+        del tokenizer, mesh  # the engine brings its own
+        self._engine, self._pad_id, self._eos_id = engine, pad_id, eos_id
+        self._actor, self._temperature = rollout_actor, rollout_config.temperature
+        self._completions: list[Completion] = []
 
     def generate(self, prompts: list[str], rollout_config: RolloutConfig, **kwargs: Any) -> RolloutOutput:
-        """Sample, and pad the prompts on the left to ``rollout_config.max_prompt_length``.
-
-        Raises:
-            DataError: if the engine does not answer with one completion per prompt.
-        """
+        """Sample, and pad the prompts on the left to ``rollout_config.max_prompt_length``. Raises DataError if the
+        engine does not answer with one completion per prompt, or for a prompt that is longer."""
         sampled = self._engine.generate_texts(prompts, rollout_config)
         if not len(prompts) == len(sampled.completions) == len(sampled.texts) == len(sampled.prompt_ids):
             raise DataError(
                 f"the engine must answer {len(prompts)} prompts with as many completions, got "
                 f"{len(sampled.completions)}; repair its generate_texts"
             )
+        self._completions += sampled.completions
+        width = rollout_config.max_prompt_length
+        padded = np.full((len(prompts), width), self._pad_id, np.int32)
+        for row, ids in enumerate(sampled.prompt_ids):
+            if not 0 < len(ids) <= width:
+                raise DataError(
+                    f"prompts must have 1 to {width} tokens, got {len(ids)} in row {row}; raise max_prompt_length of "
+                    "Tunix's RolloutConfig, or drop the prompt"
+                )
+            padded[row, width - len(ids) :] = ids
         return RolloutOutput(
             text=list(sampled.texts),
             logits=[],
             tokens=[np.asarray(c.token_ids, np.int32) for c in sampled.completions],
-            left_padded_prompt_tokens=left_padded(sampled.prompt_ids, rollout_config.max_prompt_length, self._pad_id),
+            left_padded_prompt_tokens=padded,
             logprobs=[np.asarray(c.logprobs, np.float32) for c in sampled.completions],
         )
 
+    def take_completions(self) -> list[Completion]:
+        """Return the completions since the last call, in order, and forget them."""
+        taken, self._completions = self._completions, []
+        return taken
+
     def get_per_token_logps(
-        self, prompt_tokens: Int[jax.Array, "B T_prompt"], completion_tokens: Int[jax.Array, "B T"]
+        self, prompt_tokens: Int[np.ndarray, "B T_prompt"], completion_tokens: Int[np.ndarray, "B T"]
     ) -> Float[jax.Array, "B T"]:
-        """Compute the trainer's log-probability (float32, at the temperature) of every completion token."""
-        everything = jnp.ones(completion_tokens.shape, jnp.bool_)
-        rows = model_rows(prompt_tokens, completion_tokens, everything, self._pad_id)
-        fills = len(prompt_tokens) % self._mesh.shape["fsdp"] == 0  # Tunix does not ask for it
-        found = logprobs(self._actor, rows, temperature=self._temperature, mesh=self._mesh if fills else None)
-        return found[:, prompt_tokens.shape[1] :]
+        """Compute the trainer's log-probability, at the temperature, of every completion token, as Tunix does."""
+        rows = sharding_utils.shard_input((prompt_tokens, completion_tokens), ("fsdp",))  # type: ignore[arg-type]
+        definition, state = nnx.split(self._actor)
+        found = common.compute_per_token_logps(
+            definition, state, *rows, pad_id=self._pad_id, eos_id=self._eos_id, temperature=self._temperature
+        )
+        assert isinstance(found, jax.Array)  # and no logits beside it
+        return found
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Install the trainer's parameters in the engine."""
-        del filter_types
+        """Install the trainer's parameters in the engine, all of them: with LoRA Tunix passes adapters alone."""
         with jax.transfer_guard("allow"):  # on CPU, RLCluster.sync_weights forbids the transfers an engine may need
-            self._engine.install(params)
+            self._engine.install(parameters(self._actor))
 
     def pad_id(self) -> int:
         """Return the token that fills rows."""
@@ -109,5 +130,6 @@ class RolloutAdapter(BaseRollout):
         return self._eos_id
 
     def model(self) -> None:
-        """Return None: the engine's weights are no ``nnx`` module, so Tunix finds no common arrays and does sync."""
+        """Return None: the engine's weights are no ``nnx`` module, so that Tunix finds no shared arrays and does
+        sync."""
         return

@@ -1,0 +1,165 @@
+"""What must be different in Tunix's learner: ``apply()``, for the whole process. Reviewed for google-tunix 0.1.7.
+
+**Batches.** ``shard_input`` takes the rows of each process as different ones, so that two hosts with the same 16 rows
+train on 32, and it keeps the sharding of an array that spans all hosts, whatever it is. Here every host passes all
+the rows.
+
+**A copy of the parameters on the host.** ``RLCluster`` makes one when it is built and at every ``sync_weights``, for
+Tunix's agentic learners. On several hosts that fails, because ``device_put`` refuses arrays that span hosts. The
+arrays themselves, which no update writes to, are used instead.
+
+**Log-probabilities of the reference and of the old policy** are cut into micro-batches on the devices, and mixed with
+arrays of one host. Here they are gathered on every host.
+
+**Threads.** ``RLLearner`` samples and scores on a second thread, whose order of launches may differ between hosts.
+Here this is done on the calling thread.
+
+**Sums of gradients.** optax's ``MultiSteps`` adds up in the type of the gradients, which in bfloat16 rounds every sum.
+
+**A policy that was restored** reaches the engine only after the first update. Here it is installed before.
+"""
+
+import functools
+from collections.abc import Callable
+from concurrent import futures
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.interpreters import pxla
+from jax.sharding import PartitionSpec
+from tunix.rl import rl_cluster, rl_learner
+from tunix.rl import utils as rl_utils
+from tunix.sft import sharding_utils
+
+from tpu_grpo.learner import whole
+from tpu_grpo.models.tunix_repairs import require_reviewed_tunix
+
+
+def apply() -> None:
+    """Repair Tunix's learner in this process; a second call does nothing. Raises ConfigError when another version of
+    google-tunix is installed than the one the repairs were reviewed for."""
+    require_reviewed_tunix()
+    cluster: Any = rl_cluster.RLCluster
+    learner: Any = rl_learner.RLLearner
+    if hasattr(cluster.sync_weights, "__wrapped__"):
+        return
+    sharding_utils.shard_input = _of_whole_batches(sharding_utils.shard_input)
+    for name in ("_init_cluster", "sync_weights"):
+        setattr(cluster, name, _without_host_copy(getattr(cluster, name)))
+    for name in ("get_ref_per_token_logps", "get_old_per_token_logps"):
+        setattr(cluster, name, _on_every_host(getattr(cluster, name)))
+    learner.__init__ = _on_one_thread(learner.__init__)
+
+
+def _of_whole_batches(original: Any) -> Any:
+    @functools.wraps(original)
+    def shard_input(input_data: Any, data_sharding_axis: tuple[str, ...]) -> Any:
+        mesh = pxla.thread_resources.env.physical_mesh
+        if mesh.empty:
+            return input_data
+
+        def placed(value: Any) -> jax.Array:
+            sharding = sharding_utils.get_sharding(value, mesh=mesh, pspec=PartitionSpec(*data_sharding_axis))
+            if isinstance(value, jax.Array) and not value.is_fully_addressable:
+                return jax.device_put(value, sharding)
+            rows = np.asarray(value)
+            return jax.make_array_from_callback(rows.shape, sharding, lambda index: rows[index])
+
+        with jax.transfer_guard("allow"):
+            return jax.tree.map(placed, input_data)
+
+    return shard_input
+
+
+def _without_host_copy(original: Any) -> Any:
+    @functools.wraps(original)
+    def method(self: Any) -> None:
+        sums = mock.patch.object(optax, "MultiSteps", float32_sums)
+        if self.cluster_config.offload_to_cpu:
+            with sums:
+                return original(self)
+        with sums, mock.patch.object(rl_utils, "put_params_on_memory_kind", lambda params, memory_kind: params):
+            return original(self)
+
+    return method
+
+
+def _on_every_host(original: Any) -> Any:
+    @functools.wraps(original)
+    def method(
+        self: Any,
+        prompt_tokens: Any,
+        completion_tokens: Any,
+        *args: Any,
+        micro_batch_size: int | None = None,
+        **kw: Any,
+    ) -> np.ndarray:
+        prompts, completions = np.asarray(prompt_tokens), np.asarray(completion_tokens)
+        pieces = rl_utils.chunk_slices_by_size(stop=len(prompts), step=micro_batch_size or len(prompts))
+        return np.concatenate([whole(original(self, prompts[at], completions[at], *args, **kw)) for at in pieces])
+
+    return method
+
+
+def _on_one_thread(original: Any) -> Any:
+    @functools.wraps(original)
+    def __init__(self: Any, rl_cluster: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, rl_cluster, *args, **kwargs)
+        self.can_enable_async_rollout, self.executor = False, _ThisThread()
+        if self.should_sync_weights and rl_cluster.actor_trainer.train_steps:
+            rl_cluster.rollout.update_params(nnx.state(rl_cluster.actor_trainer.model, nnx.Param))
+
+    return __init__
+
+
+class _ThisThread(futures.Executor):
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> futures.Future[Any]:
+        done: futures.Future[Any] = futures.Future()
+        try:
+            done.set_result(fn(*args, **kwargs))
+        except BaseException as error:  # StopIteration, too, which ends Tunix's loop: raised where the result is taken
+            done.set_exception(error)
+        return done
+
+
+class SumState(NamedTuple):
+    """What `float32_sums` keeps."""
+
+    passes: jax.Array
+    """The number of gradients in the sum of the next step."""
+    sums: Any
+    """float32, as the parameters lie."""
+    inner: Any
+
+
+def float32_sums(optimizer: optax.GradientTransformation, steps: int) -> optax.GradientTransformation:
+    """Let the optimizer step once in ``steps`` calls, along the mean of their gradients, summed in float32."""
+
+    def init(params: Any) -> SumState:
+        return SumState(jnp.zeros((), jnp.int32), jax.tree.map(_zeros, params), optimizer.init(params))
+
+    def update(gradients: Any, state: SumState, params: Any = None) -> tuple[Any, SumState]:
+        sums = jax.tree.map(lambda sum_, gradient: sum_ + gradient.astype(jnp.float32), state.sums, gradients)
+
+        def step() -> tuple[Any, SumState]:
+            updates, inner = optimizer.update(jax.tree.map(lambda value: value / steps, sums), state.inner, params)
+            return updates, SumState(jnp.zeros((), jnp.int32), jax.tree.map(jnp.zeros_like, sums), inner)
+
+        def wait() -> tuple[Any, SumState]:
+            updates, _ = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(step))
+            return updates, SumState(state.passes + 1, sums, state.inner)
+
+        return jax.lax.cond(state.passes == steps - 1, step, wait)
+
+    return optax.GradientTransformation(init, update)  # type: ignore[arg-type]  # pure states
+
+
+def _zeros(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
+    return jnp.zeros_like(leaf, jnp.float32)

@@ -1,0 +1,244 @@
+"""The learner of ``algorithm.name=tunix:NAME``: Tunix's ``RLCluster`` and ``GRPOLearner`` under the rest of a run.
+
+The run samples and scores; Tunix's learner gets the results in place of its own engine and reward function:
+
+    scored rollout -> _Feed -> GRPOLearner._run_global_step: advantages, micro-batches, Tunix's train steps
+
+Parameters, checkpoints, digests, the probe and what is measured are those of `Learner`.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+from tunix.rl import common
+from tunix.rl import trainer as rl_trainer
+from tunix.rl.grpo import dapo_learner
+from tunix.rl.rl_cluster import ClusterConfig, RLCluster, RLTrainingConfig, Role
+from tunix.rl.rollout.base_rollout import RolloutConfig
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.learner.batches import DATA_AXIS, Batches
+from tpu_grpo.learner.building import LearnerInputs, row_shape
+from tpu_grpo.learner.failed import FailedUpdate
+from tpu_grpo.learner.learner import Learner
+from tpu_grpo.learner.loss import LossSettings, TrainBatch
+from tpu_grpo.learner.parameters import by_name, cast_to_compute, freeze_untrained, trained_type
+from tpu_grpo.learner.rows import RowShape, check_sequences
+from tpu_grpo.learner.signal import Signal
+from tpu_grpo.learner.update import MeasuredUpdate
+from tpu_grpo.models.families.trainer_attention import whole_blocks
+from tpu_grpo.records.errors import DataError
+from tpu_grpo.records.stages import Completion, ScoredRollout
+from tpu_grpo.tunix_loop.adapter import SampledTexts, rollout_engine
+from tpu_grpo.tunix_loop.engine_grpo import NO_TOKEN, EngineGrpoLearner, MeasuringTrainer, TrainExample
+from tpu_grpo.tunix_loop.optimizer import float32_steps
+from tpu_grpo.tunix_loop.tunix_options import open_tunix
+
+
+class TunixLearner(Learner):
+    """A `Learner` whose updates are Tunix's. Raises ConfigError for what `open_tunix` refuses, and a policy loss that
+    raises or returns no scalar and dict."""
+
+    _parts: "TunixParts"  # type: ignore[assignment]  # has what `Learner` takes of `LearnerParts`
+
+    @staticmethod
+    def build(config: RunConfig, inputs: LearnerInputs) -> Any:
+        """Build what updates the policy, and trace the policy loss; of descriptions where the model is made of some."""
+        parts = build_tunix_parts(config, inputs)
+        parts.try_loss()
+        return parts
+
+    def _made_updates(
+        self, signal: Signal, scored: ScoredRollout
+    ) -> Iterator[tuple[MeasuredUpdate, Sequence[TrainBatch]]]:
+        """Let Tunix's learner go through the rollout; all updates of the step are made before the first is given."""
+        config, parts, prompts = self._config, self._parts, scored.rollout.batch.prompts
+        parts.feed.start(signal, scored)
+        mini, micro = config.mini_batch_prompts, config.algorithm.micro_batch_prompts or config.mini_batch_prompts
+        texts = np.array([prompt.text for prompt in prompts])
+        batches: Any = iter([{"prompts": texts[at : at + micro]} for at in range(0, len(texts), micro)])
+        parts.learner._run_global_step(len(texts), mini, mini, mini // micro, batches, None, False)
+        parts.learner.rl_cluster.global_steps += 1
+        passes = jax.device_get(parts.updater.take_passes())
+        for at in range(0, len(passes), mini // micro):
+            of_update = passes[at : at + mini // micro]
+            yield MeasuredUpdate([each["sums"] for each in of_update], of_update[-1]["record"], {}), ()
+
+    def keep_failed(self, keep: Callable[[FailedUpdate], Path]) -> None:
+        """Keep no file of updates that are not finite, because only this package's own learner can repeat one."""
+
+
+class _Feed:
+    """Is the engine and the reward function of Tunix's learner: hands on what the run sampled and scored, in order."""
+
+    def __init__(self, config: RunConfig):
+        self._config = config
+        self._rows: Iterator[tuple[Sequence[int], Completion, str, float]] = iter(())
+        self._totals: tuple[float, ...] = ()
+
+    def start(self, signal: Signal, scored: ScoredRollout) -> None:
+        """Begin to hand on a rollout; completions that do not count come without a sampled token.
+
+        Raises:
+            DataError, NonFiniteError: for rows that cannot be learnt from.
+        """
+        config, prompts, completions = self._config, list(signal.prompts), list(signal.completions)
+        check_sequences(prompts, completions, config.data.max_prompt_tokens, config.rollout.max_new_tokens)
+        for row, completion in enumerate(completions):
+            branches = [] if completion.episode is None else completion.episode.branches
+            if len(branches) > 1:
+                raise DataError(
+                    f"Tunix's learner takes a conversation as one sequence, got {len(branches)} in row {row}, because "
+                    "the chat template changes earlier turns; take another algorithm.name, or another template"
+                )
+            if branches:
+                prompts[row] = branches[0].prompt
+            if not signal.counted_B[row]:
+                completions[row] = replace(completion, sampled=np.zeros(len(completion.token_ids), np.bool_))
+        self._rows = zip(prompts, completions, scored.rollout.texts, scored.scores.total.tolist(), strict=True)
+
+    def generate_texts(self, prompts: Sequence[str], config: RolloutConfig) -> SampledTexts:
+        """Hand on the next rows, as many as there are prompts."""
+        ids, completions, texts, self._totals = zip(*itertools.islice(self._rows, len(prompts)), strict=True)
+        return SampledTexts(ids, completions, texts)
+
+    def rewards(self, prompts: Sequence[str], completions: Sequence[str], **_: Any) -> list[float]:
+        """Hand on the total rewards of the rows that were handed on last."""
+        return list(self._totals)
+
+    def install(self, params: nnx.State) -> None:
+        """Do nothing: the run moves parameters itself."""
+
+
+@dataclass(frozen=True)
+class TunixParts:
+    """The parts of Tunix's learner that `Learner` uses, and the lowering of its program."""
+
+    config: RunConfig
+    settings: LossSettings
+    """The algorithm, and how the probe's log-probabilities are computed."""
+    shape: RowShape
+    batches: Batches
+    feed: _Feed
+    learner: EngineGrpoLearner
+    updater: MeasuringTrainer
+    reference: nnx.Module | None
+    saved_reference: None = None
+
+    @property
+    def held(self) -> Any:
+        """What the optimizer keeps on the devices between steps, sums of gradients among it."""
+        return nnx.state(self.updater.optimizer)
+
+    @property
+    def forward_passes(self) -> int:
+        """How often a step computes log-probabilities before its updates: of the reference, and of the old policy."""
+        old = self.config.algorithm.old_policy != "rollout" and self.batch.old_per_token_logps is not None
+        return (self.reference is not None) + old
+
+    def lower_logprobs(self) -> jax.stages.Lowered:
+        """Lower the log-probabilities of a micro-batch under the policy."""
+        model, batch = nnx.split(self.updater.model), self.batch
+        ids, temperature = (batch.prompt_ids, batch.completion_ids), self.config.rollout.temperature
+        with self.learner.rl_cluster.r2m[Role.ACTOR]:
+            return common.compute_per_token_logps.lower(
+                *model, *ids, pad_id=NO_TOKEN, eos_id=NO_TOKEN, temperature=temperature
+            )
+
+    def lower_train_step(self) -> jax.stages.Lowered:
+        """Lower the one program of an update: both passes over a micro-batch, and the step after the last of them."""
+        updater = self.updater
+        step: Any = nnx.jit(updater.create_train_step_fn(), donate_argnames=("optimizer",))
+        with self.learner.rl_cluster.r2m[Role.ACTOR]:
+            return step.lower(updater.model, updater.optimizer, self.batch).lowered
+
+    @property
+    def batch(self) -> TrainExample:
+        """Describe a micro-batch."""
+        config, mesh = self.config, self.learner.rl_cluster.r2m[Role.ACTOR]
+        rows = (config.algorithm.micro_batch_prompts or config.mini_batch_prompts) * config.algorithm.group_size
+        spec = PartitionSpec(DATA_AXIS) if rows % mesh.shape[DATA_AXIS] == 0 else PartitionSpec()
+
+        def described(dtype: Any, *width: int) -> Any:
+            return jax.ShapeDtypeStruct((rows, *width), dtype, sharding=NamedSharding(mesh, spec))
+
+        rollout: Any = self.learner.rl_cluster.cluster_config.rollout_config
+        prompt, new = rollout.max_prompt_length, rollout.max_tokens_to_generate
+        logps, old = described(np.float32, new), config.algorithm.old_policy
+        recomputed = self.learner.algo_config.num_iterations > 1
+        fields: dict[str, Any] = {
+            "prompt_ids": described(np.int32, prompt),
+            "prompt_mask": described(np.bool_, prompt),
+            "completion_ids": described(np.int32, new),
+            "completion_mask": described(np.bool_, new),
+            "advantages": described(np.float32),
+            "ref_per_token_logps": None if self.reference is None else logps,
+            "old_per_token_logps": logps if old != "tunix" or recomputed else None,
+            "sampler_is_weights": logps if old == "trainer" else None,
+            "rollout_per_token_logps": logps,
+        }
+        return TrainExample(**fields)
+
+    def try_loss(self) -> None:
+        """Trace the policy loss, so that one that raises is refused before anything is sampled."""
+        loss: Any = self.updater.loss_fn
+        with self.learner.rl_cluster.r2m[Role.ACTOR]:
+            nnx.eval_shape(lambda m, batch: loss(m, batch, self.learner.algo_config)[0], self.updater.model, self.batch)
+
+
+def build_tunix_parts(config: RunConfig, inputs: LearnerInputs) -> TunixParts:
+    """Build Tunix's cluster and learner; they are abstract if the model is. Raises as `open_tunix`."""
+    section, model, mesh = config.algorithm, inputs.model, inputs.mesh
+    settings = LossSettings(open_tunix(config), section, config.rollout.temperature, mesh)
+    options: Any = settings.algorithm.objective
+    freeze_untrained(model, config)
+    stepped, reference = cast_to_compute(model, config), None
+    if options.beta:
+        assert inputs.reference is not None
+        reference = nnx.clone(inputs.reference)  # with variables of its own; no update writes to the arrays
+        cast_to_compute(reference, config)
+    dtypes = {name: leaf.dtype for name, leaf in by_name(nnx.state(model, trained_type(model))).items()}
+    shape, new, feed = row_shape(config, model, mesh), config.rollout.max_new_tokens, _Feed(config)
+    sizes: Any = getattr(model, "config", None)
+    block = sizes.flash_attention_block_size if getattr(sizes, "use_flash_attention", False) else None
+    mini, micro = config.mini_batch_prompts, section.micro_batch_prompts
+    training = RLTrainingConfig(
+        actor_optimizer=float32_steps(config, stepped, dtypes),
+        eval_every_n_steps=1,
+        data_sharding_axis=(DATA_AXIS,),
+        mini_batch_size=mini,
+        train_micro_batch_size=micro if micro != mini else None,
+        rollout_micro_batch_size=mini,
+        compute_logps_micro_batch_size=micro or mini,
+    )
+    cluster_config = ClusterConfig(
+        role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), mesh),
+        rollout_engine=rollout_engine(feed, pad_id=NO_TOKEN, eos_id=NO_TOKEN),
+        rollout_config=RolloutConfig(
+            max_prompt_length=whole_blocks(config.context_tokens, block) - new,
+            max_tokens_to_generate=new,
+            temperature=config.rollout.temperature,
+        ),
+        training_config=training,
+    )
+    loaded = mock.patch.object(RLCluster, "_load_model", lambda self, model, *_: model)  # it lies on the mesh already
+    with mock.patch.object(rl_trainer, "Trainer", MeasuringTrainer), loaded:
+        cluster = RLCluster(actor=model, reference=reference, tokenizer=mock.Mock(), cluster_config=cluster_config)
+    cluster._anchor_policy_state = None  # for agentic learners; it would hold the first parameters for good
+    rewards: list[Any] = [feed.rewards]
+    if (getattr(options, "overlong_buffer", None) or {}).get("enable"):
+        rewards.append(dapo_learner.reward_shaping)
+    learner = EngineGrpoLearner(
+        cluster, options, rewards, old_policy=section.old_policy, importance_cap=section.upper_importance
+    )
+    batches, trainer = Batches(model, None, settings), cluster.actor_trainer
+    assert isinstance(trainer, MeasuringTrainer)
+    return TunixParts(config, settings, shape, batches, feed, learner, trainer, reference)

@@ -1,0 +1,146 @@
+"""What ``algorithm.name=tunix:NAME`` chooses, with its options by Tunix's names, checked before anything is built.
+
+tunix:grpo                 a policy loss of Tunix's registry, with the options of its GRPOConfig
+tunix:dapo, tunix:drgrpo   the loss grpo with the options of DAPOConfig or DrGRPOConfig
+tunix:mine.py:my_loss      the file is imported first, and registers losses or advantage estimators of one's own
+"""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from pydantic import TypeAdapter, ValidationError
+from tunix.rl import function_registry
+from tunix.rl.grpo.dapo_learner import DAPOConfig
+from tunix.rl.grpo.drgrpo_learner import DrGRPOConfig
+from tunix.rl.grpo.grpo_learner import GRPOConfig
+
+from tpu_grpo.algorithms import RunAlgorithm
+from tpu_grpo.algorithms.checks import try_advantages
+from tpu_grpo.config import AlgorithmSection, RunConfig
+from tpu_grpo.config.plugins import did_you_mean, load_source
+from tpu_grpo.records.errors import ConfigError
+
+_CONFIGS: Mapping[str, type[Any]] = {"dapo": DAPOConfig, "drgrpo": DrGRPOConfig}
+_UNDECLARED: Mapping[str, Any] = {"epsilon_high": float, "epsilon_c": float}
+"""Options that Tunix's loss reads and GRPOConfig does not declare."""
+_OURS: Mapping[str, str] = {"num_generations": "algorithm.group_size", "policy_loss_fn": "algorithm.name"}
+"""Options that are settings here."""
+_HONOURED = {"name", "options", "group_size", "mini_batch_prompts", "micro_batch_prompts", "old_policy", "truncated"}
+"""The settings of the section that count with Tunix's learner; with old_policy=trainer also importance_cap."""
+_BY_TUNIX: Mapping[str, str] = {
+    "beta": "beta",
+    "iterations": "num_iterations",
+    "clip_low": "epsilon",
+    "clip_high": "epsilon_high",
+    "dual_clip": "epsilon_c",
+    "advantage": "advantage_estimator",
+    "loss_aggregation": "loss_agg_mode",
+    "kl_estimator": "kl_loss_mode",
+}
+"""What Tunix calls a setting of the section."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+    """Computes advantages with an estimator of Tunix's registry."""
+
+    function: Callable[..., Any]
+
+    def advantages(self, rewards_PG: Float[np.ndarray, "P G"]) -> Float[np.ndarray, "P G"]:
+        """Return what the function makes of the rewards; of another number of them what it made."""
+        found = np.asarray(self.function(rewards=rewards_PG.ravel(), num_generations=rewards_PG.shape[1]), np.float64)
+        return found.reshape(rewards_PG.shape) if found.shape == (rewards_PG.size,) else found
+
+
+def open_tunix(config: RunConfig) -> RunAlgorithm:
+    """Read the options of Tunix's learner; the algorithm's objective is Tunix's config.
+
+    Raises:
+        ConfigError: for a loss or estimator that is not registered, an option that Tunix does not have or refuses, an
+            estimator that raises or gives another shape or NaN, and settings that only this package's learner honours.
+    """
+    section = config.algorithm
+    assert section.tunix is not None
+    source, _, name = section.tunix.rpartition(":")
+    if source:
+        load_source(source, "algorithm", ConfigError)
+    kind = _CONFIGS.get(name, GRPOConfig)
+    _check_registered("algorithm.name=tunix:NAME", name, "policy_loss_fn", _CONFIGS)
+    _check_honoured(config)
+    settings = _settings(kind, name, section)
+    estimator = settings.advantage_estimator
+    _check_registered("algorithm.options.advantage_estimator", estimator, "advantage_estimator")
+    _check_registered("algorithm.options.reward_manager", settings.reward_manager, "reward_manager")
+    baseline = Estimator(function_registry.get_advantage_estimator(estimator))
+    try_advantages(f"{section.name} with advantage_estimator={estimator}", baseline, section.group_size)
+    return RunAlgorithm(settings, baseline, settings.loss_agg_mode)
+
+
+def _settings(kind: type[Any], name: str, section: AlgorithmSection) -> Any:
+    declared = {field.name for field in dataclasses.fields(kind) if field.init}
+    types, given = {**typing.get_type_hints(kind), **_UNDECLARED}, dict[str, Any]()
+    known = sorted((declared | _UNDECLARED.keys()) - _OURS.keys())
+    for option, value in section.options.items():
+        if option in _OURS:
+            raise ConfigError(f"algorithm.options.{option} is {_OURS[option]} here, got {value}; set that, and drop it")
+        if option not in known:
+            raise ConfigError(
+                f"algorithm.options.{option} is no option of Tunix's {kind.__name__}; "
+                f"{did_you_mean(option, known)}(it has {', '.join(known)})"
+            )
+        try:
+            given[option] = TypeAdapter(types[option]).validate_python(value)
+        except ValidationError as error:
+            raise ConfigError(
+                f"algorithm.options.{option} must be {types[option]} for Tunix's {kind.__name__}, got {value!r}; "
+                "correct it"
+            ) from error
+    arguments = {option: value for option, value in given.items() if option in declared}
+    arguments |= {"policy_loss_fn": name} if kind is GRPOConfig else {}
+    try:
+        settings = kind(num_generations=section.group_size, **arguments)
+    except ValueError as error:
+        raise ConfigError(f"Tunix's {kind.__name__} refuses algorithm.options={section.options}: {error}") from error
+    for option in given.keys() - declared:
+        setattr(settings, option, given[option])
+    if settings.num_iterations < 1:
+        raise ConfigError(f"algorithm.options.num_iterations must be >= 1, got {settings.num_iterations}; raise it")
+    settings.beta = settings.beta or 0.0  # DAPO's is None, for which Tunix would run the reference in vain
+    return settings
+
+
+def _check_registered(setting: str, name: str, category: str, others: Collection[str] = ()) -> None:
+    names = [*function_registry.default_registry.list_functions(category), *others]
+    if name not in names:
+        raise ConfigError(
+            f"{setting} must be in Tunix's registry of {category}, got {name}; {did_you_mean(name, names)}(there: "
+            f"{', '.join(names)}; your own: name=tunix:path.py:NAME imports a file that registers it)"
+        )
+
+
+def _check_honoured(config: RunConfig) -> None:
+    section = config.algorithm
+    honoured = _HONOURED | ({"importance_cap"} if section.old_policy == "trainer" else set())
+    refused = [
+        (f"algorithm.{name}={getattr(section, name)}", _BY_TUNIX.get(name))
+        for name, field in AlgorithmSection.model_fields.items()
+        if name not in honoured and getattr(section, name) != field.default
+    ]
+    refused += [("data.dynamic", None)] * config.data.dynamic.is_on
+    refused += [("optimizer.state=compact", None)] * config.optimizer.compact
+    for setting, option in refused:
+        remedy = "leave it out" if option is None else f"Tunix's name is algorithm.options.{option}"
+        raise ConfigError(
+            f"{setting} is honoured by this package's own learner alone, and algorithm.name={section.name} trains with "
+            f"Tunix's; {remedy}, or take another algorithm.name"
+        )
+    micro, whole = section.micro_batch_prompts, config.mini_batch_prompts
+    if micro is not None and whole % micro:
+        raise ConfigError(
+            f"algorithm.micro_batch_prompts must divide the {whole} prompts of an update with Tunix's learner, got "
+            f"{micro}; take a divisor"
+        )
