@@ -64,6 +64,7 @@ COMMANDS: dict[tuple[str, ...], Syntax] = {
     ("compute", "tpus", "tpu-vm", "scp"): Syntax((2, 99), _flags(_SSH + _COPY)),
     ("alpha", "compute", "tpus", "tpu-vm", "ssh"): Syntax((1, 1), _flags(_SSH + _COMMAND + _ALPHA), exclusive=_ROUTES),
     ("alpha", "compute", "tpus", "tpu-vm", "scp"): Syntax((2, 99), _flags(_SSH + _COPY + _ALPHA), exclusive=_ROUTES),
+    ("storage", "rsync"): Syntax((2, 2), _flags("--continue-on-error --dry-run --exclude= --recursive")),
     ("compute", "tpus", "queued-resources", "create"): Syntax(
         (1, 1),
         _flags(

@@ -9,6 +9,7 @@ the real program does and this one does not: quotas, networks, time.
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -135,6 +136,8 @@ class StandIn:
             state["faults"].remove(fault)
             self.save(state)
             return complain(where, fault["message"])
+        if verb == "storage rsync":
+            return self.rsync(where, positionals, flags["--exclude"])
         kind = state["requests" if command[-2] == "queued-resources" else "nodes"]
         match command[-1]:
             case "create":
@@ -146,6 +149,19 @@ class StandIn:
             case "ssh":
                 return self.ssh(where, positionals[0], flags, state)
         return self.scp(where, positionals, state)
+
+    def bucket(self, address: str) -> Path:
+        """The directory that stands for gs://..."""
+        return self.root / "buckets" / address.removeprefix("gs://")
+
+    def rsync(self, where: str, positionals: list[str], exclude: str) -> int:
+        source, target = self.bucket(positionals[0]), Path(positionals[1])
+        if not source.is_dir():
+            return complain(where, f"Did not find existing container at: {positionals[0]}")
+        for file in source.iterdir():
+            if file.is_file() and not re.match(exclude, file.name):
+                shutil.copyfile(file, target / file.name)
+        return 0
 
     def create(self, where: str, name: str, flags: dict, state: dict, kind: dict, verb: str) -> int:
         if name in kind:

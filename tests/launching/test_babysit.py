@@ -17,9 +17,8 @@ from tpu_grpo.launching import babysit
 from tpu_grpo.launching.babysit import Babysitter, decide, pause
 from tpu_grpo.launching.gcloud import GcloudError
 from tpu_grpo.launching.jobs import Job
-from tpu_grpo.launching.launch_options import RetryPolicy
-from tpu_grpo.launching.launcher import Launcher
-from tpu_grpo.launching.tpu_slice import Condition, SliceState, WorkerStatus
+from tpu_grpo.launching.launcher import Launcher, WorkerStatus
+from tpu_grpo.launching.tpu_slice import Condition, SliceState
 from tpu_grpo.records.errors import Interrupted, LaunchError, LockstepError
 
 KEY = "abcd1234"
@@ -85,7 +84,7 @@ class Script:
         self.slept: list[float] = []
         self.said: list[str] = []
         self._now: Any = None
-        self.tpu = self.workers = self
+        self.tpu = self.gcloud = self
 
     def look(self) -> SliceState:
         self._now = self.seen.pop(0)
@@ -99,12 +98,15 @@ class Script:
     def logs(self, lines: int) -> str:
         return "[0] the last lines"
 
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_: self.done.append(name)
 
-    def watch(self, **policy: Any) -> int:
+    def watch(self, restarts: int = 10) -> int:
         launcher, job = cast(Launcher, self), cast(Job, SimpleNamespace(key=KEY))
-        return Babysitter(launcher, job, RetryPolicy(**policy), self.slept.append, self.said.append).run()
+        return Babysitter(launcher, job, 60.0, restarts, sleep=self.slept.append).run()
 
 
 def test_from_nothing_over_a_preemption_to_the_end() -> None:
@@ -127,7 +129,7 @@ def test_a_run_that_stopped_early_is_started_again_without_setting_up() -> None:
 def test_the_others_get_time_to_end_before_they_are_stopped() -> None:
     one_ended = [exited(3), RUNNING]
     script = Script([RUNNING] * 2, one_ended, one_ended, one_ended, [exited(0)] * 2)
-    assert script.watch(grace_polls=2) == 0
+    assert script.watch() == 0
     assert script.done == ["stop", "start"]
     assert script.slept == [60, 60, 60, 15]
 
@@ -267,7 +269,7 @@ def test_a_run_that_ends_early_again_and_again_gives_its_code(
         (["run.dir=/home/me/x", "checkpoint.every=1"], "got /home/me/x, which lies on the worker's own disk"),
         (
             ["run.dir=gs://b/x", "checkpoint.every=1"],
-            "run.dir must be a directory, got the address gs://b/x; mount",
+            "run.dir must be a directory, got the URL gs://b/x; mount",
         ),
         (["run.dir=/mnt/b/x"], "checkpoint.every must be >= 1 to go on after a preemption, got 0"),
         (["--script", "scripts/eval.py"], "--script must be scripts/run.py for babysit"),

@@ -88,7 +88,7 @@ def test_help_imports_nothing_heavy_and_names_every_verb(tmp_path: Path) -> None
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "tpu_grpo" in imported
     assert imported & {"jax", "numpy", "flax", "transformers", "rich", "wandb"} == set()
-    for verb in ("create", "setup", "run", "status", "logs", "stop", "delete", "babysit"):
+    for verb in ("create", "setup", "run", "status", "logs", "stop", "delete", "babysit", "watch"):
         assert f"  {verb} " in done.stdout
 
 

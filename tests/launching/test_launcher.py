@@ -8,7 +8,7 @@ from tests.launching.conftest import git
 from tests.launching.driving import SMALL, ended, eventually, launch, started
 from tests.launching.stand_in import StandIn
 from tpu_grpo.cli.launch import main
-from tpu_grpo.launching.launcher import revision
+from tpu_grpo.launching.launcher import pack
 
 
 def test_from_nothing_to_a_finished_run_and_back(
@@ -21,7 +21,7 @@ def test_from_nothing_to_a_finished_run_and_back(
     assert "MiB" in capsys.readouterr().err
     for worker in (0, 1):
         assert (stand_in.home(worker) / ".tpu_grpo/code/scripts/program.py").exists()
-        assert (stand_in.home(worker) / "uv_calls").read_text() == "sync --no-dev\n"
+        assert (stand_in.home(worker) / "uv_calls").read_text() == "sync --no-dev --all-extras\n"
         assert (stand_in.home(worker) / ".tpu_grpo").stat().st_mode & 0o777 == 0o700
     assert main(["run", "--zone", "z", *SMALL, str(config), "a=1"]) == 0
     ended(stand_in)
@@ -188,13 +188,13 @@ def test_an_environment_that_cannot_be_installed_says_so(
 
 
 def test_the_work_tree_is_named_with_its_changes(checkout: Path, tmp_path: Path) -> None:
-    clean = revision(checkout)
+    clean = pack(checkout, tmp_path)
     assert " " not in clean
     (checkout / "new").write_text("")
-    assert revision(checkout) == f"{clean} and 1 changed file"
+    assert pack(checkout, tmp_path) == f"{clean} and 1 changed file"
     git(checkout, "add", "-A")
     git(checkout, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "two")
-    assert revision(checkout) not in (clean, f"{clean} and 1 changed file")
+    assert pack(checkout, tmp_path) not in (clean, f"{clean} and 1 changed file")
 
 
 def test_further_packages_are_installed_after_the_pinned_ones(
@@ -203,8 +203,8 @@ def test_further_packages_are_installed_after_the_pinned_ones(
     words = ("--with", "gcsfs==2026.10.1", "--with", "my reward[x] >= 1")
     assert launch(capsys, "setup", "--code", str(checkout), *words)[0] == 0
     assert (ready.home(1) / "uv_calls").read_text().splitlines() == [
-        "sync --no-dev",
-        "sync --no-dev",
+        "sync --no-dev --all-extras",
+        "sync --no-dev --all-extras",
         "pip install --python .venv/bin/python gcsfs==2026.10.1 my reward[x] >= 1",
     ]
 

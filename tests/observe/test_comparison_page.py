@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.observe.runs import Page, leave_evaluation, leave_run
-from tpu_grpo.observe.comparison_page import differences, write_comparison
+from tpu_grpo.observe.comparison_page import write_comparison
 from tpu_grpo.observe.run_log import JsonlSink
-from tpu_grpo.observe.run_reader import read_run
+from tpu_grpo.observe.run_reader import differences, read_run
 
 
 def compared(*directories: Path) -> Page:

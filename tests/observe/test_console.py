@@ -1,10 +1,12 @@
 import io
 import re
+from dataclasses import replace
 
+import pytest
 from rich.console import Console
 
 from tpu_grpo.observe.console import ConsoleSink
-from tpu_grpo.observe.sample_rows import SampleRow, pick_rows, visible
+from tpu_grpo.observe.sample_rows import SampleRow, pick_rows, visible, without_marks
 
 METRICS = {"rewards/mean": 0.5, "agreement/logprob_abs_diff_max": 2.5e-5, "rollout/tokens_per_second": 1234.5}
 
@@ -31,9 +33,9 @@ def test_without_a_terminal_a_plain_line() -> None:
     sink, file = plain()
     sink.write({"step": 1, **METRICS})
     sink.close()
-    assert file.getvalue() == (
-        "step 1 of 9  reward 0.500  agreement 2.5e-05  tokens/s 1,234  elapsed 0:00:00\n"  # 1234.5 rounds to even
-    )
+    line, explanation = file.getvalue().splitlines()
+    assert line == "step 1 of 9  reward 0.500  agreement 2.5e-05  tokens/s 1,234  elapsed 0:00:00"  # rounds to even
+    assert explanation.startswith("(agreement: the largest difference of the log-probabilities")
 
 
 def test_plain_lines_come_every_few_seconds_and_at_the_end() -> None:
@@ -43,6 +45,20 @@ def test_plain_lines_come_every_few_seconds_and_at_the_end() -> None:
         clock.now += seconds
         sink.write({"step": step, **METRICS})
     assert re.findall(r"step (\d)", file.getvalue()) == ["1", "3", "5", "9"]  # at 0, 5 and 13 s, and the last one
+    # 2 steps in 5 s since the first, which compiles, so 6 more take 15 s; then 4 in 13 s, so 4 more take 13
+    assert re.findall(r"left (\S+)", file.getvalue()) == ["0:00:15", "0:00:13"]
+    assert file.getvalue().count("(agreement: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("every", "step", "following"), [(4, 1, "4"), (4, 4, "8"), (4, 8, "9"), (0, 3, "9"), (None, 3, None), (4, 9, None)]
+)
+def test_the_next_evaluation_is_named(every: int | None, step: int, following: str | None) -> None:
+    file = io.StringIO()
+    sink = ConsoleSink(0, 9, evaluation_every=every, console=Console(file=file, width=100))
+    sink.write({"step": step, "rewards/mean": 0.25})
+    found = re.search(r"  evaluation after step (\d)$", file.getvalue(), re.MULTILINE)
+    assert (found and found[1]) == following
 
 
 def test_a_metric_that_is_missing_is_left_out() -> None:
@@ -81,6 +97,35 @@ def test_samples_show_rewards_by_name_and_the_advantage() -> None:
     cells = [[c.strip() for c in re.split("[│┃]", line)[1:-1]] for line in file.getvalue().splitlines()]
     assert ["prompt", "completion", "exact", "format", "advantage"] in cells
     assert ["2+2?", "four", "0.75", "", "+0.25"] in cells
+
+
+def test_samples_show_the_prompt_without_template_marks_and_the_right_answer() -> None:
+    sink, file = plain()
+    marked = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    sink.samples(7, [replace(row("four"), prompt=marked, gold="4"), row("5")])
+    cells = [[c.strip() for c in re.split("[│┃]", line)[1:-1]] for line in file.getvalue().splitlines()]
+    assert ["prompt", "completion", "right answer", "exact", "advantage"] in cells
+    assert ["2+2?", "four", "4", "1.00", "+0.25"] in cells
+    assert ["2+2?", "5", "", "1.00", "+0.25"] in cells
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shown"),
+    [
+        ("2 + 2 = ", "2 + 2 ="),
+        ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n",
+         "system: Be brief.\nuser: 2 + 2?"),
+        ("<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\n2 < 3?<|eot_id|>"
+         "<|start_header_id|>assistant<|end_header_id|>\n\n", "2 < 3?"),
+        ("<|im_start|>user92+21=<|im_start|>assistant", "92+21="),
+        ("<bos><start_of_turn>user\n2 + 2?<end_of_turn>\n<start_of_turn>model\n", "2 + 2?"),
+        ("<s>[INST] 2 + 2? [/INST]", "2 + 2?"),
+        ("<|system|>\nBe brief.<|end|>\n<|user|>\n2 + 2?<|end|>\n<|assistant|>\n", "system: Be brief.\nuser: 2 + 2?"),
+    ],
+    ids=["none", "qwen", "llama", "builtin", "gemma", "mistral", "phi"],
+)  # fmt: skip
+def test_marks_of_chat_templates_are_left_out(prompt: str, shown: str) -> None:
+    assert without_marks(prompt) == shown
 
 
 def test_best_and_worst_are_among_the_rows_and_a_step_picks_the_same() -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from tests.config.asking import message
 from tests.observe.samples import completion
 from tests.talks import talk
 from tpu_grpo.config import EvaluationSection
@@ -23,7 +24,6 @@ from tpu_grpo.observe.evaluation import (
     Evaluation,
     EvaluationLog,
     EvaluationSamples,
-    EvaluationSettings,
     GroupEnded,
     describe,
     evaluate,
@@ -36,7 +36,7 @@ from tpu_grpo.observe.evaluation import (
     write_samples,
 )
 from tpu_grpo.observe.step_metrics import tokens_digest
-from tpu_grpo.records.errors import ConfigError, DataError
+from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.stages import AnswerMode, Completion, Prompt, PromptBatch, Rollout, Scores
 from tpu_grpo.rewards.final_answer import final_answer
 
@@ -95,34 +95,34 @@ class Scorer:
         self.calls.append(("add", (rollout, prompt, tuple(texts))))
 
     def finish(self, rollouts: Sequence[Rollout]) -> list[Scores]:
-        self.calls.append(("finish", tuple(rollout.texts for rollout in rollouts)))
+        self.calls.append(("finish", (*(r.batch.step for r in rollouts), *(r.texts for r in rollouts))))
         by_name = [{name: np.array(row, np.float64) for name, row in values.items()} for values in self.values]
         return [Scores(np.zeros(len(r.texts)), found, seconds=0.0) for r, found in zip(rollouts, by_name, strict=True)]
 
 
 def evaluated(
     *values: Mapping[str, Sequence[float]],
-    settings: EvaluationSettings = EvaluationSettings(0.7),  # noqa: B008
+    section: EvaluationSection = EvaluationSection(),  # noqa: B008
     sampled: Sequence[str] = (),
 ) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
     calls: list[tuple[str, object]] = []
     return evaluate(
-        Policy(calls, sampled).answer, Scorer(calls, *values).begin, PROMPTS, settings, final_answer, step=4
+        Policy(calls, sampled).answer, Scorer(calls, *values).begin, PROMPTS, section, 0.7, final_answer, step=4
     )
 
 
 def test_every_prompt_is_answered_greedily_and_sampled_at_once_and_scored_meanwhile() -> None:
     calls: list[tuple[str, object]] = []
     scorer = Scorer(calls, {"r": [1, 0, 0]}, {"r": [1, 1, 0, 0, 1, 0]})
-    evaluate(Policy(calls).answer, scorer.begin, PROMPTS, EvaluationSettings(0.7, samples=2), final_answer, step=4)
+    evaluate(Policy(calls).answer, scorer.begin, PROMPTS, EvaluationSection(samples=2), 0.7, final_answer, step=4)
     texts = ("1+1=", "2+2=", "3+3=")
     assert calls == [
-        ("begin", (texts, 0, 2)),
+        ("begin", (texts, 4, 2)),  # rewards are told the step
         ("answer", (texts, 0.0, 1)),
         ("answer", (texts, 0.7, 2)),  # in the same rollout
         *[("add", (0, p, (f"{texts[p]}0.0",))) for p in (2, 1, 0)],
         *[("add", (1, p, (f"{texts[p]}0.7",) * 2)) for p in (2, 1, 0)],
-        ("finish", (tuple(f"{text}0.0" for text in texts), tuple(f"{text}0.7" for text in texts for _ in range(2)))),
+        ("finish", (4, 4, tuple(f"{t}0.0" for t in texts), tuple(f"{t}0.7" for t in texts for _ in range(2)))),
         ("end", ()),
     ]
 
@@ -168,8 +168,8 @@ def test_several_samples_by_hand() -> None:
     """
     texts = ["7", "7", "4", "5", "1", "2", "2", "3", "9", "9", "9", "9"]
     right = [1, 1, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]
-    settings = EvaluationSettings(0.7, samples=4, k=(2, 4))
-    found, (_, sampled) = evaluated({"r": [1, 1, 1]}, {"r": right}, settings=settings, sampled=texts)
+    section = EvaluationSection(samples=4, k=(2, 4))
+    found, (_, sampled) = evaluated({"r": [1, 1, 1]}, {"r": right}, section=section, sampled=texts)
     assert sampled.final_answers == tuple(texts)
     assert {mode: means["r"] for mode, means in found.means.items()} == pytest.approx(
         {"greedy": 1, "sampled": 1 / 4, "pass@2": 4 / 9, "pass@4": 2 / 3, "maj@2": 1 / 2, "maj@4": 1 / 3}
@@ -180,14 +180,14 @@ def test_several_samples_by_hand() -> None:
 def test_what_counts_as_correct_is_a_setting() -> None:
     values = [0.5, 0.4, 0.4, 0.6, 1.0, 0.0]
     for least, expected in ((0.5, 1.0), (0.6, 2 / 3), (1.0, 1 / 3), (1.1, 0.0)):
-        settings = EvaluationSettings(0.7, samples=2, k=(2,), correct_from=least)
-        found, _ = evaluated({"r": [0, 0, 0]}, {"r": values}, settings=settings)
+        section = EvaluationSection(samples=2, k=(2,), correct_from=least)
+        found, _ = evaluated({"r": [0, 0, 0]}, {"r": values}, section=section)
         assert found.means["pass@2"]["r"] == pytest.approx(expected)
 
 
 def test_problems_with_fewer_than_k_samples_that_count_are_left_out_of_k() -> None:
-    settings = EvaluationSettings(0.7, samples=2, k=(1, 2))
-    found, _ = evaluated({"r": [0, 0, 0]}, {"r": [1, NAN, 0, 1, NAN, NAN]}, settings=settings)
+    section = EvaluationSection(samples=2, k=(1, 2))
+    found, _ = evaluated({"r": [0, 0, 0]}, {"r": [1, NAN, 0, 1, NAN, NAN]}, section=section)
     assert {mode: e["r"].problems for mode, e in found.estimates.items()} == {
         "greedy": 3, "sampled": 2, "pass@1": 2, "pass@2": 1, "maj@1": 2, "maj@2": 1,
     }  # fmt: skip
@@ -200,21 +200,20 @@ def test_the_digest_is_of_all_tokens() -> None:
     assert found.digest == tokens_digest([c for part in samples for c in part.rollout.completions])
 
 
-def test_the_settings_follow_the_config() -> None:
-    section = EvaluationSection(samples=4, answer_pattern="a.b", correct_from=0.5)
-    settings = EvaluationSettings.of(section, 0.8)
-    assert (settings.temperature, settings.samples, settings.k, settings.correct_from) == (0.8, 4, (2, 4), 0.5)
-    assert settings.answer_pattern is not None
-    assert settings.answer_pattern.search("xa\nby")
-    assert EvaluationSettings.of(EvaluationSection(temperature=0.3), 0.8).temperature == 0.3
-    with pytest.raises(ConfigError, match=r"evaluation.answer_pattern must be a regular expression, got '\('"):
-        EvaluationSettings.of(EvaluationSection(answer_pattern="("), 0.8)
+def test_a_pattern_says_where_the_answer_of_a_vote_stands() -> None:
+    section = EvaluationSection(samples=2, answer_pattern="a.b")
+    texts = ["xa\nby", "7", "7", "7", "7", "7"]
+    _, (_, sampled) = evaluated({"r": [0, 0, 0]}, {"r": [0] * 6}, section=section, sampled=texts)
+    assert sampled.final_answers[0] == "a b"  # over the end of a line
+    assert message("evaluation.answer_pattern='('").startswith(
+        "evaluation.answer_pattern must be a regular expression, got '('"
+    )
 
 
 def test_samples_are_kept_with_what_was_found_about_them(tmp_path: Path) -> None:
-    settings = EvaluationSettings(0.7, samples=2)
+    section = EvaluationSection(samples=2)
     values = {"shown": [1, NAN, 0]}, {"shown": [1, 0, 0, 1, NAN, 0]}
-    _, samples = evaluated(*values, settings=settings, sampled=list("abcdef"))
+    _, samples = evaluated(*values, section=section, sampled=list("abcdef"))
     path = write_samples(tmp_path, "4", samples)
     assert path == tmp_path / "evaluations" / "4.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]

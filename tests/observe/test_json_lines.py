@@ -4,7 +4,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tpu_grpo.observe.json_lines import encode_line, is_number, jsonable, keep_steps, read_records, replace_text
+from tpu_grpo.observe.json_lines import (
+    encode_line,
+    is_number,
+    jsonable,
+    keep_steps,
+    read_records,
+    replace_text,
+    write_json,
+)
 from tpu_grpo.records.errors import DataError
 
 
@@ -50,6 +58,8 @@ def test_replacing_a_file_leaves_no_temporary(tmp_path: Path) -> None:
     path.write_text("old and longer")
     replace_text(path, "new")
     assert path.read_text() == "new"
+    write_json(path, {"a": float("inf"), "b": {"c": 0.1}})
+    assert json.loads(path.read_text()) == {"a": None, "b": {"c": 0.1}}
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -21,6 +21,7 @@ from tpu_grpo.observe import trackers
 from tpu_grpo.observe.run_log import JsonlSink, OptionalSink, RunLog, open_run_log
 from tpu_grpo.observe.sample_rows import SampleRow, sample_rows
 from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.records.stages import Histogram
 
 # --- the log ----------------------------------------------------------------------------------------------------------
 
@@ -203,6 +204,9 @@ class Fails:
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         self._call("samples")
 
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        self._call("histograms")
+
     def close(self) -> None:
         self._call("close")
 
@@ -287,4 +291,4 @@ def test_a_library_that_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(trackers, "TENSORBOARD_LIBRARY", "no_such_tensorboard")
     config = parse_config({"run": {"dir": str(tmp_path)}, "logging": {"tensorboard": True}})
     with pytest.raises(ConfigError, match="needs the package no_such_tensorboard, .* `uv sync`, or set logging.tens"):
-        open_run_log(config, 0)
+        trackers.check_trackers(config.logging)

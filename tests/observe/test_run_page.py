@@ -123,6 +123,7 @@ def test_conversations_show_what_the_policy_wrote_and_what_it_was_answered(tmp_p
     ]  # fmt: skip
     table = page.tables[1]
     assert table[0] == ["prompt", "conversation", "success", "advantage", "tokens"]
+    assert table[1][0] == "system: # Tools\nadd(a: int, b: int)\nuser: What is 2 + 3?"  # without the template's marks
     assert table[1][1].startswith("3 turns, ended with its answerI add the two numbers.\n<tool_call>\n")
     assert '{"name": "add", "arguments": {"a": 2, "b": "<3>"}}' in table[1][1]
     assert "addError: TypeError: b must be a number1 call failed<tool_call>" in table[1][1]

@@ -1,9 +1,6 @@
-import json
-from pathlib import Path
-
 import pytest
 
-from tpu_grpo.observe.summary import build_summary, versions, write_summary
+from tpu_grpo.observe.summary import build_summary, versions
 
 
 def test_last_values_and_the_ends_of_the_reward() -> None:
@@ -42,14 +39,6 @@ def test_short_runs_and_gaps() -> None:
         "params_digest": "aa",
         "versions": {},
     }
-
-
-def test_writing_replaces_the_file_and_stays_json(tmp_path: Path) -> None:
-    write_summary(tmp_path, {"a": 1})
-    path = write_summary(tmp_path, {"a": float("inf"), "b": {"c": 0.1}})
-    assert path == tmp_path / "summary.json"
-    assert json.loads(path.read_text()) == {"a": None, "b": {"c": 0.1}}
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_versions_are_those_of_the_modules() -> None:

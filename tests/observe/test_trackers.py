@@ -8,16 +8,25 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
 
+from tpu_grpo.config.sections import LoggingSection
 from tpu_grpo.observe.run_log import OptionalSink
 from tpu_grpo.observe.sample_rows import SampleRow
 from tpu_grpo.observe.trackers import TensorBoardSink, WandbSink, has_credentials
+from tpu_grpo.records.stages import Histogram
+
+SECTION = LoggingSection(wandb_project="a-project", wandb_entity="a-team", wandb_group="a-group")
 
 # --- Weights & Biases -------------------------------------------------------------------------------------------------
 
 ROW = SampleRow("1+1?", "two", {"exact": 1.0, "format": None}, 1.0, -0.5, tokens=3, finish_reason="stop")
+COUNTED = Histogram(
+    np.linspace(-1.0, 1.0, 65), np.array([3, *[0] * 62, 1]), total=np.array(-1.5), squares=np.array(3.25)
+)
+"""Of four elements: three near -1, and one near 1."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +43,7 @@ def open_sink(run_dir: Path, mode: Any, said: list[str], **options: Any) -> Opti
     return OptionalSink(
         "wandb",
         "Do without.",
-        lambda: WandbSink(run_dir, "a-run", "a-project", mode, config, said.append, **options),
+        lambda: WandbSink(run_dir, "a-run", SECTION, mode, config, said.append, **options),
         said.append,
     )
 
@@ -52,10 +61,11 @@ def test_offline_leaves_everything_under_the_run_and_says_nothing(tmp_path: Path
     said: list[str] = []
     sink = open_sink(tmp_path, "offline", said)
     sink.write({"step": 1, "rewards/mean": 0.5, "rollout/tokens_digest": "c0ffee", "update/kl": float("nan")})
+    sink.histograms(1, {"gradients/w": COUNTED})
     sink.samples(1, [ROW])
     sink.close()
     content = recorded(tmp_path, b"samples.table")
-    for text in (b"a-project", b"rewards/mean", b"c0ffee", b"samples.table"):
+    for text in (b"a-project", b"a-team", b"a-group", b"rewards/mean", b"c0ffee", b"gradients/w", b"histogram"):
         assert text in content
     assert len(list((tmp_path / "wandb").glob("offline-run-*/files/media/table/samples*.json"))) == 1
     assert said == []
@@ -204,6 +214,19 @@ def test_samples_are_a_table_of_which_model_text_cannot_leave_its_cell(tmp_path:
     heads, _, row = value.tensor.string_val[0].decode().splitlines()
     assert heads == "| prompt | completion | exact | format | reward | advantage | tokens | ended by |"
     assert row == "| 1+1? | a&#124;b &#60;i&#62;&#92;n&#42;two&#42; | 1.00 |  | 1.00 | -0.50 | 3 | length |"
+
+
+def test_a_histogram_keeps_its_intervals_and_sums(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path, 0)
+    sink.histograms(5, {"gradients/w": COUNTED})
+    sink.close()
+    [[_, _, shown]] = list(events(tmp_path))
+    [value] = shown.summary.value
+    counted = value.histo
+    assert (shown.step, value.tag) == (5, "gradients/w")
+    assert (counted.min, counted.max, counted.num, counted.sum, counted.sum_squares) == (-1.0, 1.0, 4.0, -1.5, 3.25)
+    assert list(counted.bucket) == [3.0, *[0.0] * 62, 1.0]
+    assert list(counted.bucket_limit) == [pytest.approx(-1.0 + i / 32) for i in range(1, 65)]
 
 
 def test_a_part_that_goes_on_says_from_which_step_earlier_events_are_dropped(tmp_path: Path) -> None:

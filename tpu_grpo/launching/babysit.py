@@ -14,21 +14,23 @@ It keeps no state: what it does depends only on what it observes, so it can be k
 The run goes on from its newest checkpoint, because it is started with checkpoint.resume=auto and the same run.dir.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal
 
 from tpu_grpo.launching.gcloud import GcloudError
 from tpu_grpo.launching.jobs import Job
-from tpu_grpo.launching.launch_options import RetryPolicy
-from tpu_grpo.launching.launcher import Launcher
-from tpu_grpo.launching.tpu_slice import Condition, SliceState, WorkerStatus
+from tpu_grpo.launching.launcher import Launcher, WorkerStatus
+from tpu_grpo.launching.tpu_slice import Condition, SliceState
 from tpu_grpo.records.errors import Interrupted, LaunchError, LockstepError
 
 type Action = Literal["create", "recreate", "wait", "start", "restart", "done", "fail"]
 
 FINAL_CODES = (1, 2)
 SHOWN_LINES = 30
+GRACE_LOOKS = 2
+"""The number of polls in which the other workers may end by themselves once one has failed."""
 STOP_SECONDS = 60
 """Workers whose run has failed on another one get this long to end."""
 FIRST_PAUSE, LONGEST_PAUSE = 15.0, 600.0
@@ -45,7 +47,7 @@ def decide(condition: Condition, workers: Mapping[int, WorkerStatus], expected: 
         seen: whether our run was started, or seen running, by this watch; an older failure is no reason to give up.
 
     Raises:
-        LaunchError: somebody else's run is going on.
+        LaunchError: another run is going on.
     """
     if condition != "ready":
         return {"missing": "create", "gone": "recreate", "waiting": "wait"}[condition]  # type: ignore[return-value]
@@ -69,23 +71,24 @@ class Babysitter:
     Args:
         launcher: the slice, and what is done on it.
         job: what is to run.
-        policy: how often to look and to try again.
-        sleep: waits for so many seconds.
-        say: prints a line for the user.
+        poll: the seconds between looks.
+        restarts: limits starts on the same machine after a run ended early, and failures of gcloud in a row;
+            preemptions do not count.
         run_dir: a directory that is refused if it lies on a worker's own disk; None if the user vouches for it.
+        sleep: waits for a number of seconds.
     """
 
     def __init__(
         self,
         launcher: Launcher,
         job: Job,
-        policy: RetryPolicy,
-        sleep: Callable[[float], None],
-        say: Callable[[str], None],
+        poll: float,
+        restarts: int,
         run_dir: Path | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ):
-        self._launcher, self._job, self._policy, self._run_dir = launcher, job, policy, run_dir
-        self._sleep, self._say = sleep, say
+        self._launcher, self._job, self._poll, self._most, self._run_dir = launcher, job, poll, restarts, run_dir
+        self._sleep, self._say = sleep, launcher.gcloud.say
         self._last_line = ""
         self._seen = False
         self._restarts = 0
@@ -119,11 +122,11 @@ class Babysitter:
         state = self._launcher.tpu.look()
         self._setup()
         self._start(state)
-        self._launcher.workers.status()
+        self._launcher.status()
 
     def _look_and_act(self) -> int | None:
         state = self._launcher.tpu.look()
-        workers = self._launcher.workers.status() if state.condition == "ready" else {}
+        workers = self._launcher.status() if state.condition == "ready" else {}
         action = decide(state.condition, workers, state.workers, self._job.key, self._seen)
         self._say_once(f"{state.description}; {_summary(workers)}{action}")
         if action in ("restart", "fail", "done") and self._still_ending(workers):
@@ -145,17 +148,17 @@ class Babysitter:
                 return self._fail(workers)
             case "wait":
                 self._seen |= state.condition == "ready"
-                self._sleep(self._policy.poll_seconds)
+                self._sleep(self._poll)
         return None
 
     def _still_ending(self, workers: Mapping[int, WorkerStatus]) -> bool:
         """Wait a little for workers that still run: they end by themselves, and say why."""
         running = any(status.state == "running" for status in workers.values())
-        if not running or self._partly_ended >= self._policy.grace_polls:
+        if not running or self._partly_ended >= GRACE_LOOKS:
             self._partly_ended = 0
             return False
         self._partly_ended += 1
-        self._sleep(self._policy.poll_seconds)
+        self._sleep(self._poll)
         return True
 
     def _setup(self) -> None:
@@ -169,13 +172,13 @@ class Babysitter:
 
     def _restart(self, state: SliceState, workers: Mapping[int, WorkerStatus]) -> None:
         self._launcher.stop(STOP_SECONDS)
-        if self._restarts >= self._policy.restarts:
+        if self._restarts >= self._most:
             self._say(self._launcher.logs(SHOWN_LINES))
             codes = [status.exit_code for status in workers.values() if status.exit_code]
             by_code = {3: LockstepError, 4: Interrupted}
             kind = by_code.get(codes[0], LaunchError) if len(set(codes)) == 1 else LaunchError
             raise kind(
-                f"the run must end within {self._policy.restarts} restarts, got {_summary(workers)}"
+                f"the run must end within {self._most} restarts, got {_summary(workers)}"
                 "look at the logs above; --restarts allows more"
             )
         self._sleep(pause(self._restarts))
@@ -191,8 +194,8 @@ class Babysitter:
         return code
 
     def _wait_after(self, error: GcloudError) -> None:
-        self._failures += error.explanation.kind != "capacity"
-        if not error.explanation.retriable or self._failures > self._policy.restarts:
+        self._failures += error.kind != "capacity"
+        if not error.is_retriable or self._failures > self._most:
             raise error
         seconds = pause(self._tries)
         self._tries += 1

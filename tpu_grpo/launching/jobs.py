@@ -6,7 +6,6 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 
@@ -67,7 +66,7 @@ class Job:
 
     @cached_property
     def content(self) -> bytes:
-        """Read the config file, once: later starts of this job are of the same run."""
+        """Read the config file, once: later starts of this job run the same content."""
         return self.config.read_bytes()
 
     @property
@@ -75,12 +74,8 @@ class Job:
         """Return a digest of config, words and script, by which a run is recognised."""
         return hashlib.sha256(repr((self.content, self.words, self.script)).encode()).hexdigest()[:8]
 
-    def new_id(self, now: datetime) -> str:
-        """Return a name for one start of it."""
-        return f"{now:%Y%m%d-%H%M%S}-{self.key}"
-
     def command(self, job_id: str, target: Slice | None) -> list[str]:
-        """Return the words that a worker of the slice runs in the checkout."""
+        """Return the command that a worker of the slice runs in the checkout."""
         variables = {**chip_environment(target, self.cache, self.libtpu_args), **self.environment}
         config = f"../jobs/{job_id}/config.yaml"
         return ["env", *(f"{k}={v}" for k, v in variables.items()), PYTHON, self.script, config, *self.words]
@@ -126,18 +121,19 @@ def variables_from(texts: Sequence[str]) -> dict[str, str]:
 
 
 def checked_config(job: Job) -> RunConfig | None:
-    """Return the run's config, if it is a training run; its mistakes come out before a worker is bothered.
+    """Return the run's config, if it is a training run; mistakes are reported before a worker is used.
 
     Raises:
         ConfigError: the file is missing, or ``load_config`` refuses it.
     """
     if not job.config.is_file():
         raise ConfigError(f"CONFIG must be a file here, got {job.config}; shipped ones are in configs/")
-    return load_config(job.config, job.words) if job.script == RUN_SCRIPT else None
+    settings = [word for word in job.words if not word.startswith("-")]  # beside --dry-run
+    return load_config(job.config, settings) if job.script == RUN_SCRIPT else None
 
 
 def lost_with_the_machine(directory: Path) -> str | None:
-    """Say why files in ``directory`` do not outlive a worker; None if nothing speaks against it from here."""
+    """Return why files in ``directory`` are lost with a worker; None if they do not seem to be."""
     if not directory.is_absolute():
         return "lies in the checkout on the worker"
     if any(PurePosixPath(directory).is_relative_to(place) for place in LOCAL_DISK):
@@ -146,7 +142,7 @@ def lost_with_the_machine(directory: Path) -> str | None:
 
 
 def require_resumable(config: RunConfig, *, survives: bool) -> None:
-    """Refuse to babysit a run that could not go on from where it was. ``survives``: the user vouches for run.dir."""
+    """Refuse to babysit a run that could not be continued. ``survives``: the user guarantees that run.dir survives."""
     why = None if survives else lost_with_the_machine(config.run_dir)
     if why:
         raise ConfigError(

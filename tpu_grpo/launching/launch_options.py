@@ -4,9 +4,8 @@ import argparse
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tpu_grpo.launching.jobs import CACHE, RUN_SCRIPT, SECRETS
 from tpu_grpo.launching.tpus import Slice, parse_slice
@@ -21,11 +20,13 @@ ABOUT = f"""Runs training on a Cloud TPU slice with gcloud: every command is pri
   {PROGRAM} setup   --name grpo --zone us-west4-a                         code and environment on every worker
   {PROGRAM} run     --name grpo --zone us-west4-a CONFIG [section.key=value ...]    start on all workers, detached
   {PROGRAM} status | logs | stop | delete  --name grpo --zone us-west4-a
+  {PROGRAM} watch   --name grpo --zone us-west4-a RUN_DIR                 metrics and report of a run, here
   {PROGRAM} babysit --name grpo --type v5e-16 --zone us-west4-a --spot CONFIG ...    all of it, again after preemptions
 
 --name, --zone, --project and --type may come from {", ".join(VARIABLES.values())}; zone and project also from
 `gcloud config`. --dry-run prints the commands and runs none. What follows -- goes to the run as it is.
 docs/launching.md tells the whole way, and what to do when something goes wrong."""
+BUCKET = "gs://"
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
@@ -75,23 +76,11 @@ class Options(argparse.Namespace):
     follow: bool
     grace: int
 
-
-@dataclass(frozen=True)
-class RetryPolicy:
-    """Says how often ``babysit`` looks, and how often it tries again."""
-
-    poll_seconds: float = 60.0
-    restarts: int = 10
-    """This limits starts on the same machine after a run ended early, and failures of gcloud in a row.
-
-    Preemptions do not count.
-    """
-    grace_polls: int = 2
-    """The other workers get so many looks to end by themselves once one failed."""
+    run_dir: str
+    to: Path | None
 
 
-@dataclass(frozen=True)
-class Verb:
+class Verb(NamedTuple):
     """Describes one command and its flags, beside those that all have."""
 
     about: str
@@ -127,6 +116,8 @@ def parse(arguments: Sequence[str]) -> Options:
 
 
 def _check(options: Options) -> None:
+    if options.verb == "watch" and options.run_dir.startswith(BUCKET):
+        return  # which outlives its TPU
     if options.name is None:
         raise ConfigError(f"--name must say which TPU, got none; give it, or set {VARIABLES['name']}")
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", options.name):
@@ -211,11 +202,11 @@ def _job_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _retry_flags(parser: argparse.ArgumentParser) -> None:
-    add, default = parser.add_argument_group("how long to go on").add_argument, RetryPolicy()
+    add = parser.add_argument_group("how long to go on").add_argument
     poll = "between looks (default: %(default)s)"
-    add("--poll", type=float, default=default.poll_seconds, metavar="SECONDS", help=poll)
+    add("--poll", type=float, default=60.0, metavar="SECONDS", help=poll)
     restarts = "of a run that ended early on its machine (default: %(default)s)"
-    add("--restarts", type=int, default=default.restarts, help=restarts)
+    add("--restarts", type=int, default=10, help=restarts)
     add("--run-dir-survives", action="store_true", help="run.dir outlives the machine, though it does not look so")
 
 
@@ -223,6 +214,14 @@ def _log_flags(parser: argparse.ArgumentParser) -> None:
     lines = "of every worker's log, from its end (default: %(default)s)"
     parser.add_argument("--lines", type=int, default=50, help=lines)
     parser.add_argument("--follow", action="store_true", help="go on until the runs end; Ctrl-C ends the looking only")
+
+
+def _watch_flags(parser: argparse.ArgumentParser) -> None:
+    run_dir = f"run.dir as the run has it, on worker 0, or where that is in a bucket, {BUCKET}..."
+    parser.add_argument("run_dir", metavar="RUN_DIR", help=run_dir)
+    parser.add_argument("--to", type=Path, metavar="DIR", help="a directory here (default: watched/NAME)")
+    again = "between looks (default: %(default)s)"
+    parser.add_argument("--poll", type=float, default=20.0, metavar="SECONDS", help=again)
 
 
 def _stop_flags(parser: argparse.ArgumentParser) -> None:
@@ -238,6 +237,7 @@ VERBS = {
     ),
     "status": Verb("the slice's state, and on every worker the run's: process, exit code, last line"),
     "logs": Verb("what the run printed on every worker", (_log_flags,)),
+    "watch": Verb("bring metrics and report of a run here, again and again until it has ended", (_watch_flags,)),
     "stop": Verb("end the run on every worker; it saves a checkpoint first and ends with exit code 4", (_stop_flags,)),
     "delete": Verb("give the slice back; what is on its disks is lost"),
     "babysit": Verb(

@@ -1,33 +1,73 @@
-"""Sets up, starts, shows and stops runs on a slice; the code that workers run is packed here."""
+"""Sets up the workers of a slice, and starts, shows and stops a run on them.
 
+Workers run ``worker.sh``. The output of each comes back in a file of its own, so that lines of several workers are
+not mixed.
+"""
+
+import base64
+import io
 import os
+import re
 import shlex
+import shutil
 import subprocess
 import tarfile
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tpu_grpo.launching.gcloud import Gcloud
+from tpu_grpo.launching.gcloud import Command, Gcloud, GcloudError
 from tpu_grpo.launching.jobs import Job
-from tpu_grpo.launching.launch_options import Options
-from tpu_grpo.launching.tpu_slice import SliceState, TpuSlice, Workers, WorkerStatus, answers, merged, remote_line
-from tpu_grpo.launching.tpus import Slice, parse_slice
+from tpu_grpo.launching.launch_options import BUCKET, Options
+from tpu_grpo.launching.tpu_slice import SliceState, TpuSlice
+from tpu_grpo.launching.tpus import parse_slice
 from tpu_grpo.records.errors import ConfigError, LaunchError
 
+WORKER_SCRIPT = Path(__file__).with_name("worker.sh")
+REMOTE_ROOT = ".tpu_grpo"
+"""This directory lies below the home directory of every worker."""
+SHOWN_LINES = 15
 ARCHIVE, FILE_LIST = "code.tar.gz", "files.new"
 LARGE_BYTES = 100 * 2**20
 LOCAL_FILESYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "tmpfs", "zfs")
 
 
+@dataclass(frozen=True)
+class WorkerStatus:
+    """Describes the newest run on one worker."""
+
+    state: str
+    """It is none, running, ended, or lost: gone without an exit code, as after a reboot."""
+    job: str = ""
+    pid: int | None = None
+    exit_code: int | None = None
+    """It is a shell's: 128 + n stands for signal n."""
+    last_line: str = ""
+    """The log ends with this line."""
+    revision: str = ""
+    """The worker's code has this revision."""
+
+    @classmethod
+    def read(cls, text: str) -> "WorkerStatus":
+        """Read what ``worker.sh status`` printed."""
+        answer = _answers(text)
+        pid, code = (int(answer[name]) if name in answer else None for name in ("pid", "exit_code"))
+        job, last, revision = (answer.get(name, "") for name in ("job", "last", "revision"))
+        return cls(answer.get("state", "lost"), job, pid, code, last, revision)
+
+
 class Launcher:
-    """Controls one slice and what runs on it; ``scratch`` is a directory of this process for files on their way."""
+    """Controls the workers of one slice; ``scratch`` is a directory of this process for files on their way."""
 
     def __init__(self, options: Options, scratch: Path):
-        self._options = options
-        self.gcloud = Gcloud(dry_run=options.dry_run)
+        self._options, self._scratch = options, scratch
+        self.gcloud = Gcloud(options)
         self.tpu = TpuSlice(options, self.gcloud)
-        self.workers = Workers(options, self.gcloud, scratch)
         self._packed: tuple[str, list[Path]] | None = None
+
+    # --- setting up, starting and stopping ---------------------------------------------------------------------------
 
     def setup(self) -> None:
         """Copy the code to every worker and install its environment there; again for changed code.
@@ -39,90 +79,168 @@ class Launcher:
         if self._packed is None:  # once: a run that is set up again later goes on with the same code
             self._packed = self._pack()
         revision, files = self._packed
-        self.workers.prepare()
-        self.workers.copy(files)
-        self.workers.call("unpack", revision)
+        self._run_on_all(f"mkdir -p -m 700 {REMOTE_ROOT}")  # readable for its owner only
+        self._copy([WORKER_SCRIPT])
+        self._copy(files)
+        self._call("unpack", revision)
         self.gcloud.say("installing the environment on every worker; the first time takes minutes")
-        self.workers.call("install", *self._options.requirements)
+        self._call("install", *self._options.requirements)
 
     def _pack(self) -> tuple[str, list[Path]]:
-        checkout, script, scratch = self._options.code, self._options.setup_script, self.workers.scratch
+        checkout, script, scratch = self._options.code, self._options.setup_script, self._scratch
         files = [scratch / ARCHIVE, scratch / FILE_LIST]
         if script is not None:
             if not script.is_file():
                 raise ConfigError(f"--setup-script must be a file here, got {script}; correct the path")
             files.append(scratch / "setup_script")
             files[-1].write_bytes(script.read_bytes())
-        revision = pack(checkout, scratch)
+        name = pack(checkout, scratch)
         size = (scratch / ARCHIVE).stat().st_size
-        self.gcloud.say(f"code: {checkout} at {revision}, {size / 2**20:.1f} MiB")
+        self.gcloud.say(f"code: {checkout} at {name}, {size / 2**20:.1f} MiB")
         if size > LARGE_BYTES:
             self.gcloud.say("that is much for code: have git ignore data and results, and rather use a bucket")
-        return revision, files
+        return name, files
 
     def start(self, job: Job, state: SliceState) -> str:
         """Start a job on all workers, detached; returns the name of this start.
 
+        Secrets are passed in a file that only its owner can read, and that ``worker.sh start`` removes.
+
         Raises:
             LaunchError: a worker could not be reached, is not set up, or runs something already.
         """
-        job_id = job.new_id(datetime.now(UTC))
-        self._send(job)
-        self.workers.call("start", job_id, *job.command(job_id, self._known_slice(state)))
-        return job_id
-
-    def _send(self, job: Job) -> None:
-        """Copy config and secrets; the latter in a file that only its owner reads, and that ``start`` removes."""
-        config, secrets = self.workers.scratch / "config.yaml", self.workers.scratch / "secrets.sh"
+        job_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{job.key}"
+        config, secrets = self._scratch / "config.yaml", self._scratch / "secrets.sh"
         config.write_bytes(job.content)
-        if not job.secrets:
-            self.workers.copy([config])
-            return
-        self.gcloud.say(f"passing on {', '.join(job.secrets)}, by a file")
+        if job.secrets:
+            self.gcloud.say(f"passing on {', '.join(job.secrets)}, by a file")
         try:
             with open(os.open(secrets, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
                 file.write("".join(f"export {name}={shlex.quote(value)}\n" for name, value in job.secrets.items()))
-            self.workers.copy([config, secrets])
+            self._copy([config, secrets] if job.secrets else [config])
         finally:
             secrets.unlink(missing_ok=True)
-
-    def _known_slice(self, state: SliceState) -> Slice | None:
-        """Return the slice of what is there, else of --type; None for a generation without defaults."""
-        try:
-            return parse_slice(state.accelerator_type) if state.accelerator_type else self._options.slice
+        try:  # what is there, else --type; a generation without defaults is no error
+            target = parse_slice(state.accelerator_type) if state.accelerator_type else self._options.slice
         except ConfigError:
-            return None
+            target = None
+        self._call("start", job_id, *job.command(job_id, target))
+        return job_id
 
     def require_durable(self, directory: Path) -> None:
         """Raise ConfigError if ``directory`` lies on a worker's own disk, by what the workers say."""
-        for worker, text in self.workers.call("filesystem", str(directory)).items():
-            kind = answers(text).get("filesystem", "")
+        for worker, text in self._call("filesystem", str(directory)).items():
+            kind = _answers(text).get("filesystem", "")
             if kind in LOCAL_FILESYSTEMS:
                 raise ConfigError(
                     f"run.dir must outlive the machine, got {directory}, which is on {kind} of worker {worker}; "
                     "mount a bucket or share there with --setup-script, or vouch for it with --run-dir-survives"
                 )
 
-    def logs(self, lines: int) -> str:
-        """Return the end of every worker's log."""
-        return merged(self.workers.call("logs", str(lines)))
-
     def stop(self, seconds: int) -> dict[int, WorkerStatus]:
-        """Ask all workers to end the run, and make them after ``seconds``.
+        """Ask all workers to end the run, and kill it after ``seconds``.
 
         Raises:
             LaunchError: something still runs.
         """
-        self.workers.call("stop", str(seconds))
-        after = self.workers.status()
+        self._call("stop", str(seconds))
+        after = self.status()
         if still := [worker for worker, status in after.items() if status.state == "running"]:
-            look = f"`gcloud compute tpus tpu-vm ssh NAME --worker=N --command='{remote_line(['status'])}'`"
+            look = f"`gcloud compute tpus tpu-vm ssh NAME --worker=N --command='{_remote_line(['status'])}'`"
             raise LaunchError(f"every run must have ended, got one running on worker {still}; look at it with {look}")
         return after
 
+    # --- looking ------------------------------------------------------------------------------------------------------
 
-def status_lines(state: SliceState, workers: dict[int, WorkerStatus]) -> list[str]:
-    """Return the lines of a table for people."""
+    def status(self) -> dict[int, WorkerStatus]:
+        """Return the newest run on every worker."""
+        line = _remote_line(["status"])
+        line = f"if [ -e {REMOTE_ROOT}/{WORKER_SCRIPT.name} ]; then {line}; else echo @state none; fi"
+        return {worker: WorkerStatus.read(text) for worker, text in self._run_on_all(line, repeated=True).items()}
+
+    def logs(self, lines: int) -> str:
+        """Return the end of every worker's log."""
+        return _merged(self._call("logs", str(lines)))
+
+    def follow(self, lines: int, workers: int) -> None:
+        """Show logs as they grow, with the worker's number before every line, until every run ended."""
+        line = _remote_line(["logs", str(lines), "follow"])
+        commands = [self._ssh(line, f"--worker={worker}") for worker in range(workers)]
+        for command in commands:
+            self.gcloud.announce(command)
+        if self.gcloud.dry_run:
+            return
+        processes = [self.gcloud.start(command) for command in commands]
+        readers = [threading.Thread(target=_show, args=pair) for pair in enumerate(processes)]
+        try:
+            for reader in readers:
+                reader.start()
+            for reader in readers:
+                reader.join()
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.terminate()
+
+    def bring(self, names: Sequence[str], run_dir: str, into: Path) -> None:
+        """Copy files of these names, as far as they are there, from a run's directory on worker 0, or in a bucket.
+
+        Raises:
+            GcloudError: there is no such directory, or it cannot be reached.
+        """
+        into.mkdir(parents=True, exist_ok=True)
+        if run_dir.startswith(BUCKET):
+            others = rf"^(?!({'|'.join(map(re.escape, names))})$).*"
+            sync = ["gcloud", "storage", "rsync", run_dir, str(into), f"--exclude={others}", "--quiet"]
+            self.gcloud.run(sync, repeated=True)
+            return
+        place = shlex.quote(f"{REMOTE_ROOT}/code/{run_dir}" if not run_dir.startswith("/") else run_dir)
+        packed = f"cd {place} && tar -cz {shlex.join(names)} 2>/dev/null | base64"  # its output is text on the way
+        text = self.gcloud.run(self._ssh(packed, "--worker=0"), repeated=True)
+        if not self.gcloud.dry_run:
+            with tarfile.open(fileobj=io.BytesIO(base64.b64decode(text)), mode="r:gz") as archive:
+                archive.extractall(into, filter="data")
+
+    # --- reaching workers ---------------------------------------------------------------------------------------------
+
+    def _call(self, *words: str) -> dict[int, str]:
+        """Run ``worker.sh words`` on every worker; returns what each printed. Raises GcloudError if one failed."""
+        return self._run_on_all(_remote_line(words))
+
+    def _run_on_all(self, remote: str, *, repeated: bool = False) -> dict[int, str]:
+        outputs = self._scratch / "workers"
+        if not self.gcloud.dry_run:
+            shutil.rmtree(outputs, ignore_errors=True)
+            outputs.mkdir(parents=True)
+        try:
+            command = self._ssh(remote, "--worker=all", f"--output-directory={outputs}")
+            self.gcloud.run(command, repeated=repeated)
+        except GcloudError as error:
+            ends = {worker: "\n".join(text.splitlines()[-SHOWN_LINES:]) for worker, text in _read(outputs).items()}
+            if said := _merged(ends):
+                raise GcloudError(error.command, error.code, error.output, said) from error
+            raise
+        return _read(outputs)
+
+    def _ssh(self, remote: str, which: str, *more: str) -> Command:
+        return self._on_workers("ssh", self._login, which, f"--command={remote}", *more)
+
+    def _copy(self, files: Sequence[Path]) -> None:
+        """Copy files to every worker, into ``REMOTE_ROOT``."""
+        self.gcloud.run(self._on_workers("scp", *map(str, files), f"{self._login}:{REMOTE_ROOT}/", "--worker=all"))
+
+    @property
+    def _login(self) -> str:
+        return f"{self._options.user}@{self._options.name}" if self._options.user else self._options.name
+
+    def _on_workers(self, *words: str) -> Command:
+        track = ["alpha"] if self._options.tunnel_through_iap else []
+        flags = self.gcloud.flags("ssh_key_file", "internal_ip", "tunnel_through_iap")
+        return ["gcloud", *track, "compute", "tpus", "tpu-vm", *words, *flags]
+
+
+def status_lines(state: SliceState, workers: Mapping[int, WorkerStatus]) -> list[str]:
+    """Return the status of the workers as lines of a table."""
     count = f"{state.workers} worker{'s' * (state.workers != 1)}"
     lines = [f"{state.accelerator_type}, {count}: {state.description}" if state.workers else state.description]
     for worker, status in sorted(workers.items()):
@@ -134,13 +252,39 @@ def status_lines(state: SliceState, workers: dict[int, WorkerStatus]) -> list[st
     return lines
 
 
+def _remote_line(words: Sequence[str]) -> str:
+    """Return the line of shell that calls ``worker.sh`` with exactly these words."""
+    return shlex.join(["bash", f"{REMOTE_ROOT}/{WORKER_SCRIPT.name}", *words])
+
+
+def _answers(text: str) -> dict[str, str]:
+    """Return the ``@key value`` lines of a worker's output."""
+    return {match[1]: match[2] for match in re.finditer(r"^@(\w+) ?(.*)$", text, re.MULTILINE)}
+
+
+def _merged(texts: Mapping[int, str]) -> str:
+    """Join outputs of workers one after the other, the worker's number before every line."""
+    return "\n".join(f"[{worker}] {line}" for worker, text in sorted(texts.items()) for line in text.splitlines())
+
+
+def _read(outputs: Path) -> dict[int, str]:
+    files = {int(path.stem): path for path in outputs.glob("*.log") if path.stem.isdigit()}
+    return {worker: files[worker].read_text(encoding="utf-8", errors="replace") for worker in sorted(files)}
+
+
+def _show(worker: int, process: "subprocess.Popen[str]") -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        print(f"[{worker}] {line}", end="" if line.endswith("\n") else "\n", flush=True)
+
+
 # --- the code ---------------------------------------------------------------------------------------------------------
 
 
 def pack(checkout: Path, into: Path) -> str:
-    """Write this checkout as it is, without what git ignores, into an archive with a list of its files.
+    """Write this checkout, without what git ignores, into an archive with a list of its files.
 
-    Returns the ``revision``.
+    Returns the commit, and how many files differ from it: ``6af09c4 and 2 changed files``.
 
     Raises:
         ConfigError: the directory is no git work tree.
@@ -152,11 +296,6 @@ def pack(checkout: Path, into: Path) -> str:
             archive.add(checkout / name, name, recursive=False)
     with open(into / FILE_LIST, "w", encoding="utf-8") as listing:
         listing.write("".join(f"{name}\0" for name in present))
-    return revision(checkout)
-
-
-def revision(checkout: Path) -> str:
-    """Name the commit, and how many files differ from it: ``6af09c4 and 2 changed files``."""
     commit = _git(checkout, "rev-parse", "--short", "HEAD").strip()
     changed = len(_git(checkout, "status", "--porcelain", "--untracked-files=all").splitlines())
     return commit + (f" and {changed} changed file{'s' if changed > 1 else ''}" if changed else "")

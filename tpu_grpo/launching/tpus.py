@@ -1,4 +1,4 @@
-"""Holds what is known of TPUs, a record for each generation, and reads the names of slices.
+"""The known generations of TPUs, a record for each, and the names of slices.
 
     v5e-16 -> accelerator type v5litepod-16, runtime version v2-alpha-tpuv5-lite, 16 chips on 4 hosts
 
@@ -6,6 +6,7 @@ The number in a name counts TensorCores: of v5e and v6e a chip has one, of v4 an
 that the Cloud TPU documentation lists for JAX.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,29 +17,11 @@ GIB = 2**30
 CHIPS_PER_HOST = 4
 """Every host of a slice with several hosts has this many chips."""
 
-TOPOLOGIES: Mapping[int, Mapping[int, tuple[int, ...]]] = {
-    2: {
-        1: (1, 1),
-        4: (2, 2),
-        8: (2, 4),
-        16: (4, 4),
-        32: (4, 8),
-        64: (8, 8),
-        128: (8, 16),
-        256: (16, 16),
-    },
-    3: {
-        4: (2, 2, 1),
-        8: (2, 2, 2),
-        16: (2, 2, 4),
-        32: (2, 4, 4),
-        64: (4, 4, 4),
-        128: (4, 4, 8),
-        256: (4, 8, 8),
-        512: (8, 8, 8),
-    },
+_SIDES = {
+    2: ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)),
+    3: ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8), (8, 8, 8)),
 }
-"""These are the chips along each side of the default topologies, by the torus's dimensions and the number of chips."""
+"""These are the chips along each side of the default topologies, by the torus's dimensions."""
 
 OVERLAP_COLLECTIVES = (
     "--xla_tpu_enable_async_collective_fusion=true",
@@ -57,9 +40,9 @@ devices, and waits. This was seen in programs for v5e (docs/planning.md)."""
 
 @dataclass(frozen=True)
 class Chip:
-    """Holds the memory and the speeds of one chip.
+    """The memory and the speeds of one chip.
 
-    The memory is what libtpu's compiler allows programs; the speeds are those of the Cloud TPU documentation.
+    The memory is that which libtpu's compiler lets programs use; the speeds are those of the Cloud TPU documentation.
     """
 
     memory_bytes: int
@@ -69,6 +52,34 @@ class Chip:
     link_bytes_per_second: float
     """All links of the chip together carry this in one direction; `Generation.sent_bytes_per_second` is what a slice
     can use of it."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How much of a chip's speeds programs reach, as plans assume it; `tpu-grpo check` measures them on a slice.
+
+    The defaults come from published speeds, as planning/costs.py says.
+    """
+
+    memory: float = 0.8
+    """Of the memory's speed, for weights in a decode step and for the optimizer's state: large matrices, read in
+    order."""
+    cache_bytes_per_second: float = 0.74e12
+    """The keys and values that the attention kernel gets through on a chip, where its memory is not slower. Fitted,
+    45 % of the memory's speed of v6e. It is not a share, because instructions limit the kernel: those that the compiler
+    makes of it for v5e keep up with a memory half as fast. A number of 8 bits therefore counts as one of 16. The kernel
+    of the published speeds was an earlier one, without the form for decode steps that engines have here."""
+    prefill: float = 0.25
+    """Of a chip's products, in a prefill. Fitted; the published times to first tokens alone give 14 to 28 %."""
+    products: float = 0.5
+    """Of a chip's products, in a learner's program. MaxText publishes 45 % for Llama-3.1-8B on v6e-256, what is
+    computed again not counted."""
+    links: float = 0.8
+    """Of the links' speed: 90 of 112 GB/s a link on v6e ("How to scale your model", chapter 2)."""
+    allreduce_seconds: float = 2e-6
+    """The least time of one all-reduce: two hops of a microsecond each (the same chapter)."""
+    host: float = 1.0
+    """The host's time for a launch of an engine, in units of what planning/costs.py computes."""
 
 
 @dataclass(frozen=True)
@@ -90,14 +101,15 @@ class Generation:
     """These are the default LIBTPU_INIT_ARGS."""
     libtpu_description: Mapping[str, str] = field(default_factory=dict)
     """libtpu must be told this to describe a chip as one device, as jax runs it."""
+    rates: Rates = Rates()
 
     @property
     def topologies(self) -> Mapping[int, tuple[int, ...]]:
         """Return the chips along each side of its default topologies, by the number of chips."""
-        return TOPOLOGIES[self.torus_dimensions]
+        return {math.prod(sides): sides for sides in _SIDES[self.torus_dimensions]}
 
     def links(self, chips: int) -> int:
-        """Return the links to other chips of a rectangle of ``chips`` that its worst placed chip, a corner, has.
+        """Return the links to other chips of a rectangle that the chip with the fewest links, one in a corner, has.
 
         Such a chip has a neighbour along every side, and a second one where the side is closed to a ring. That is so
         for the 16 chips of a whole side of a v5e or v6e pod, and for slices of v4 or v5p that are made of whole cubes
@@ -108,53 +120,26 @@ class Generation:
         return sum(1 + ring(side) for side in sides if side > 1)
 
     def sent_bytes_per_second(self, chips: int) -> float:
-        """Return what every chip of a rectangle of ``chips`` can send to others of it; 0 for a single chip."""
+        """Return the bytes per second that every chip of a rectangle of ``chips`` can send to the others; 0 for a
+        single chip."""
         return self.chip.link_bytes_per_second * self.links(chips) / (2 * self.torus_dimensions)
-
-    @property
-    def any_number_of_hosts(self) -> bool:
-        """Say whether slices come in every number of hosts, and not only in the default topologies."""
-        return self.torus_dimensions == 3
 
 
 GENERATIONS = (
     Generation(
-        name="v4",
-        accelerator_prefix="v4",
-        runtime="tpu-ubuntu2204-base",
-        cores_per_chip=2,
-        torus_dimensions=3,
-        single_host_chips=(4,),
-        chip=Chip(int(30.75 * GIB), 275e12, 1228e9, 300e9),
+        *("v4", "v4", "tpu-ubuntu2204-base", 2, 3, (4,)),
+        Chip(int(30.75 * GIB), 275e12, 1228e9, 300e9),
         libtpu_description={"chip_config_name": "megacore"},
     ),
+    Generation("v5p", "v5p", "v2-alpha-tpuv5", 2, 3, (4,), Chip(int(95.74 * GIB), 459e12, 2765e9, 600e9)),
     Generation(
-        name="v5p",
-        accelerator_prefix="v5p",
-        runtime="v2-alpha-tpuv5",
-        cores_per_chip=2,
-        torus_dimensions=3,
-        single_host_chips=(4,),
-        chip=Chip(int(95.74 * GIB), 459e12, 2765e9, 600e9),
-    ),
-    Generation(
-        name="v5e",
-        accelerator_prefix="v5litepod",
-        runtime="v2-alpha-tpuv5-lite",
-        cores_per_chip=1,
-        torus_dimensions=2,
-        single_host_chips=(1, 4, 8),
-        chip=Chip(int(15.75 * GIB), 197e12, 819e9, 200e9),
+        *("v5e", "v5litepod", "v2-alpha-tpuv5-lite", 1, 2, (1, 4, 8)),
+        Chip(int(15.75 * GIB), 197e12, 819e9, 200e9),
         libtpu_args=(*OVERLAP_COLLECTIVES, WHOLE_PRODUCTS),
     ),
     Generation(
-        name="v6e",
-        accelerator_prefix="v6e",
-        runtime="v2-alpha-tpuv6e",
-        cores_per_chip=1,
-        torus_dimensions=2,
-        single_host_chips=(1, 4, 8),
-        chip=Chip(int(31.25 * GIB), 918e12, 1640e9, 448e9),
+        *("v6e", "v6e", "v2-alpha-tpuv6e", 1, 2, (1, 4, 8)),
+        Chip(int(31.25 * GIB), 918e12, 1640e9, 448e9),
         libtpu_args=(*OVERLAP_COLLECTIVES, "--xla_tpu_scoped_vmem_limit_kib=98304"),  # of 128 MiB; the default is 16
     ),
 )
@@ -162,7 +147,7 @@ GENERATIONS = (
 
 @dataclass(frozen=True)
 class Slice:
-    """Consists of connected TPU chips and the hosts that they belong to."""
+    """Connected TPU chips and their hosts."""
 
     generation: Generation
     chips: int
@@ -199,7 +184,7 @@ def parse_slice(name: str, flag: str = "--type") -> Slice:
         known = ", ".join(f"{g.name}-N" for g in GENERATIONS)
         raise ConfigError(f"{flag} must be one of {known}, got {name!r}; for example v5e-16")
     chips, rest = divmod(int(match[2]), found.cores_per_chip)
-    if found.any_number_of_hosts:
+    if found.torus_dimensions == 3:  # slices come in every number of hosts
         if rest or chips < CHIPS_PER_HOST or chips % CHIPS_PER_HOST:
             raise ConfigError(
                 f"{flag} {found.name}-N must count TensorCores, eight a host: {found.name}-8, -16, -32, ...; got {name}"

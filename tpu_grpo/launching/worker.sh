@@ -58,7 +58,7 @@ install() {
         python3 -m pip install --quiet --user uv || die "uv could not be installed with pip"
         uv=(python3 -m uv)
     fi
-    "${uv[@]}" sync --no-dev || die "uv could not install the environment"
+    "${uv[@]}" sync --no-dev --all-extras || die "uv could not install the environment"
     [ $# = 0 ] || "${uv[@]}" pip install --python .venv/bin/python "$@" || die "uv could not install $*"
     [ ! -e "$root/setup_script" ] || bash "$root/setup_script" || die "the setup script failed"
 }

@@ -1,8 +1,8 @@
 """Draws a chart as HTML with a stretched SVG inside, so that it fits any width and its texts keep their size.
 
-Lines are paths over a square of ``SIDE`` units that the page stretches, with strokes that it does not. Labels are texts
-of the page. The values that show on hover stand beside the drawing as JSON, which report.js reads; without scripts the
-drawing is there all the same. Of many points few are drawn, so that a page of 20,000 steps stays small.
+Lines are paths over a square of ``SIDE`` units, which the page stretches without stretching the strokes. Labels are
+HTML text. The values for hovering are in JSON beside the drawing, which report.js reads; the drawing needs no script.
+Long lines are thinned, so that a page of 20,000 steps stays small.
 """
 
 import json
@@ -19,9 +19,9 @@ Scale = Literal["linear", "zero", "share", "log"]
 """linear: around the values; zero: from 0 on; share: from 0 to 1; log: whole decades around positive values."""
 SIDE = 4000
 X_LABELS, Y_LABELS = 6, 5
-"""So many labels an axis has, about."""
+"""The approximate number of an axis' labels."""
 COLOURS = 8
-"""The style sheet has so many."""
+"""The number of colours in the style sheet."""
 TREND_FROM, TREND_WINDOWS = 200, 40
 """A line of more steps also gets its moving mean, over a fortieth of its length."""
 MARKED_POINTS = 24
@@ -69,7 +69,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A chart that is ready for the page."""
+    """A drawn chart for the page."""
 
     chart: Chart
     legend: Sequence[tuple[int, str]]
@@ -193,7 +193,7 @@ def _layers(tops: Sequence[Line], x: "Axis", y: "Axis") -> Iterator[str]:
 
 
 def _is_beyond(totals: Float[np.ndarray, " N"]) -> Bool[np.ndarray, " N"]:
-    """Say which steps took many times the usual, as those that compile do; they would flatten the rest."""
+    """Return the steps that took many times the usual, as those that compile; they would flatten the rest."""
     usual = float(np.median(totals))
     return totals > (4 * usual if usual > 0 else np.inf)
 
@@ -248,19 +248,19 @@ def _numbers(values: Float[np.ndarray, " N"]) -> list[float | int | None]:
 
 @dataclass(frozen=True)
 class Axis:
-    """A range of values, drawn over the length of an axis."""
+    """A range of values along an axis."""
 
     low: float
     high: float
     is_log: bool = False
 
     def place(self, values: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
-        """Say where values lie, from 0 at the low end to 1 at the high one; NaN for what a logarithm does not have."""
+        """Return the places of values, from 0 at the low end to 1 at the high one; NaN where there is no logarithm."""
         low, high = self._scaled(np.array([self.low, self.high]))
         return (self._scaled(values) - low) / (high - low)
 
     def labels(self, about: int, *, whole: bool = False) -> list[tuple[float, str]]:
-        """List places and texts of round values in the range; with ``whole``, of whole numbers."""
+        """Return places and texts of round values in the range; with ``whole``, of whole numbers."""
         if not self.is_log:
             step = round_step(max(whole, (self.high - self.low) / about))
             first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
@@ -285,12 +285,12 @@ class Axis:
 
 
 def steps_axis(low: float, high: float) -> Axis:
-    """Span the steps; a single one stands in the middle."""
+    """Return the axis of the steps; a single step is in the middle."""
     return Axis(low, high) if high > low else Axis(low - 0.5, high + 0.5)
 
 
 def values_axis(values: Float[np.ndarray, " N"], scale: Scale) -> Axis:
-    """Span values as the scale says; without any, from 0 to 1."""
+    """Return the axis of values with a scale; without values, from 0 to 1."""
     known = values[np.isfinite(values)]
     if scale == "share":
         return Axis(0.0, 1.0)
@@ -321,7 +321,7 @@ def round_step(least: float) -> float:
 
 
 def kept(values_N: Float[np.ndarray, " N"], buckets: int = BUCKETS) -> Int[np.ndarray, " K"]:
-    """Return the places of the points that are kept, ascending: all of few, else the extremes of each bucket.
+    """Return the indices of the drawn points, ascending: all if there are few, else the extremes of each bucket.
 
     The first and the last point are always kept. Where a bucket holds a gap (NaN), its first one is kept, too.
 
@@ -343,7 +343,7 @@ def kept(values_N: Float[np.ndarray, " N"], buckets: int = BUCKETS) -> Int[np.nd
 
 
 def moving_mean(values_N: Float[np.ndarray, " N"], window: int) -> Float[np.ndarray, " N"]:
-    """Average the known values in a window around each point, of which there is less at the ends; NaN where none is.
+    """Return the mean of the known values in a window around each point, shorter at the ends; NaN without any.
 
     >>> moving_mean(np.array([0.0, 3.0, np.nan, 5.0]), 3).tolist()
     [1.5, 1.5, 4.0, 5.0]

@@ -1,4 +1,4 @@
-"""Says what each chart shows: of one run, and of several runs over each other."""
+"""The content of each chart, for one run and for a comparison of several."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -35,7 +35,7 @@ class _Spec:
     """Leave it out where every value is 0, which means that it is switched off."""
 
     def is_off(self, lines: Lines) -> bool:
-        """Say whether it is left out, because what it shows is switched off."""
+        """Return whether it is left out, because what it shows is switched off."""
         return self.unless_zero and not any(number_or_zero(line.get(name)) for line in lines for name in self.labels)
 
 
@@ -126,7 +126,7 @@ SPECS = (
 
 
 def run_charts(run: RunRead) -> list[Chart]:
-    """List the charts that a run's metrics allow, in reading order."""
+    """Return the charts that a run's metrics allow, in reading order."""
     found = [_reward(run.lines), _evaluation(run)]
     for spec in SPECS:
         if spec.title == "Rollout speed":
@@ -181,7 +181,7 @@ def _stages(lines: Lines) -> Chart | None:
 
 
 def comparison_charts(runs: Labelled) -> list[Chart]:
-    """List charts with a line for each run."""
+    """Return charts with a line for each run."""
     rewards = [_line("rewards/mean", "", run.lines) for _, run in runs]
     found = [_overlaid(runs, "Reward", "Mean over the completions of a step.", rewards, is_wide=True)]
     names = dict.fromkeys(name for _, run in runs for name in evaluation_names(evaluation_lines(run)))
@@ -221,22 +221,22 @@ def _overlaid(runs: Labelled, title: str, note: str, lines: Iterable[Line | None
 
 
 def evaluation_lines(run: RunRead) -> Lines:
-    """Return the evaluations of a run; of runs without their file, what the steps say of them."""
+    """Return the evaluations of a run; for a run without their file, those in its steps."""
     return run.evaluations or [line for line in run.lines if any(map(_is_evaluation, line))]
 
 
 def evaluation_names(records: Lines) -> list[str]:
-    """List the rewards that were evaluated, by the names of metrics."""
+    """Return the evaluated rewards, by the names of their metrics."""
     return list(dict.fromkeys(n for record in records for n, v in record.items() if _is_evaluation(n) and is_number(v)))
 
 
 def evaluation_label(name: str) -> str:
-    """Say ``greedy exact_answer`` for ``evaluation/greedy/exact_answer``."""
+    """Return ``greedy exact_answer`` for ``evaluation/greedy/exact_answer``."""
     return name.removeprefix("evaluation/").replace("/", " ")
 
 
 def stage_seconds(lines: Lines) -> tuple[np.ndarray, np.ndarray]:
-    """Return the steps whose stages were timed, and the seconds of all stages of each."""
+    """Return the steps whose stages were timed, and the seconds of each stage."""
     known = [line for line in lines if any(is_number(line.get(name)) for name in STAGES)]
     seconds = [sum(number_or_zero(line.get(name)) for name in STAGES) for line in known]
     return np.array([line["step"] for line in known], np.float64), np.array(seconds, np.float64)

@@ -1,30 +1,20 @@
-"""Writes the page that compares several runs: curves over each other, what their configs differ in, evaluations.
+"""Writes the page that compares several runs: their curves, their configs' differences, their evaluations.
 
-Runs may have different lengths, metrics and evaluations: what a run lacks is left out, or a dash.
+Runs may differ in length, metrics and evaluations: what a run lacks is left out, or shown as a dash.
 """
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tpu_grpo.observe.chart_drawing import COLOURS, draw
-from tpu_grpo.observe.charts import (
-    Labelled,
-    comparison_charts,
-    evaluation_label,
-    evaluation_lines,
-    evaluation_names,
-)
+from tpu_grpo.observe.charts import Labelled, comparison_charts, evaluation_label, evaluation_lines, evaluation_names
 from tpu_grpo.observe.json_lines import is_number, number_or_zero, numbers
 from tpu_grpo.observe.page_tables import Cell, Column, Table, best_name, decimal, shorten, value_cell
 from tpu_grpo.observe.run_page import median_seconds, median_speed, reward_of, write_page
-from tpu_grpo.observe.run_reader import RunRead
+from tpu_grpo.observe.run_reader import ABSENT, RunRead, differences
+from tpu_grpo.observe.sample_rows import without_marks
 
-OWN_NAMES = ("run.name", "run.dir")
-"""Settings that differ in any two runs."""
-ABSENT = "–"
 SHOWN_PROBLEMS = 4
 
 
@@ -45,26 +35,6 @@ def write_comparison(runs: Sequence[RunRead], path: Path) -> Path:
         tables=[table for table in tables if table is not None],
     )
     return path
-
-
-def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Map every setting that is not the same in all configs to its value in each; a dash for one that has none.
-
-    >>> differences([{"a": {"b": 1, "c": [2]}}, {"a": {"b": 1, "c": [2, 3]}}, {}])
-    {'a.b': ['1', '1', '–'], 'a.c': ['[2]', '[2, 3]', '–']}
-    """
-    flat = [dict(_leaves(config)) for config in configs]
-    names = dict.fromkeys(name for leaves in flat for name in leaves if name not in OWN_NAMES)
-    values = {name: [leaves.get(name, ABSENT) for leaves in flat] for name in names}
-    return {name: found for name, found in values.items() if len(set(found)) > 1}
-
-
-def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _labels(runs: Sequence[RunRead]) -> list[str]:
@@ -135,7 +105,7 @@ def _held_out(runs: Labelled) -> Table | None:
     gold = ["right answer"] if any(row.get("gold") is not None for rows in groups for row in rows) else []
     cells = [
         [
-            Cell(shorten(rows[0]["prompt"])),
+            Cell(shorten(without_marks(rows[0]["prompt"]))),
             *(Cell(shorten(str(rows[0].get("gold", ABSENT)))) for _ in gold),
             *(Cell(shorten(row["completion"]), f"{reward} {decimal(row['rewards'].get(reward))}") for row in rows),
         ]

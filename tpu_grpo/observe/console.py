@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tpu_grpo.observe.json_lines import names_in
-from tpu_grpo.observe.sample_rows import SampleRow, called_tools, pick_rows, visible
+from tpu_grpo.observe.notebook import Cell, is_in_notebook
+from tpu_grpo.observe.sample_rows import SampleRow, called_tools, pick_rows, visible, without_marks
 from tpu_grpo.observe.step_metrics import MetricValue
 
 PLAIN_WIDTH = 120
@@ -18,22 +19,29 @@ TABLE_WIDTH = 60
 SHOWN_ROWS = 4
 SHOWN_CHARACTERS = 320
 SHOWN_TURNS = 4
-"""Of a longer conversation the first half of so many turns, and the last."""
+"""The most turns of a conversation that are shown: the first half, and the last."""
 SHOWN_OF_A_TURN = 160
 
+AGREEMENT = "agreement/logprob_abs_diff_max"
+EXPLANATION = (
+    "(agreement: the largest difference of the log-probabilities that engine and trainer give the same tokens; up to "
+    "1e-4 is right in float32)"
+)
 _FIELDS = (
     ("reward", "rewards/mean", "{:.3f}"),
-    ("agreement", "agreement/logprob_abs_diff_max", "{:.1e}"),
+    ("agreement", AGREEMENT, "{:.1e}"),
     ("tokens/s", "rollout/tokens_per_second", "{:,.0f}"),
 )
 
 
 class ConsoleSink:
-    """Shows reward, agreement, tokens per second and progress, and some samples when asked.
+    """Shows reward, agreement, tokens per second, time left and the next evaluation, and some samples when asked.
 
-    On a terminal that is a bar; elsewhere a line for the first step, the last one, and in between at most one every
-    ``plain_seconds``. Model text is shown as it is: no markup is read from it, and control characters are written
-    out as escapes, so that a completion cannot steer the terminal.
+    ``evaluation_every`` is the setting evaluation.every; None for a run that has nothing to evaluate on.
+
+    On a terminal and in a notebook that is a bar; elsewhere a line for the first step, the last one, and in between at
+    most one every ``plain_seconds``. Model text is shown as it is: no markup is read from it, and control characters
+    are written out as escapes, so that a completion cannot steer the terminal.
     """
 
     def __init__(
@@ -41,6 +49,7 @@ class ConsoleSink:
         start_step: int,
         max_steps: int,
         *,
+        evaluation_every: int | None = None,
         console: Console | None = None,
         plain_seconds: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
@@ -49,12 +58,15 @@ class ConsoleSink:
             console = Console()
             console = console if console.is_terminal else Console(width=PLAIN_WIDTH)
         self._console = console
-        self._max_steps = max_steps
+        self._start, self._max_steps, self._evaluation_every = start_step, max_steps, evaluation_every
+        self._began: tuple[int, float] | None = None
+        """Step and time from which the rest is reckoned: not from the start, because the first step compiles."""
         self._plain_seconds = plain_seconds
         self._clock = clock
         self._started = clock()
         self._last_line: float | None = None
         self._bar: Progress | None = None
+        self._cell = Cell() if is_in_notebook() else None
         if console.is_terminal:
             self._bar = Progress(
                 TextColumn("step {task.completed:.0f} of {task.total:.0f}"),
@@ -74,13 +86,28 @@ class ConsoleSink:
         step, now = int(metrics["step"]), self._clock()
         known = [(label, metrics.get(name), form) for label, name, form in _FIELDS]
         figures = "  ".join(f"{label} {form.format(v)}" for label, v, form in known if isinstance(v, int | float))
+        first, since = self._began = self._began or (step, now)
+        evaluation = f"  {text}" if (text := self._next_evaluation(step)) else ""
+        left = ""
+        if first < step < self._max_steps:
+            left = f"  left {_clock_time((now - since) / (step - first) * (self._max_steps - step))}"
+        times = f"elapsed {_clock_time(now - self._started)}{left}"
+        line = f"step {step} of {self._max_steps}  {figures}  {times}{evaluation}"
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, figures=figures)
+            self._bar.update(self._task, completed=step, figures=figures + evaluation)
+        elif self._cell is not None:
+            self._cell.show_progress(step, self._max_steps, line)
         elif self._last_line is None or step >= self._max_steps or now - self._last_line >= self._plain_seconds:
             self._last_line = now
-            minutes, seconds = divmod(int(now - self._started), 60)
-            elapsed = f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"
-            self.note(f"step {step} of {self._max_steps}  {figures}  elapsed {elapsed}")
+            self.note(line)
+        if step == first and AGREEMENT in metrics:
+            self.note(EXPLANATION)
+
+    def _next_evaluation(self, step: int) -> str:
+        if (every := self._evaluation_every) is None or step >= self._max_steps:
+            return ""
+        last = self._max_steps
+        return f"evaluation after step {min((step // every + 1) * every, last) if every else last}"
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
         """Show the best row, the worst one, and others drawn by the step."""
@@ -107,22 +134,26 @@ def _sample_table(step: int, rows: Sequence[SampleRow]) -> Table:
     table = Table(title=Text(f"samples of step {step}"), title_justify="left", show_lines=True, expand=True)
     table.add_column("prompt", ratio=2, overflow="fold")
     table.add_column("completion", ratio=3, overflow="fold")
-    for name in [*names, "advantage"]:
+    has_gold = any(row.gold is not None for row in rows)
+    for name in [*(["right answer"] if has_gold else []), *names, "advantage"]:
         table.add_column(Text(name), justify="right", overflow="fold")
     for row in rows:
         rewards = [Text(_number(row.rewards.get(name))) for name in names]
-        prompt = Text(visible(row.prompt, SHOWN_CHARACTERS))
+        gold = [Text(visible(row.gold or "", SHOWN_CHARACTERS))] if has_gold else []
+        prompt = Text(visible(without_marks(row.prompt), SHOWN_CHARACTERS))
         completion = Text("\n").join(Text(text, style="dim" if is_dim else "") for text, is_dim in _pieces(row))
-        table.add_row(prompt, completion, *rewards, Text(f"{row.advantage:+.2f}"))
+        table.add_row(prompt, completion, *gold, *rewards, Text(f"{row.advantage:+.2f}"))
     return table
 
 
 def _sample_lines(step: int, rows: Sequence[SampleRow]) -> list[str]:
     lines = [f"samples of step {step}"]
     for row in rows:
-        prompt, completion = visible(row.prompt, SHOWN_CHARACTERS), " ".join(text for text, _ in _pieces(row))
+        prompt = visible(without_marks(row.prompt), SHOWN_CHARACTERS)
+        completion = " ".join(text for text, _ in _pieces(row))
+        right = "" if row.gold is None else f"right answer {visible(row.gold, SHOWN_CHARACTERS)}; "
         rewards = ", ".join(f"{name} {_number(value)}" for name, value in row.rewards.items() if value is not None)
-        lines.append(f"{prompt} -> {completion} ({rewards}; advantage {row.advantage:+.2f})")
+        lines.append(f"{prompt} -> {completion} ({right}{rewards}; advantage {row.advantage:+.2f})")
     return lines
 
 
@@ -144,6 +175,11 @@ def _pieces(row: SampleRow) -> list[tuple[str, bool]]:
     if talk["ending"] == "failed":
         pieces.append((visible(f"[failed, {talk.get('failure')}]", SHOWN_OF_A_TURN), True))
     return pieces
+
+
+def _clock_time(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def _number(value: float | None) -> str:

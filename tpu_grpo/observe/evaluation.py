@@ -1,4 +1,4 @@
-"""Completes held-out prompts and says how good the completions are, with which certainty, and which step was the best.
+"""Evaluates held-out prompts: completions, scores, confidence intervals, and the step with the best value.
 
 There are P problems, n samples of each, and G completions of each in a rollout (1 or n), in B = P*G rows. For each
 reward, over the problems that it applies to:
@@ -12,35 +12,26 @@ Everything is an average over problems, of which each counts once; samples of on
 other, so 95 % intervals are over problems (Miller 2024, arXiv 2411.00640, sections 2 and 3).
 """
 
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Float
 
 from tpu_grpo.config import EvaluationSection
 from tpu_grpo.hosts import Hosts
-from tpu_grpo.observe.json_lines import (
-    encode_line,
-    jsonable,
-    keep_steps,
-    read_steps,
-    replace_bytes,
-    write_json,
-)
+from tpu_grpo.observe.json_lines import encode_line, jsonable, keep_steps, read_steps, replace_bytes, write_json
 from tpu_grpo.observe.run_files import BEST_FILE, EVALUATION_FILE, EVALUATIONS_DIR
 from tpu_grpo.observe.sample_rows import conversation_fields, none_if_nan
 from tpu_grpo.observe.step_metrics import tokens_digest
-from tpu_grpo.records.errors import ConfigError
 from tpu_grpo.records.stages import AnswerMode, Completion, Prompt, PromptBatch, Rollout, Scores
 
 GREEDY, SAMPLED = "greedy", "sampled"
@@ -55,17 +46,9 @@ GroupEnded = Callable[[int, Sequence[Completion], Sequence[str]], None]
 """Is told a prompt's number, its completions in one mode and their texts, while others are sampled."""
 
 
-class Generate(Protocol):
-    """Completes prompts; the same prompts get the same completions every time."""
-
-    def __call__(
-        self, prompts: Sequence[Prompt], modes: Sequence[AnswerMode], ended: Sequence[GroupEnded]
-    ) -> Sequence[Rollout]:
-        """Return a rollout for every mode, with a prompt's completions after each other.
-
-        What has ended for each mode is told to one of ``ended``.
-        """
-        ...
+Generate = Callable[[Sequence[Prompt], Sequence[AnswerMode], Sequence[GroupEnded]], Sequence[Rollout]]
+"""Completes prompts in every mode, with a prompt's completions after each other, and returns a rollout for each mode;
+the same prompts get the same completions every time. What has ended is told to the function of its mode."""
 
 
 class Scoring(Protocol):
@@ -81,40 +64,9 @@ class Scoring(Protocol):
 
 
 Begin = Callable[[PromptBatch, int], AbstractContextManager[Scoring]]
-"""Begins to score so many rollouts of a batch of prompts."""
+"""Begins to score a number of rollouts of a batch of prompts."""
 FinalAnswer = Callable[[str, re.Pattern[str] | None], str | None]
 """Finds the answer that a vote counts in a text, by ``answer_pattern`` if there is one; None if the text has none."""
-
-
-@dataclass(frozen=True)
-class EvaluationSettings:
-    """Says how prompts are sampled beside the greedy completions, and what is counted."""
-
-    temperature: float
-    samples: int = 1
-    """How many completions of each prompt are sampled."""
-    k: tuple[int, ...] = ()
-    """Every k for which pass@k and maj@k are estimated; at most ``samples``."""
-    correct_from: float = 1.0
-    """The least value of a reward at which a completion counts as correct."""
-    answer_pattern: re.Pattern[str] | None = None
-    """Where the answer stands that a vote counts; see ``final_answer``."""
-
-    @classmethod
-    def of(cls, section: EvaluationSection, rollout_temperature: float) -> Self:
-        """Take the settings from the config; a temperature that is unset is that of the rollout.
-
-        Raises:
-            ConfigError: for a pattern that is no regular expression.
-        """
-        try:
-            pattern = None if section.answer_pattern is None else re.compile(section.answer_pattern, re.DOTALL)
-        except re.error as error:
-            raise ConfigError(
-                f"evaluation.answer_pattern must be a regular expression, got {section.answer_pattern!r} ({error})"
-            ) from error
-        temperature = rollout_temperature if section.temperature is None else section.temperature
-        return cls(temperature, section.samples, section.every_k, section.correct_from, pattern)
 
 
 # --- an evaluation ---------------------------------------------------------------------------------------------------
@@ -122,7 +74,7 @@ class EvaluationSettings:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Holds a mean over problems with its 95 % interval; low and high are NaN where a single problem tells none."""
+    """A mean over problems with its 95 % interval; low and high are NaN if a single problem gives none."""
 
     value: float
     low: float
@@ -135,7 +87,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Says how good the policy was after ``step`` steps."""
+    """The results of an evaluation after ``step`` steps."""
 
     step: int
     estimates: Mapping[str, Mapping[str, Estimate]]
@@ -166,7 +118,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluationSamples:
-    """Holds all completions of one mode with what was found about them; B rows, those of a problem after each other."""
+    """All completions of one mode with their scores; B rows, those of a problem in sequence."""
 
     mode: str
     """``GREEDY`` or ``SAMPLED``."""
@@ -180,28 +132,30 @@ def evaluate(
     generate: Generate,
     begin: Begin,
     prompts: Sequence[Prompt],
-    settings: EvaluationSettings,
+    section: EvaluationSection,
+    temperature: float,
     final_answer: FinalAnswer,
     *,
     step: int,
 ) -> tuple[Evaluation, tuple[EvaluationSamples, EvaluationSamples]]:
-    """Complete every prompt once greedily and ``settings.samples`` times sampled, and score all.
+    """Complete every prompt once greedily and ``section.samples`` times at a temperature, and score all.
 
-    A reward that applies nowhere is left out, as are problems that it does not apply to.
-
-    Returns:
-        The estimates, and the greedy and the sampled completions they are of.
+    A reward that applies to no problem is left out, and so are problems to which a reward does not apply. Returns the
+    estimates, and the greedy and the sampled completions that they are of.
     """
+    pattern = None if section.answer_pattern is None else re.compile(section.answer_pattern, re.DOTALL)
 
     def samples_of(mode: str, rollout: Rollout, scores: Scores) -> EvaluationSamples:
         said = zip(rollout.completions, rollout.texts, strict=True)
         texts = (text if c.episode is None else c.episode.last_words for c, text in said)
-        answers = tuple(final_answer(text, settings.answer_pattern) for text in texts)
+        answers = tuple(final_answer(text, pattern) for text in texts)
         return EvaluationSamples(mode, rollout, scores, answers)
 
-    modes = (AnswerMode(0.0), AnswerMode(settings.temperature, settings.samples))
-    with begin(PromptBatch(0, tuple(prompts)), len(modes)) as scoring:
-        rollouts = generate(prompts, modes, [partial(scoring.add, rollout=number) for number in range(len(modes))])
+    modes = (AnswerMode(0.0), AnswerMode(temperature, section.samples))
+    batch = PromptBatch(step, tuple(prompts))
+    with begin(batch, len(modes)) as scoring:
+        told = [partial(scoring.add, rollout=number) for number in range(len(modes))]
+        rollouts = [replace(rollout, batch=batch) for rollout in generate(prompts, modes, told)]
         scores = scoring.finish(rollouts)
     both = (samples_of(GREEDY, rollouts[0], scores[0]), samples_of(SAMPLED, rollouts[1], scores[1]))
     tokens, truncated, failed = dict[str, float](), dict[str, float](), dict[str, float]()
@@ -212,11 +166,11 @@ def evaluate(
         if failures := [c.episode.failure is not None for c in completions if c.episode is not None]:
             failed[samples.mode] = float(np.mean(failures))
     digest = tokens_digest([c for samples in both for c in samples.rollout.completions])
-    return Evaluation(step, _estimates(both, settings), tokens, truncated, digest, failed), both
+    return Evaluation(step, _estimates(both, section), tokens, truncated, digest, failed), both
 
 
 def _estimates(
-    samples_by_mode: Sequence[EvaluationSamples], settings: EvaluationSettings
+    samples_by_mode: Sequence[EvaluationSamples], section: EvaluationSection
 ) -> dict[str, dict[str, Estimate]]:
     """Average every reward in every mode over the problems that it applies to."""
     estimates: dict[str, dict[str, Estimate]] = {}
@@ -231,8 +185,8 @@ def _estimates(
                 if (applies_G := ~np.isnan(values_G)).any()
             ]
             by_mode = {samples.mode: [float(np.mean(values)) for values, _ in found]}
-            right = [(values >= settings.correct_from, votes) for values, votes in found]
-            every_k = settings.k if samples.mode == SAMPLED else ()
+            right = [(values >= section.correct_from, votes) for values, votes in found]
+            every_k = section.every_k if samples.mode == SAMPLED else ()
             for k in every_k:
                 by_mode[f"pass@{k}"] = [pass_at_k(len(r), int(r.sum()), k) for r, _ in right if len(r) >= k]
             for k in every_k:
@@ -244,7 +198,7 @@ def _estimates(
 
 
 def describe(evaluation: Evaluation, prompts: int) -> str:
-    """Describe on one line: ``held out (512 prompts) after step 0: greedy exact_answer 0.291 [0.253, 0.332]; ...``."""
+    """Return one line: ``held out (512 prompts) after step 0: greedy exact_answer 0.291 [0.253, 0.332]; ...``."""
     shown = [
         f"{mode} " + ", ".join(f"{name} {estimate}" for name, estimate in estimates.items())
         for mode, estimates in evaluation.estimates.items()
@@ -259,7 +213,7 @@ def describe(evaluation: Evaluation, prompts: int) -> str:
 
 
 def over_problems(values_P: Float[np.ndarray, " P"]) -> Estimate:
-    """Average one value per problem; the interval is Wilson's where all are 0 or 1, else a normal distribution's."""
+    """Average one value per problem; the interval is Wilson's if all values are 0 or 1, else a normal one's."""
     count, mean = len(values_P), float(np.mean(values_P))
     if np.isin(values_P, (0.0, 1.0)).all():
         return Estimate(mean, *wilson(int(values_P.sum()), count), count)
@@ -270,17 +224,17 @@ def over_problems(values_P: Float[np.ndarray, " P"]) -> Estimate:
 
 
 def wilson(successes: int, count: int) -> tuple[float, float]:
-    """Compute a proportion's score interval (Wilson 1927, JASA 22, p. 209), within [0, 1] and not empty at its ends."""
+    """Return the score interval of a proportion (Wilson 1927, JASA 22, p. 209): within [0, 1], and never empty."""
     centre = (successes + Z**2 / 2) / (count + Z**2)
     half = Z * math.sqrt(successes * (count - successes) / count + Z**2 / 4) / (count + Z**2)
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Estimate without bias the chance that k samples of a problem hold a correct one, from its ``samples`` ones.
+    """Return the unbiased estimate of the chance that one of k samples of a problem is correct, from n ``samples``.
 
-    The chance for k of them that are drawn without replacement is 1 - C(n - c, k) / C(n, k), computed as a product
-    (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    For k of them, drawn without replacement, it is 1 - C(n - c, k) / C(n, k), computed as a product (Chen et al. 2021,
+    arXiv 2107.03374, eq. 1).
     Of 4 samples with 1 correct: pass@1 = 1/4, pass@2 = 1 - C(3, 2) / C(4, 2) = 1/2, pass@4 = 1.
 
     Raises:
@@ -294,11 +248,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
-    """Say how right the most frequent answer is, which is maj@k of k samples; 0 if none of them has an answer.
+    """Return the score of the most frequent answer, which is maj@k for k samples; 0 if none of them has an answer.
 
-    Answers that are equally frequent count in equal parts, as if one of them were drawn; samples that gave the same
-    answer and were judged differently count by their mean.
-    For the answers 7 7 4 4 -, of which 7 is correct, it is 1/2.
+    Equally frequent answers count in equal parts, as if one of them were drawn; samples with the same answer and
+    different scores count by their mean. For the answers 7 7 4 4 -, of which 7 is correct, it is 1/2.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -313,31 +266,26 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
 
 
 class EvaluationLog:
-    """Remembers the evaluations of a run, the same on every host; host 0 keeps the files.
+    """The evaluations of a run, the same on every host; host 0 writes the files.
 
-    ``evaluation.jsonl`` has a line per evaluation, and is continued when a run is; ``best.json`` names the best step.
-
-    Args:
-        run_dir: the run's directory.
-        start_step: steps already done; evaluations of later ones, and all of a fresh start, are dropped.
-        best: the mode/reward that the best step is the highest of.
-        hosts: every one of them makes a log.
+    ``evaluation.jsonl`` has a line per evaluation, and is continued when a run is; ``best.json`` names the best step,
+    which is the highest of ``best``, a mode/reward. Evaluations after ``start_step``, the steps that are done, and all
+    before a fresh start are dropped.
     """
 
     def __init__(self, run_dir: Path, start_step: int, best: str, hosts: Hosts):
         self._directory = run_dir
         self._hosts = hosts
         self._mode, _, self._reward = best.partition("/")
-        lines: list[dict[str, Any]] = []
+        done: list[Evaluation] = []
         if hosts.is_first:
             path = run_dir / EVALUATION_FILE
             keep_steps(path, start_step or -1)  # a fresh start keeps none
-            lines = list(read_steps(path))
-        lines = json.loads(hosts.broadcast("the evaluations so far", json.dumps(lines).encode()))
-        self.done = [evaluation_of(line) for line in lines]
+            done = [evaluation_of(line) for line in read_steps(path)]
+        self.done: list[Evaluation] = hosts.broadcast("the evaluations so far", done, list[Evaluation])
 
     def add(self, evaluation: Evaluation) -> None:
-        """Remember an evaluation, and which one is now the best."""
+        """Add an evaluation, and update the best step."""
         self.done.append(evaluation)
         if not self._hosts.is_first:
             return
@@ -352,7 +300,7 @@ class EvaluationLog:
         return None if (best := self._best()) is None else best["step"]
 
     def summary(self) -> dict[str, Any]:
-        """Return the first and the last evaluation and the best step, as summary.json has them."""
+        """Return the first and the last evaluation and the best step, as fields of summary.json."""
         if not self.done:
             return {}
         return {
@@ -386,7 +334,7 @@ def record_of(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def evaluation_of(record: dict[str, Any]) -> Evaluation:
-    """Read the evaluation back from a line of evaluation.jsonl, written by this version or one before it."""
+    """Parse an evaluation from a line of evaluation.jsonl, written by this or an earlier version."""
     estimates: dict[str, dict[str, Estimate]] = {}
     lengths: dict[str, dict[str, float]] = {"tokens": {}, "truncated": {}, "failed": {}}
     intervals = record.get("intervals", {})
@@ -404,22 +352,20 @@ def evaluation_of(record: dict[str, Any]) -> Evaluation:
 
 
 def write_samples(run_dir: Path, name: str, samples: Sequence[EvaluationSamples]) -> Path:
-    """Write all completions with their rewards to ``evaluations/<name>.jsonl``, as a whole or not at all.
+    """Write all completions with their rewards to ``evaluations/<name>.jsonl``, as a whole or not at all; say where.
 
     A line holds problem (from 0), mode, sample (from 0), prompt, completion, the answer that votes count, the right
     one (gold) where the record has it, rewards by name (null where one does not apply), tokens and finish_reason; of a
     conversation also what `conversation_fields` returns.
-
-    Returns:
-        Where they are.
     """
     path = run_dir / EVALUATIONS_DIR / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_bytes(path, (encode_line(record) for of_mode in samples for record in _sample_records(of_mode)))
+    replace_bytes(path, (encode_line(record) for of_mode in samples for record in sample_records(of_mode)))
     return path
 
 
-def _sample_records(samples: EvaluationSamples) -> Iterator[dict[str, Any]]:
+def sample_records(samples: EvaluationSamples) -> Iterator[dict[str, Any]]:
+    """Yield the lines of `write_samples` for one mode."""
     rollout = samples.rollout
     for row, (prompt, completion) in enumerate(zip(rollout.row_prompts, rollout.completions, strict=True)):
         yield {

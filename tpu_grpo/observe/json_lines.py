@@ -1,4 +1,4 @@
-"""Files of JSON lines, which survive a kill, and what is read back from them: any name may be missing or null.
+"""JSON-lines files that survive a kill, and the reading of their records, in which any name may be missing or null.
 
 Other files of a run are replaced as a whole.
 """
@@ -21,9 +21,6 @@ from tpu_grpo.records.outside import lines_of, open_file, parse_json
 
 Record = Mapping[str, Any]
 Lines = Sequence[Record]
-
-
-# --- writing ---------------------------------------------------------------------------------------------------------
 
 
 def encode_line(record: Record) -> bytes:
@@ -50,9 +47,9 @@ def jsonable(value: Any) -> Any:
 
 
 def keep_steps(path: Path, last: int) -> None:
-    """Rewrite a file with the records of the steps up to ``last``, as a whole or not at all; a missing one stays so.
+    """Rewrite a file atomically with the records of the steps up to ``last``; a missing file stays missing.
 
-    If a torn line was of such a step, the user is told that it is lost.
+    If a torn line belonged to such a step, the user is told that it is lost.
 
     Raises:
         DataError: as ``read_steps`` does; the file is then as it was.
@@ -69,19 +66,19 @@ def keep_steps(path: Path, last: int) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a value as indented JSON, as a whole or not at all; numbers that are not finite become null."""
+    """Write a value atomically as indented JSON; numbers that are not finite become null."""
     replace_text(path, json.dumps(jsonable(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def replace_text(path: Path, text: str, temporary: str = ".tmp") -> None:
-    """Write a UTF-8 file as a whole or not at all; see ``replace_bytes``."""
+    """Write a UTF-8 file atomically; see ``replace_bytes``."""
     replace_bytes(path, [text.encode("utf-8", errors="backslashreplace")], temporary)
 
 
 def replace_bytes(path: Path, data: Iterable[bytes], temporary: str = ".tmp") -> None:
-    """Write a file as a whole or not at all: a reader sees the old one or the new one.
+    """Write a file atomically: a reader sees the old file or the new one.
 
-    Until it is complete it is a file whose name ends in ``temporary``; several writers need different ones.
+    Until it is complete its name ends in ``temporary``; several writers need different endings.
     """
     unfinished = path.with_name(path.name + temporary)
     with unfinished.open("wb") as file:
@@ -91,13 +88,10 @@ def replace_bytes(path: Path, data: Iterable[bytes], temporary: str = ".tmp") ->
     os.replace(unfinished, path)
 
 
-# --- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read_records(path: Path, *, missing_ok: bool = False, torn: list[bytes] | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, in order; a last line that a kill left torn is passed over, and put into ``torn``.
+    """Yield the records of a file, in order; a last line that a kill has torn is appended to ``torn`` instead.
 
-    With ``missing_ok`` a file that is not there holds no records.
+    With ``missing_ok`` a missing file has no records.
 
     Raises:
         DataError: for any other line that is not a JSON object.
@@ -130,7 +124,7 @@ def read_records(path: Path, *, missing_ok: bool = False, torn: list[bytes] | No
 def read_steps(path: Path, torn: list[bytes] | None = None, **types: type) -> Iterator[dict[str, Any]]:
     """Yield the records of a file whose lines all have a step, and values of ``types`` by these names.
 
-    A file that is not there holds none.
+    A missing file has no records.
 
     Raises:
         DataError: as ``read_records`` does, and for a line without one of them.
@@ -146,23 +140,23 @@ def read_steps(path: Path, torn: list[bytes] | None = None, **types: type) -> It
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Tell whether a value is a number; null, texts, truth values and integers that no float can hold are none."""
+    """Whether a value is a number; null, texts, booleans and integers that no float can hold are not."""
     whole = isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     return whole or isinstance(value, float)
 
 
 def number_or_zero(value: object) -> float:
-    """Return the number that ``value`` is, or 0 where it is none."""
+    """Return ``value`` if it is a number, else 0."""
     return float(value) if is_number(value) else 0.0
 
 
 def numbers(lines: Iterable[Record], name: str) -> list[float]:
-    """Collect a metric's values, in order, from the lines in which it is a number."""
+    """Return a metric's values, in order, from the lines in which it is a number."""
     return [float(line[name]) for line in lines if is_number(line.get(name))]
 
 
 def series(lines: Lines, name: str) -> tuple[Float[np.ndarray, " N"], Float[np.ndarray, " N"]]:
-    """Return steps and values of a metric over the N lines that name it; a null value is NaN, which leaves a gap."""
+    """Return steps and values of a metric over the N lines that have it; null becomes NaN, a gap in a chart."""
     points = [(line["step"], line[name]) for line in lines if name in line]
     return (
         np.array([step for step, _ in points], np.float64),
@@ -171,7 +165,7 @@ def series(lines: Lines, name: str) -> tuple[Float[np.ndarray, " N"], Float[np.n
 
 
 def interval_of(record: Record, name: str) -> tuple[float, float]:
-    """Return the 95 % interval of an evaluated metric, as a line of ``evaluation.jsonl`` has it; NaN without one."""
+    """Return the 95 % interval of an evaluated metric from a line of ``evaluation.jsonl``; NaN if it has none."""
     intervals = record.get("intervals")
     bounds = intervals.get(name.removeprefix("evaluation/")) if isinstance(intervals, dict) else None
     known: Sequence[object] = bounds if isinstance(bounds, list) and len(bounds) > 1 else (None, None)
@@ -180,7 +174,7 @@ def interval_of(record: Record, name: str) -> tuple[float, float]:
 
 
 def names_in(records: Iterable[Record]) -> list[str]:
-    """List every name that occurs in any of the records, in the order in which they first appear.
+    """Return every name in any of the records, in the order of first appearance.
 
     >>> names_in([{"a": 1, "b": 2}, {"c": 3, "a": 4}])
     ['a', 'b', 'c']

@@ -1,7 +1,7 @@
-"""Writes a run's page while the run goes on, and however it ends.
+"""Writes a run's page while the run goes on, and at its end.
 
-It is written at the start, after the first step, and then as often as costs at most a hundredth of the time: after a
-writing of 0.1 s the next one comes 10 s later at the earliest. A run of long steps writes it after every step.
+The page is written at the start, after the first step, and then as often as costs at most a hundredth of the time:
+after a writing of 0.1 s the next one is at least 10 s later. A run of long steps writes it after every step.
 """
 
 import json
@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from types import TracebackType
 from typing import Self
 
 from tpu_grpo.config import RunConfig
 from tpu_grpo.hosts import End, Hosts, here
 from tpu_grpo.hosts.host_log import logger
+from tpu_grpo.observe.notebook import Cell, is_in_notebook
 from tpu_grpo.observe.run_files import END_FILE, REPORT_FILE, SUMMARY_FILE
 from tpu_grpo.observe.run_page import write_report
 from tpu_grpo.observe.run_reader import Standing, now, write_end
@@ -31,22 +31,19 @@ WAIT_SECONDS = 2.0
 
 
 class LiveReport:
-    """The page of a run for the time of a ``with`` block, on host 0; a sink like others.
+    """The page of a run, for a ``with`` block on host 0; it is also a sink.
 
         with LiveReport(config, hosts, start, directory.is_ours) as report:
             ...                                # report.write after every step
 
-    Leaving the block writes how the run ended, into ``end.json`` and the page; so does a thread that ends the process.
+    Leaving the block writes how the run ended, to ``end.json`` and the page; a thread that ends the process does so,
+    too.
 
-    An error of the disk in the block is raised, as everywhere in a run. Any other one, which would be a mistake of the
-    page's own, is said once, and the run goes on without the page until it ends.
+    An error of the disk in the block is raised, as everywhere in a run. Any other error, which would be a bug of the
+    page, is reported once, and the run goes on without the page until it ends. In a notebook the page is also shown
+    below the cell that trains.
 
-    Args:
-        config: the run's.
-        hosts: those of the run.
-        start: the steps that are done.
-        is_ours: whether the directory is still this process's.
-        clock: gives seconds.
+    ``start`` is the number of steps that are done, and ``is_ours`` says whether the directory is still this process's.
     """
 
     def __init__(
@@ -64,9 +61,10 @@ class LiveReport:
         self._began: tuple[int, float] | None = None
         """Step and time from which the rest is reckoned: not from the start, because the first step compiles."""
         self._works = True
+        self._cell: Cell | None = None
 
     def write(self, metrics: Mapping[str, MetricValue]) -> None:
-        """Take the metrics of one step, which are on disk; write the page if its time has come."""
+        """Handle the metrics of one step, which are on disk; write the page if it is due."""
         self._step = int(metrics["step"])
         began = self._clock()
         if self._began is None:
@@ -75,6 +73,8 @@ class LiveReport:
             (first, since), left = self._began, None
             if self._step > first:
                 left = (began - since) / (self._step - first) * (self._most - self._step)
+            if self._cell is None and is_in_notebook():
+                self._cell = Cell()  # below what the console has shown by now
             with self._lock:
                 self._write_page(Standing("going", self._step, self._most, at=now(), seconds_left=left))
             ended = self._clock()
@@ -95,9 +95,7 @@ class LiveReport:
         here.at_end = {NAME: self._end_in_time, **here.at_end}  # first, so that people who are told find it
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             here.at_end.pop(NAME, None)
             self._write_end(End.by(None))
@@ -128,6 +126,8 @@ class LiveReport:
     def _write_page(self, standing: Standing) -> None:
         try:
             write_report(self._config.run_dir, standing=standing)
+            if self._cell is not None:
+                self._cell.show_page((self._config.run_dir / REPORT_FILE).read_text())
         except OSError:
             raise
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Writes the page that goes with an exported model: what it is, how it was trained, and what came of it.
+"""Writes the model card of an exported model: what it is, how it was trained, and the results.
 
 The text is ``templates/model_card.md.jinja``; its figures are read here from the files that the run left.
 """
@@ -6,7 +6,7 @@ The text is ``templates/model_card.md.jinja``; its figures are read here from th
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -15,13 +15,12 @@ from tpu_grpo.observe.run_files import EVALUATION_FILE, METRICS_FILE
 from tpu_grpo.observe.summary import edge_means
 
 CARD_FILE = "README.md"
-TEMPLATES = Path(__file__).with_name("templates")
 TEMPLATE = "model_card.md.jinja"
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Says which model a page is about."""
+    """The facts about the exported model."""
 
     run: str
     """The name of the run."""
@@ -38,7 +37,7 @@ class ModelFacts:
 
 
 class Row(NamedTuple):
-    """A figure of the run: before the first step, and after the step of the model."""
+    """A figure of the run: before the first step, and after the model's step."""
 
     name: str
     before: str
@@ -48,27 +47,26 @@ class Row(NamedTuple):
 def write_model_card(
     directory: Path, run_dir: Path, facts: ModelFacts, config: str, versions: Mapping[str, str]
 ) -> None:
-    """Write the page into a directory, with the figures that the run has up to the step of the model.
+    """Write the model card into the directory of an exported model, with the run's figures up to the model's step.
 
-    Args:
-        directory: that of the exported model.
-        run_dir: where the run left its figures; those that are not there are left out.
-        facts: says which model this is.
-        config: the run's config as YAML.
-        versions: those of the libraries that write this.
+    Figures that the run has not left in ``run_dir`` are left out. ``config`` is the run's, as YAML.
     """
+    figures = list(_figures(run_dir, facts.step))
+    text = rendered(TEMPLATE, autoescape=False, facts=facts, figures=figures, config=config, versions=versions)
+    (directory / CARD_FILE).write_text(text, encoding="utf-8")
+
+
+def rendered(template: str, *, autoescape: bool, **values: Any) -> str:
+    """Fill a template of the room; without escapes, for Markdown, blocks may be indented."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=False,  # it is Markdown
+        loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+        autoescape=autoescape,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
-        lstrip_blocks=True,
+        lstrip_blocks=not autoescape,
         keep_trailing_newline=True,
     )
-    text = environment.get_template(TEMPLATE).render(
-        facts=facts, figures=list(_figures(run_dir, facts.step)), config=config, versions=versions
-    )
-    (directory / CARD_FILE).write_text(text, encoding="utf-8")
+    return environment.get_template(template).render(**values)
 
 
 def _figures(run_dir: Path, step: int) -> Iterator[Row]:

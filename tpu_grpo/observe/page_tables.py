@@ -10,14 +10,14 @@ from typing import Any
 from tpu_grpo.observe.charts import evaluation_label, evaluation_lines, evaluation_names
 from tpu_grpo.observe.json_lines import Lines, Record, interval_of, is_number, names_in, number_or_zero
 from tpu_grpo.observe.run_reader import Rows, RunRead
-from tpu_grpo.observe.sample_rows import called_tools
+from tpu_grpo.observe.sample_rows import called_tools, without_marks
 
 HEAD_CHARACTERS, TAIL_CHARACTERS = 1400, 500
 """Of a longer text so much is shown, from its beginning and from its end."""
 TURN_CHARACTERS = (500, 200)
 """The same of a longer text of a turn."""
 SHOWN_TURNS = 12
-"""Of a longer conversation the first half of so many turns is shown, and the last."""
+"""The most turns of a conversation that are shown: the first half, and the last."""
 SHOWN_ROWS = 4
 """How many samples of a step are shown: half of them the best, half the worst."""
 SHOWN_PROBLEMS = 6
@@ -74,7 +74,7 @@ class Table:
 
 
 def shorten(text: str, head: int = HEAD_CHARACTERS, tail: int = TAIL_CHARACTERS) -> str:
-    """Leave out the middle of a long text, and say how much that is."""
+    """Cut the middle out of a long text, and say how much was cut."""
     left_out = len(text) - head - tail
     if left_out <= 0:
         return text
@@ -86,11 +86,8 @@ def decimal(value: Any, form: str = ".2f") -> str:
     return format(value, form) if is_number(value) else "–"
 
 
-# --- evaluations -----------------------------------------------------------------------------------------------------
-
-
 def evaluation_table(run: RunRead) -> Table | None:
-    """Show every evaluated reward at first, at its best and at last, with intervals; None without an evaluation."""
+    """Return every evaluated reward at first, at its best and at last, with intervals; None without an evaluation."""
     records = evaluation_lines(run)
     if not records:
         return None
@@ -106,7 +103,7 @@ def evaluation_table(run: RunRead) -> Table | None:
 
 
 def value_cell(record: Record, name: str, *, say_step: bool, is_best: bool = False) -> Cell:
-    """Show an evaluated value, with its interval and its step below."""
+    """Return the cell of an evaluated value, with its interval and its step below."""
     low, high = interval_of(record, name)
     notes = [f"{low:.3f} to {high:.3f}"] if low <= high else []
     notes += [f"step {record['step']:,}"] if say_step else []
@@ -114,18 +111,15 @@ def value_cell(record: Record, name: str, *, say_step: bool, is_best: bool = Fal
 
 
 def best_name(config: Mapping[str, Any], records: Lines) -> str:
-    """Return the metric that decides which evaluation is the best; empty without one."""
+    """Return the metric by which the best evaluation is chosen; empty without one."""
     names = evaluation_names(records)
     section = config.get("evaluation")
     chosen = section.get("best") if isinstance(section, dict) else None
     return f"evaluation/{chosen}" if f"evaluation/{chosen}" in names else next(iter(names), "")
 
 
-# --- completions -----------------------------------------------------------------------------------------------------
-
-
 def step_table(rows: Rows) -> Table:
-    """Show the best and the worst rows of a step, of which there is at least one."""
+    """Return the best and the worst rows of a step, which has at least one."""
     different = {(row["prompt"], row["completion"]): row for row in rows}  # of equal completions one is enough
     ranked = sorted(different.values(), key=lambda row: -number_or_zero(row["reward"]))
     half = SHOWN_ROWS // 2
@@ -137,7 +131,7 @@ def step_table(rows: Rows) -> Table:
     for row in shown:
         values = [row["rewards"].get(name) for name in rewards] + [row["reward"] for _ in total]
         figures = [*map(decimal, values), decimal(row["advantage"], "+.2f"), f"{row['tokens']:,}"]
-        texts = [Cell(shorten(row["prompt"])), _completion(row), *(_gold(row) for _ in gold)]
+        texts = [_prompt(row), _completion(row), *(_gold(row) for _ in gold)]
         cells.append([*texts, *map(Cell, figures)])
     return Table(
         title=f"Samples of step {rows[0]['step']:,}",
@@ -151,11 +145,9 @@ def step_table(rows: Rows) -> Table:
 
 
 def held_out_table(evaluations: Sequence[tuple[int, Rows]], best: str) -> Table | None:
-    """Show held-out prompts with the greedy completion of the first evaluation beside that of the last.
+    """Return held-out prompts with the greedy completion of the first evaluation beside that of the last, or of one.
 
-    Args:
-        evaluations: step and completions of the first and the last one, or of one.
-        best: the reward by which prompts are chosen: what got better, what got worse, what stayed wrong, then others.
+    Prompts are chosen by the reward ``best``: what got better, what got worse, what stayed wrong, then others.
     """
     if not evaluations:
         return None
@@ -170,7 +162,7 @@ def held_out_table(evaluations: Sequence[tuple[int, Rows]], best: str) -> Table 
     kind = "conversation" if any(_is_conversation(row) for _, row in chosen) else "completion"
     cells = []
     for pair in chosen:
-        prompt, shown = [Cell(shorten(pair[1]["prompt"])), *(_gold(pair[1]) for _ in gold)], pair[-len(evaluations) :]
+        prompt, shown = [_prompt(pair[1]), *(_gold(pair[1]) for _ in gold)], pair[-len(evaluations) :]
         values = [Cell(decimal(row["rewards"].get(reward))) for row in shown]
         cells.append([*prompt, *map(_completion, shown), *values])
     return Table(
@@ -194,6 +186,10 @@ def _telling(pairs: Sequence[tuple[Record, Record]], reward: str) -> list[tuple[
     chosen = [number for kind in kinds for number in kind[:2]][:SHOWN_PROBLEMS]
     rest = [number for kind in kinds for number in kind[2:]]
     return [pairs[number] for number in sorted([*chosen, *rest[: SHOWN_PROBLEMS - len(chosen)]])]
+
+
+def _prompt(row: Record) -> Cell:
+    return Cell(shorten(without_marks(row["prompt"])))
 
 
 def _gold_column(rows: Rows) -> list[str]:

@@ -1,10 +1,9 @@
-"""What this process needs: the programs that XLA compiles in it, and memory.
+"""The compilations and the memory of this process.
 
-After the second step of a run nothing should be compiled any more.
+After the second step of a run nothing should compile any more.
 """
 
 import threading
-from types import TracebackType
 from typing import Any
 
 import jax.monitoring
@@ -22,10 +21,10 @@ class CompilationCounter:
             jitted(x)      # first call with this shape: counter.count rises by one
             jitted(x)      # does not rise
 
-    What an operation outside ``jax.jit`` needs counts too: each eager op is a program of its own for each new shape,
-    and making an array can take several (``jnp.ones(5) + 1`` takes three). A jitted function called inside another
-    is part of the outer program and counts nothing. A program that the persistent compilation cache on disk supplies
-    counts like any other, because it holds the step up as well; so the count does not depend on that cache.
+    Operations outside ``jax.jit`` count too: each eager op compiles a program of its own for each new shape, and
+    making an array can take several (``jnp.ones(5) + 1`` takes three). A jitted function that is called inside
+    another is part of the outer program. A program from the persistent compilation cache on disk counts like any
+    other, because it delays the step as well; so the count does not depend on that cache.
     """
 
     def __init__(self) -> None:
@@ -44,9 +43,7 @@ class CompilationCounter:
     def __enter__(self) -> "CompilationCounter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _listen(self, event: str, duration_secs: float, **attributes: Any) -> None:
@@ -58,7 +55,7 @@ class CompilationCounter:
 def memory_metrics() -> dict[str, float]:
     """Return ``memory/*`` in GiB: of this process, and of the fullest of its devices now and at its peak so far.
 
-    Devices that do not say, such as CPUs, are left out.
+    Devices that report no memory, such as CPUs, are left out.
     """
     known = [stats for device in jax.local_devices() if (stats := device.memory_stats())]
     of_devices = {"memory/device_gib": "bytes_in_use", "memory/device_peak_gib": "peak_bytes_in_use"}

@@ -1,6 +1,6 @@
-"""Names every file and directory that a run leaves in ``run.dir``, in the order in which they appear.
+"""The name of every file and directory of ``run.dir``, in the order in which they appear.
 
-Whoever writes or reads one of them takes its name from here. docs/running.md describes them for users.
+All code that writes or reads one of them takes its name from here. docs/running.md describes them for users.
 """
 
 from pathlib import Path
@@ -57,11 +57,32 @@ SUMMARY_FILE = "summary.json"
 """Holds the last value of every metric and what only the whole run can tell; written when the run is done."""
 REPORT_FILE = "report.html"
 """Shows the run on one page; written while the run goes on, and however it ends."""
+PLAN_FILE = "plan.json"
+"""Holds a plan, if the user has put one there (scripts/plan.py --json): the run shows its seconds beside its own."""
+CHECK_FILE, CHECK_PAGE = "check.json", "check.html"
+"""What `tpu-grpo check` found, in a directory beside run.dir; see `check_directory`."""
 COMPARISON_FILE = "comparison.html"
 """Compares several runs; written where the command was called."""
+DIRECTORIES = (
+    LOGS_DIR,
+    PROFILE_DIR,
+    CHECKPOINTS_DIR,
+    NON_FINITE_DIR,
+    DAMAGED_DIR,
+    WANDB_DIR,
+    TENSORBOARD_DIR,
+    EVALUATIONS_DIR,
+    ADAPTERS_DIR,
+    EXPORTS_DIR,
+)
 
 
 def saved_steps(directory: Path) -> tuple[int, ...]:
     """List the steps saved in a directory of checkpoints, ascending; unfinished ones have names of another kind."""
     names = [path.name for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
     return tuple(sorted(int(name) for name in names if name.isdecimal() and name == str(int(name))))
+
+
+def check_directory(run_dir: Path) -> Path:
+    """Return where a check for a run writes: beside its directory, which the run alone writes to."""
+    return run_dir.with_name(f"{run_dir.name}_check")

@@ -8,31 +8,33 @@ with open_run_log(config, start_step=0) as log:          # on host 0; RunLog([])
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 from jaxtyping import Float
 
 from tpu_grpo.config import RunConfig
+from tpu_grpo.observe.callbacks import Callback
 from tpu_grpo.observe.console import ConsoleSink
-from tpu_grpo.observe.json_lines import encode_line, keep_steps
+from tpu_grpo.observe.evaluation import Evaluation, EvaluationSamples, sample_records
+from tpu_grpo.observe.json_lines import encode_line, keep_steps, read_steps
+from tpu_grpo.observe.published import Published, read_published
 from tpu_grpo.observe.run_files import METRICS_FILE, SAMPLES_FILE
 from tpu_grpo.observe.sample_rows import SampleRow, sample_fields, sample_rows
 from tpu_grpo.observe.step_metrics import MetricValue
-from tpu_grpo.observe.trackers import TensorBoardSink, WandbSink, check_tensorboard
-from tpu_grpo.records.stages import ScoredRollout
+from tpu_grpo.observe.trackers import TensorBoardSink, WandbSink
+from tpu_grpo.records.stages import Histogram, ScoredRollout
 
 
 class Sink(Protocol):
-    """Takes the metrics of a run somewhere. One thread calls ``write`` once per step, and ``samples`` at some steps."""
+    """Receives the metrics of a run. One thread calls ``write`` once per step, and ``samples`` at some steps."""
 
     def write(self, metrics: Mapping[str, MetricValue]) -> None:
-        """Take the metrics of one step; they include ``step``."""
+        """Receive the metrics of one step; they include ``step``."""
         ...
 
     def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
-        """Take all B rows of a step."""
+        """Receive all B rows of a step."""
         ...
 
     def close(self) -> None:
@@ -40,16 +42,51 @@ class Sink(Protocol):
         ...
 
 
+class Tracker(Sink, Protocol):
+    """Takes histograms, too."""
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Take those of a step, by the names of what they count."""
+        ...
+
+
 class RunLog:
-    """Passes every step on to a list of sinks, in order; with none it does nothing."""
+    """Passes every step on to sinks, in order, and then to users' callbacks; without either it does nothing."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
-        self._sinks = tuple(sinks)
+    def __init__(self, sinks: Sequence[Sink], callbacks: Sequence[Callback] = ()) -> None:
+        self._sinks, self._callbacks = tuple(sinks), tuple(callbacks)
 
-    def step(self, metrics: Mapping[str, MetricValue]) -> None:
-        """Log the metrics of one step, which include ``step``."""
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether a callback wants the run to stop."""
+        return any(callback.asked_to_stop for callback in self._callbacks)
+
+    def step(
+        self,
+        metrics: Mapping[str, MetricValue],
+        scored: ScoredRollout | None = None,
+        advantages: Float[np.ndarray, " B"] | None = None,
+    ) -> None:
+        """Log the metrics of one step, which include ``step``; its B rows are for callbacks.
+
+        Raises:
+            CallbackError: a callback failed.
+        """
         for sink in self._sinks:
             sink.write(metrics)
+        if self._callbacks:
+            rows = [] if scored is None or advantages is None else sample_rows(scored, advantages)
+            self._call("on_step", metrics, [sample_fields(row) for row in rows])
+
+    def evaluation(self, evaluation: Evaluation, samples: Sequence[EvaluationSamples]) -> None:
+        """Call the callbacks with an evaluation; raises CallbackError if one failed."""
+        if self._callbacks:
+            records = [record for of_mode in samples for record in sample_records(of_mode)]
+            self._call("on_evaluation", {"step": evaluation.step, **evaluation.metrics()}, records)
+
+    def _call(self, event: str, metrics: Mapping[str, MetricValue], samples: Sequence[Mapping[str, Any]]) -> None:
+        for callback in self._callbacks:
+            callback.call(event, metrics, samples)
 
     def samples(self, step: int, scored: ScoredRollout, advantages: Float[np.ndarray, " B"]) -> None:
         """Log all B rows of a step."""
@@ -57,8 +94,14 @@ class RunLog:
         for sink in self._sinks:
             sink.samples(step, rows)
 
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Log the histograms of a step, if there are any, to trackers."""
+        for sink in self._sinks:
+            if histograms and isinstance(sink, OptionalSink):
+                sink.histograms(step, histograms)
+
     def note(self, text: str) -> None:
-        """Show a line to whoever watches; it is not part of the record."""
+        """Show a line to the user; it is not logged."""
         for sink in self._sinks:
             if isinstance(sink, ConsoleSink):
                 sink.note(text)
@@ -66,33 +109,35 @@ class RunLog:
     def close(self) -> None:
         """Close every sink, even if one raises."""
         with contextlib.ExitStack() as stack:
-            for sink in reversed(self._sinks):
+            for sink in reversed((*self._sinks, *self._callbacks)):
                 stack.callback(sink.close)
 
     def __enter__(self) -> "RunLog":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
 
-def open_run_log(config: RunConfig, start_step: int, *more: Sink) -> RunLog:
-    """Open the sinks that a config asks for. ``start_step`` is the number of steps already done, 0 for a new run.
+def open_run_log(config: RunConfig, start_step: int, *more: Sink, callbacks: Sequence[Callback] = ()) -> RunLog:
+    """Open the sinks of a config. ``start_step`` is the number of steps already done, 0 for a new run.
 
-    ``more`` are sinks of others, which get every step once it is on disk.
+    ``more`` are further sinks, which get every step once it is on disk.
 
     Raises:
         DataError: for metrics or samples of an earlier part of the run that are broken.
-        ConfigError: for a library that a setting needs and that is not installed.
+        CallbackError: for a callback that cannot be made.
     """
-    if config.logging.tensorboard:
-        check_tensorboard()
-    console = ConsoleSink(start_step, config.run.max_steps)
+    has_held_out = config.evaluation.path is not None or config.data.builtin is not None
+    every = config.evaluation.every if has_held_out else None
+    console = ConsoleSink(start_step, config.run.max_steps, evaluation_every=every)
+    if (against := config.logging.against) is not None:
+        more = (PublishedSink(read_published(against), config, console.note), *more)
     try:
         files = JsonlSink(config.run_dir, start_step)
-        return RunLog([files, console, *more, *_trackers(config, start_step, console.note)])
+        for callback in callbacks:
+            callback.begin(config.model_dump(mode="json"))
+        return RunLog([files, console, *more, *_trackers(config, start_step, console.note)], callbacks)
     except BaseException:
         console.close()  # gives the terminal back
         raise
@@ -106,10 +151,7 @@ def _trackers(config: RunConfig, start_step: int, say: Callable[[str], None]) ->
     if (mode := section.wandb) != "off":
         remedy, settings = "Set logging.wandb=offline or off to do without the server", config.model_dump(mode="json")
         yield OptionalSink(
-            "wandb",
-            remedy,
-            lambda: WandbSink(run_dir, config.run.name, section.wandb_project, mode, settings, say),
-            say,
+            "wandb", remedy, lambda: WandbSink(run_dir, config.run.name, section, mode, settings, say), say
         )
 
 
@@ -152,21 +194,37 @@ class JsonlSink:
         self._samples.close()
 
 
+class PublishedSink:
+    """Says how the run compares with what was published, at the steps for which it was."""
+
+    def __init__(self, published: Published, config: RunConfig, say: Callable[[str], None]) -> None:
+        self._published, self._say = published, say
+        self._path, self._config = config.run_dir / METRICS_FILE, config.model_dump(mode="json")
+
+    def write(self, metrics: Mapping[str, MetricValue]) -> None:
+        """Compare a step that is on disk, as are those before it."""
+        step = int(metrics["step"])
+        if any(point.steps[1] == step for point in self._published.points):
+            for text in self._published.sentences(list(read_steps(self._path)), self._config, step):
+                self._say(text)
+
+    def samples(self, step: int, rows: Sequence[SampleRow]) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class OptionalSink:
-    """Passes everything on to a sink until that fails: then it says so in one line, and drops the sink.
+    """Passes everything on to a sink until that fails: then it prints one line, and drops the sink.
 
-    A library's own error, whatever its type, neither ends the run nor reaches the other sinks.
-
-    Args:
-        name: what the sink is called in the line.
-        remedy: what the line advises.
-        open_sink: makes the sink; may fail, too.
-        say: shows a line to whoever watches.
+    A library's own error, whatever its type, neither ends the run nor reaches the other sinks; ``open_sink``, which
+    makes the sink, may fail, too. ``say`` shows the line, which calls the sink by ``name`` and advises the remedy.
     """
 
-    def __init__(self, name: str, remedy: str, open_sink: Callable[[], Sink], say: Callable[[str], None]) -> None:
+    def __init__(self, name: str, remedy: str, open_sink: Callable[[], Tracker], say: Callable[[str], None]) -> None:
         self._name, self._remedy, self._say = name, remedy, say
-        self._sink: Sink | None = None
+        self._sink: Tracker | None = None
 
         def opened() -> None:
             self._sink = open_sink()
@@ -182,6 +240,11 @@ class OptionalSink:
         """Pass the rows of a step on."""
         if (sink := self._sink) is not None:
             self._try("logging samples", lambda: sink.samples(step, rows))
+
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Pass the histograms of a step on."""
+        if (sink := self._sink) is not None:
+            self._try("logging histograms", lambda: sink.histograms(step, histograms))
 
     def close(self) -> None:
         """Finish the sink, unless it has failed."""

@@ -1,7 +1,7 @@
-"""Writes the page of a run, which needs nothing but itself, from the files that the run has left so far.
+"""Writes the page of a run, a single self-contained file, from the files that the run has left so far.
 
-What is there is shown: a metric that no line has gives no chart, a file that is missing no section. Nothing here
-imports jax; scripts of the page serve only what shows on hover.
+A missing metric has no chart, and a missing file no section. Nothing here imports jax; scripts of the page are needed
+for hovering only.
 """
 
 import os
@@ -10,39 +10,34 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any, NamedTuple
 
-import jinja2
-
 from tpu_grpo.observe.chart_drawing import SIDE, draw
 from tpu_grpo.observe.charts import evaluation_label, evaluation_lines, run_charts, stage_seconds
 from tpu_grpo.observe.json_lines import Lines, is_number, numbers, replace_text
-from tpu_grpo.observe.page_tables import (
-    Cell,
-    Column,
-    Table,
-    best_name,
-    evaluation_table,
-    held_out_table,
-    step_table,
-)
+from tpu_grpo.observe.model_card import rendered
+from tpu_grpo.observe.page_tables import Cell, Column, Table, best_name, evaluation_table, held_out_table, step_table
+from tpu_grpo.observe.planned import plan_table, read_planned
+from tpu_grpo.observe.published import Published, read_published
 from tpu_grpo.observe.run_files import REPORT_FILE
 from tpu_grpo.observe.run_reader import RunRead, Standing, read_run
 from tpu_grpo.observe.summary import EDGE_STEPS
 
-TEMPLATES = Path(__file__).with_name("templates")
 AGAIN_SECONDS = 20
 """The page of a run that goes on is loaded again so often."""
 
 
 def write_report(
-    run_dir: Path, *, goes_on: bool = False, standing: Standing | None = None, path: Path | None = None
+    run_dir: Path,
+    *,
+    goes_on: bool = False,
+    standing: Standing | None = None,
+    path: Path | None = None,
+    published: Published | None = None,
 ) -> Path:
-    """Write ``report.html`` as a whole or not at all, and return where it is.
+    """Write ``report.html`` atomically, and return its path.
 
-    Args:
-        run_dir: the directory of a run.
-        goes_on: whether a process has the directory.
-        standing: how the run stands, if the caller knows; else it is taken from the files.
-        path: where to write; in the run's directory when None.
+    ``goes_on`` says whether a process has the directory, and ``standing`` how the run stands, if the caller knows; else
+    that is taken from the files. The page is written to ``path``, or into the directory when that is None.
+    ``published`` is what the run is compared with; by its setting logging.against when None.
 
     Raises:
         DataError: for a directory that is no run's, or a file that cannot be read as what it should be.
@@ -51,6 +46,13 @@ def write_report(
     run = read_run(run_dir, goes_on=goes_on, standing=standing)
     best = best_name(run.config, run.evaluations).rpartition("/")[2]
     tables = [evaluation_table(run), held_out_table(run.held_out, best), *map(step_table, run.samples), _changes(run)]
+    tables.append(plan_table(run.lines, read_planned(run_dir)))
+    charts, logging = run_charts(run), run.config.get("logging")
+    if published is None and isinstance(logging, dict) and isinstance(against := logging.get("against"), str):
+        published = read_published(against)
+    if published is not None:
+        tables.insert(0, published.table(run.lines, run.config))
+        charts = [published.beside(chart) for chart in charts]
     write_page(
         path,
         "run.html.jinja",
@@ -59,7 +61,7 @@ def write_report(
         settings=_settings_line(run.config),
         standing=run.standing,
         figures=list(_figures(run)),
-        drawings=[draw(chart) for chart in run_charts(run)],
+        drawings=[draw(chart) for chart in charts],
         tables=[table for table in tables if table is not None],
         config=run.config_text,
         summary=run.summary_text,
@@ -68,19 +70,8 @@ def write_report(
 
 
 def write_page(path: Path, template: str, **values: Any) -> None:
-    """Fill a template of the room, and replace a page with it; another process may be doing the same."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        keep_trailing_newline=True,
-    )
-    page = environment.get_template(template).render(side=SIDE, **values)
-    replace_text(path, page, temporary=f".{os.getpid()}.tmp")
-
-
-# --- what sums a run up ----------------------------------------------------------------------------------------------
+    """Render a template of the room, and replace a page with it; another process may do the same at that time."""
+    replace_text(path, rendered(template, autoescape=True, side=SIDE, **values), temporary=f".{os.getpid()}.tmp")
 
 
 class Figure(NamedTuple):
@@ -92,7 +83,7 @@ class Figure(NamedTuple):
 
 
 class Reward(NamedTuple):
-    """What the reward was at first and at last: means over ``steps`` steps that the two do not share."""
+    """The mean reward of the first and of the last ``steps`` steps, which do not overlap."""
 
     first: float
     last: float
@@ -100,9 +91,9 @@ class Reward(NamedTuple):
 
 
 def reward_of(lines: Lines) -> Reward | None:
-    """Average the first and the last steps, five of each where there are ten; None without a reward.
+    """Return the mean reward of the first and the last steps, five of each if there are ten; None without a reward.
 
-    Shorter runs average half of their steps, so that a change shows from two steps on. One step is first and last.
+    Shorter runs average half of their steps, so that a change shows from two steps on. A single step is both.
     """
     if not (values := numbers(lines, "rewards/mean")):
         return None
@@ -111,13 +102,13 @@ def reward_of(lines: Lines) -> Reward | None:
 
 
 def median_seconds(lines: Lines) -> str:
-    """Write the median of the seconds per step; empty where no stage was timed."""
+    """Return the median of the seconds per step as text; empty if no stage was timed."""
     seconds = stage_seconds(lines)[1].tolist()
     return f"{median_high(seconds):.3g}" if seconds else ""
 
 
 def median_speed(lines: Lines) -> str:
-    """Write the median of the tokens that were sampled per second; empty where that is not known."""
+    """Return the median of the sampled tokens per second as text; empty if it is not known."""
     speeds = numbers(lines, "rollout/tokens_per_second")
     return f"{median_high(speeds):,.0f}" if speeds else ""
 
@@ -144,7 +135,7 @@ def _figures(run: RunRead) -> Iterator[Figure]:
 
 
 def _settings_line(config: Mapping[str, Any]) -> str:
-    """Say in a line what a run is: model, data, algorithm, sizes and learning rate, as far as the config has them."""
+    """Describe a run in one line: model, data, algorithm, sizes and learning rate, as far as the config has them."""
 
     def setting(section: str, key: str) -> Any:
         found = config.get(section)

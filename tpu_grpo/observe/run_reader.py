@@ -1,11 +1,12 @@
-"""Reads what a run left, or has left so far, and says how it stands: going on, done, stopped, failed, or gone.
+"""Reads the files of a run so far, and its state: going on, done, stopped, failed, or vanished.
 
-Any file may be missing, and a metric may be missing in any line.
+Any file may be missing, and so may a metric in any line.
 """
 
+import json
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import islice, takewhile
@@ -31,10 +32,14 @@ from tpu_grpo.records.errors import DataError
 from tpu_grpo.records.outside import parse_json, read_file
 
 MOST_ROWS = 256
-"""So many completions of a step are read: its best and its worst are those of the first ones."""
+"""The most completions of a step that are read; its best and its worst are chosen from these."""
 MOST_PROBLEMS = 64
-"""So many held-out prompts of an evaluation are read."""
+"""The most held-out prompts of an evaluation that are read."""
 Rows = Sequence[Record]
+OWN_NAMES = ("run.name", "run.dir")
+"""Settings that differ in any two runs."""
+ABSENT = "–"
+"""Stands for a value that is not there."""
 
 
 # --- how a run stands ------------------------------------------------------------------------------------------------
@@ -42,7 +47,7 @@ Rows = Sequence[Record]
 
 @dataclass(frozen=True)
 class Standing:
-    """How far a run has come, and whether it goes on."""
+    """The state of a run: its steps so far, and whether it goes on."""
 
     outcome: Literal["going", "done", "stopped", "failed", "gone"]
     """``gone``: it neither goes on nor has said how it ended."""
@@ -57,12 +62,12 @@ class Standing:
 
     @classmethod
     def after(cls, end: End, step: int, max_steps: int) -> Self:
-        """Say how a run stands that has just ended."""
+        """Return the state of a run that has just ended."""
         return cls(end.outcome, step, max_steps, end.message, end.code, now())
 
     @property
     def sentence(self) -> str:
-        """Say it to people."""
+        """Describe the state in words."""
         reached = f"step {self.step:,}" + ("" if self.max_steps is None else f" of {self.max_steps:,}")
         match self.outcome:
             case "going":
@@ -100,14 +105,10 @@ def write_end(run_dir: Path, standing: Standing) -> None:
 def standing_of(
     end: Mapping[str, Any], summary: Mapping[str, Any], step: int, max_steps: int | None, *, goes_on: bool
 ) -> Standing:
-    """Say how a run stands by the files that it left.
+    """Return the state of a run by its files, and whether a process has its directory.
 
-    Args:
-        end: what ``end.json`` holds; empty without one.
-        summary: what ``summary.json`` holds; empty without one. Of runs before ``end.json`` it says that they are done.
-        step: the last step in ``metrics.jsonl``.
-        max_steps: by the config.
-        goes_on: whether a process has the directory.
+    ``end`` and ``summary`` are what ``end.json`` and ``summary.json`` hold, empty without them; runs from before there
+    was an ``end.json`` are done if they have a summary. ``step`` is the last one in ``metrics.jsonl``.
     """
     going = Standing("going", step, max_steps, at=now())
     if goes_on:
@@ -146,10 +147,8 @@ class RunRead:
 def read_run(directory: Path, *, goes_on: bool = False, standing: Standing | None = None) -> RunRead:
     """Read the directory of a run.
 
-    Args:
-        directory: the run's.
-        goes_on: whether a process has the directory.
-        standing: how the run stands, if the caller knows; else it is taken from the files.
+    ``goes_on`` says whether a process has the directory, and ``standing`` how the run stands, if the caller knows; else
+    that is taken from the files.
 
     Raises:
         DataError: for a directory that is no run's, and for a file that is not what it should be.
@@ -192,8 +191,28 @@ def read_run(directory: Path, *, goes_on: bool = False, standing: Standing | Non
     )
 
 
+def differences(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Map every setting that differs between configs to its value in each; a dash stands for a missing one.
+
+    >>> differences([{"a": {"b": 1, "c": [2]}}, {"a": {"b": 1, "c": [2, 3]}}, {}])
+    {'a.b': ['1', '1', '–'], 'a.c': ['[2]', '[2, 3]', '–']}
+    """
+    flat = [dict(_leaves(config)) for config in configs]
+    names = dict.fromkeys(name for leaves in flat for name in leaves if name not in OWN_NAMES)
+    values = {name: [leaves.get(name, ABSENT) for leaves in flat] for name in names}
+    return {name: found for name, found in values.items() if len(set(found)) > 1}
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def read_samples(path: Path) -> list[Rows]:
-    """Read the rows of the first, a middle and the last logged step, by jumps: the file may have gigabytes.
+    """Read the rows of the first, a middle and the last logged step by seeking, because the file may have gigabytes.
 
     Raises:
         DataError: for a line among them that is no JSON object.

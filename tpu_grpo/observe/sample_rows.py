@@ -1,7 +1,8 @@
-"""Completions as people read them: the lines of ``samples.jsonl``, and what is shown of them elsewhere."""
+"""Completions for people: the lines of ``samples.jsonl``, and the texts that pages and consoles show."""
 
 import math
 import random
+import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from tpu_grpo.records.stages import Completion, FinishReason, ScoredRollout
 
 @dataclass(frozen=True)
 class SampleRow:
-    """Holds one row of a step as people read it."""
+    """One row of a step, for people."""
 
     prompt: str
     completion: str
@@ -37,11 +38,7 @@ class SampleRow:
 
 
 def sample_rows(scored: ScoredRollout, advantages: Float[np.ndarray, " B"]) -> list[SampleRow]:
-    """Return the B rows of a step as people read them, in order.
-
-    Raises:
-        ValueError: for a number of advantages that is not B.
-    """
+    """Return the B rows of a step for people, in order; raises ValueError if there are not B advantages."""
     rollout, scores = scored.rollout, scored.scores
     rows = zip(rollout.row_prompts, rollout.completions, rollout.texts, advantages, strict=True)
     return [
@@ -62,7 +59,7 @@ def sample_rows(scored: ScoredRollout, advantages: Float[np.ndarray, " B"]) -> l
 
 
 def sample_fields(row: SampleRow) -> dict[str, object]:
-    """Return a row as a line of ``samples.jsonl`` has it, after its step."""
+    """Return a row as the fields of a line of ``samples.jsonl``, after its step."""
     return {
         "prompt": row.prompt,
         "completion": row.completion,
@@ -78,10 +75,10 @@ def sample_fields(row: SampleRow) -> dict[str, object]:
 
 
 def conversation_fields(completion: Completion) -> dict[str, Any]:
-    """Return what a line of a file says of a conversation: environment, ending, failure, turns and mask.
+    """Return the fields of a conversation in a line of a file: environment, ending, failure, turns and mask.
 
-    Nothing is said of a completion that is no conversation. The mask tells the tokens after the first prompt as runs,
-    so many that the policy sampled, so many that it did not, and so on:
+    A completion that is no conversation has none. The mask gives the tokens after the first prompt as runs: the
+    number of sampled tokens, then of others, and so on:
 
         sampled  [1 1 1 0 0 1 1]   ->   mask  [[3, 2], [2, 0]]
     """
@@ -114,7 +111,7 @@ def conversation_fields(completion: Completion) -> dict[str, Any]:
 
 
 def called_tools(turn: Mapping[str, Any]) -> str:
-    """Name the tools that a turn of ``conversation_fields`` called; empty if it called none."""
+    """Return the names of the tools that a turn of ``conversation_fields`` called; empty if it called none."""
     return ", ".join(name or "a call that cannot be read" for name in turn.get("calls", ()))
 
 
@@ -128,7 +125,7 @@ def pick_rows(step: int, rows: Sequence[SampleRow], count: int) -> list[SampleRo
 
 
 def visible(text: str, limit: int) -> str:
-    """Make text fit for one cell: write control characters as escapes, and cut out the middle beyond ``limit`` ones.
+    """Make a text fit one cell: escape control characters, and cut out the middle beyond ``limit`` characters.
 
     >>> visible("2 + 2 =\\n4", 80)
     '2 + 2 =\\\\n4'
@@ -139,6 +136,25 @@ def visible(text: str, limit: int) -> str:
     return "".join(c.encode("unicode_escape").decode() if unicodedata.category(c) in control else c for c in shown)
 
 
+_TURN = re.compile(
+    r"<\|(?:im_start|start_header_id|start_of_role)\|>\s*(system|user|assistant|tool|\w+)(?:<\|(?:end_header_id|end_of_role)\|>)?\s*"
+    r"|<start_of_turn>(\w+)\s*|<\|(user|assistant|system)\|>\s*"
+)
+_MARK = re.compile(r"<\|[\w-]{1,40}\|>|<(?:end_of_turn|bos|eos|/s)>|\A<s>|\[/?INST\]")
+
+
+def without_marks(prompt: str) -> str:
+    """Remove the marks of the chat template from a rendered prompt; several turns are shown after their roles.
+
+    >>> without_marks("<|im_start|>user\\n2 + 2?<|im_end|>\\n<|im_start|>assistant\\n")
+    '2 + 2?'
+    """
+    pieces = _TURN.split(prompt)  # text, then for each turn three groups, of which one is its role, and its text
+    turns = [(" ".join(filter(None, pieces[at - 3 : at])), pieces[at]) for at in range(4, len(pieces), 4)]
+    said = [(role, words) for role, text in [("", pieces[0]), *turns] if (words := _MARK.sub("", text).strip())]
+    return said[0][1] if len(said) == 1 else "\n".join(f"{role}: {words}" if role else words for role, words in said)
+
+
 def none_if_nan(value: float) -> float | None:
-    """Return a reward as files have it: None where it does not apply."""
+    """Return a reward as files have it: None if it does not apply."""
     return None if math.isnan(value) else float(value)

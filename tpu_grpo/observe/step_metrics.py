@@ -20,8 +20,8 @@ MetricValue = float | int | str
 def rollout_metrics(scored: ScoredRollout) -> dict[str, float | str]:
     """Compute ``rewards/*``, ``groups/*``, ``completions/*``, ``episodes/*``, ``turns/*`` and ``rollout/*`` of a step.
 
-    Standard deviations are population ones; times are in seconds. A reward that applies to no row has no mean, and rows
-    that no reward applies to count in none.
+    Standard deviations are population ones; times are in seconds. A reward that applies to no row has no mean, and
+    rows to which no reward applies are left out of all means.
     """
     rollout, scores = scored.rollout, scored.scores
     return {
@@ -38,7 +38,7 @@ def rollout_metrics(scored: ScoredRollout) -> dict[str, float | str]:
 
 
 def update_metrics(result: UpdateResult) -> dict[str, float]:
-    """Pass on the learner's ``update/*`` and ``agreement/*``, and add ``update/seconds``."""
+    """Return the learner's ``update/*`` and ``agreement/*`` with ``update/seconds``."""
     return {**{name: float(value) for name, value in result.metrics.items()}, "update/seconds": float(result.seconds)}
 
 
@@ -56,7 +56,7 @@ def zero_variance_fraction(totals_PG: Float[np.ndarray, "P G"]) -> float:
 
 
 def tokens_digest(completions: Sequence[Completion]) -> str:
-    """Compute the SHA-256 (hex) of all token ids after the prompts, by which two rollouts are compared bit by bit.
+    """Compute the SHA-256 (hex) of all token ids after the prompts; equal digests mean equal rollouts.
 
     The hashed bytes are, for each row in order, the number of its tokens as a little-endian int64 and then its token
     ids as little-endian int32. The lengths keep ``[1 2] [3]`` apart from ``[1] [2 3]``. Behind the tokens of a

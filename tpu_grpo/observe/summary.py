@@ -1,13 +1,11 @@
-"""Builds and writes ``summary.json``, which says in one small file what a run came to."""
+"""Builds the content of ``summary.json``, the results of a run in one small file."""
 
 import importlib.metadata
 import platform
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from tpu_grpo.observe.json_lines import numbers, write_json
-from tpu_grpo.observe.run_files import SUMMARY_FILE
+from tpu_grpo.observe.json_lines import numbers
 
 EDGE_STEPS = 5
 """How many steps at either end of a run its first and its last reward are means of."""
@@ -56,13 +54,6 @@ def build_summary(
     return {**summary, **evaluation, "params_digest": params_digest, "versions": dict(versions)}
 
 
-def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
-    """Write ``summary.json`` as a whole or not at all; numbers that are not finite become null."""
-    path = run_dir / SUMMARY_FILE
-    write_json(path, summary)
-    return path
-
-
 def edge_means(values: Sequence[float]) -> tuple[float, float]:
     """Return the means of the first and of the last five values, of which there is at least one."""
     first, last = values[:EDGE_STEPS], values[-EDGE_STEPS:]
@@ -70,7 +61,7 @@ def edge_means(values: Sequence[float]) -> tuple[float, float]:
 
 
 def versions() -> dict[str, str]:
-    """Look up the versions of Python and of the packages that decide what a run computes, as far as installed."""
+    """Return the versions of Python and of the packages that affect a run's results, as far as they are installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:

@@ -1,7 +1,7 @@
-"""Experiment trackers, which a run can do without: Weights & Biases, and TensorBoard.
+"""Experiment trackers: Weights & Biases, and TensorBoard.
 
-TensorBoard's event files are written here and now, without tensorboardX's own queue: its thread ends at the first error
-of the disk, and whoever puts into the queue then waits for ever.
+TensorBoard's event files are written synchronously, without tensorboardX's queue: its thread ends at the first error
+of the disk, and a caller who puts into the queue then waits for ever.
 """
 
 import importlib.util
@@ -14,19 +14,18 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from tpu_grpo.config.sections import LoggingSection
 from tpu_grpo.observe.json_lines import is_number, names_in
 from tpu_grpo.observe.run_files import TENSORBOARD_DIR, WANDB_DIR
 from tpu_grpo.observe.sample_rows import SampleRow, pick_rows, visible
 from tpu_grpo.observe.step_metrics import MetricValue
 from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.records.stages import Histogram
 
 DEFAULT_SERVER = "https://api.wandb.ai"
 TENSORBOARD_LIBRARY = "tensorboardX"
 SHOWN_ROWS = 8
 SHOWN_CHARACTERS = 1000
-
-
-# --- Weights & Biases ------------------------------------------------------------------------------------------------
 
 
 class WandbSink:
@@ -41,7 +40,7 @@ class WandbSink:
         self,
         run_dir: Path,
         name: str,
-        project: str,
+        section: LoggingSection,
         mode: Literal["online", "offline"],
         config: Mapping[str, Any],
         say: Callable[[str], None],
@@ -68,7 +67,9 @@ class WandbSink:
             id=run_id,
             resume="allow",
             name=name,
-            project=project,
+            project=section.wandb_project,
+            entity=section.wandb_entity,
+            group=section.wandb_group,
             mode=mode,
             config=dict(config),
             settings=wandb.Settings(
@@ -100,13 +101,18 @@ class WandbSink:
         ]
         self._run.log({"step": step, "samples": self._wandb.Table(columns=columns, data=data)})
 
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Log histograms."""
+        made = {name: self._wandb.Histogram(np_histogram=(h.counts, h.edges)) for name, h in histograms.items()}
+        self._run.log({"step": step, **made})
+
     def close(self) -> None:
         """Finish the run; what could not be uploaded in time stays under ``run_dir/wandb``."""
         self._run.finish()
 
 
 def has_credentials() -> bool:
-    """Tell whether wandb would find an API key or an identity token without asking, in the environment or netrc."""
+    """Whether wandb would find an API key or an identity token without asking, in the environment or netrc."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or DEFAULT_SERVER).hostname or ""
@@ -118,18 +124,11 @@ def has_credentials() -> bool:
         return False
 
 
-# --- TensorBoard -----------------------------------------------------------------------------------------------------
-
-
 class TensorBoardSink:
     """Logs every metric that is a number as a scalar of its own name, and some samples as a table.
 
-    Event files lie under ``run.dir/tensorboard``, which ``tensorboard --logdir`` shows.
-
-    Args:
-        run_dir: the run's.
-        start_step: the number of steps already done, 0 for a new run. TensorBoard drops what an earlier part of the
-            run has logged beyond it, because those steps are done again.
+    Event files lie under ``run.dir/tensorboard``, which ``tensorboard --logdir`` shows. TensorBoard drops what an
+    earlier part of the run has logged beyond ``start_step``, the steps that are done: others are done again.
     """
 
     def __init__(self, run_dir: Path, start_step: int) -> None:
@@ -161,6 +160,25 @@ class TensorBoardSink:
         if rows:
             self._log(step=step, summary=text("samples", _markdown(pick_rows(step, rows, SHOWN_ROWS))))
 
+    def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
+        """Log histograms."""
+        from tensorboardX.proto import summary_pb2
+
+        proto: Any = summary_pb2
+        values = []
+        for name, found in histograms.items():
+            counted = proto.HistogramProto(
+                min=found.edges[0],
+                max=found.edges[-1],
+                num=found.counts.sum(),
+                sum=float(found.total),
+                sum_squares=float(found.squares),
+                bucket_limit=found.edges[1:],
+                bucket=found.counts,
+            )
+            values.append(proto.Summary.Value(tag=name, histo=counted))
+        self._log(step=step, summary=proto.Summary(value=values))
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()
@@ -170,13 +188,9 @@ class TensorBoardSink:
         self._file.flush()
 
 
-def check_tensorboard() -> None:
-    """See that the library is there.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if importlib.util.find_spec(TENSORBOARD_LIBRARY) is None:
+def check_trackers(section: LoggingSection) -> None:
+    """Check that the libraries of the configured trackers are installed; raises ConfigError if one is not."""
+    if section.tensorboard and importlib.util.find_spec(TENSORBOARD_LIBRARY) is None:
         raise ConfigError(
             f"logging.tensorboard=true needs the package {TENSORBOARD_LIBRARY}, which is not installed; install it "
             "with `uv sync`, or set logging.tensorboard=false"

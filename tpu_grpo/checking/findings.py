@@ -1,0 +1,115 @@
+"""The rows of a check, what each of them found, and how they are run one after the other on all hosts.
+
+Imports no jax: the rows that use it import it.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from tpu_grpo.hosts import Hosts
+from tpu_grpo.records.errors import TpuGrpoError
+
+Verdict = Literal["works", "works but slow", "broken", "not reached"]
+ORDER: tuple[Verdict, ...] = ("works", "works but slow", "not reached", "broken")
+"""From good to bad."""
+LONGEST = 600
+"""The most characters of another library's error that are shown."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a row found."""
+
+    verdict: Verdict
+    said: str
+    remedy: str = ""
+    """What to do, unless it works."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """What was measured, by name."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A thing to check. ``check`` gets what the rows of a process share, and returns or raises what is wrong."""
+
+    name: str
+    budget: float
+    """The seconds that it should take on a usual machine's CPU."""
+    check: Callable[[Any], Finding]
+    needs: tuple[str, ...] = ()
+    """Rows without which it cannot be checked."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A row that was checked."""
+
+    row: str
+    budget: float
+    seconds: float
+    finding: Finding
+
+    @property
+    def line(self) -> str:
+        """Return the row as a line of the block."""
+        found = self.finding
+        do = f"; do: {found.remedy}" if found.remedy else ""
+        return f"{self.row:24}{found.verdict:16}{self.seconds:6.1f} of {self.budget:3.0f} s  {found.said}{do}"
+
+
+def within(gap: float, bound: float, what: str, remedy: str) -> Finding:
+    """Say that a difference is within its bound, or beyond it; NaN is beyond."""
+    works = gap <= bound
+    said = f"{what} off by {gap:.2g}, {'within' if works else 'must be within'} {bound:.2g}"
+    return Finding("works" if works else "broken", said, "" if works else remedy, {"difference": gap, "bound": bound})
+
+
+def run_rows(
+    rows: Sequence[Row],
+    shared: Any,
+    tell: Callable[[str | Done], None],
+    hosts: Callable[[], Hosts] = Hosts,
+    budgets: float = 1.0,
+) -> None:
+    """Check rows in their order on all hosts, and tell each row's name as it begins and what was found.
+
+    Args:
+        rows: what to check.
+        shared: is given to each row.
+        tell: gets the name of a row, and then its result; the worst of all hosts.
+        hosts: the hosts that check, as far as they have met.
+        budgets: a factor of the rows' budgets.
+    """
+    found: dict[str, Finding] = {}
+    for row in rows:
+        tell(row.name)
+        started = time.monotonic()
+        missing = [name for name in row.needs if found[name].verdict in ORDER[2:]]
+        if missing:
+            finding = Finding("not reached", f"it needs the row {missing[0]}", f"mend {missing[0]} first")
+        else:
+            finding = _checked(row, shared)
+        found[row.name] = _worst(row.name, finding, hosts())
+        tell(Done(row.name, budgets * row.budget, time.monotonic() - started, found[row.name]))
+
+
+def _checked(row: Row, shared: Any) -> Finding:
+    try:
+        return row.check(shared)
+    except TpuGrpoError as error:
+        return Finding("broken", f"{type(error).__name__}: {error}", "what the message says")
+    except Exception as error:
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        return Finding("broken", text[:LONGEST], "paste this block into an issue")
+
+
+def _worst(name: str, finding: Finding, hosts: Hosts) -> Finding:
+    """Return the worst finding of all hosts, with the host's number."""
+    if hosts.count == 1:
+        return finding
+    told = hosts.share(f"row {name}", asdict(finding), dict[str, Any])
+    host = max(range(len(told)), key=lambda index: ORDER.index(told[index]["verdict"]))
+    worst = Finding(**told[host])
+    return worst if worst.verdict == "works" else replace(worst, said=f"host {host}: {worst.said}")

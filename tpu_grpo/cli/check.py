@@ -1,0 +1,214 @@
+"""The command line of ``scripts/check.py``: checks a machine row by row, and writes what it found.
+
+    this process                packages, files of devices            before jax is imported
+    a process of its own        hosts, numbers, speeds, a plan        if it dies, the row that it was in is known
+    processes of a run          a run that is killed and continued    the devices are free again
+
+Nothing that imports jax is imported in this process.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tpu_grpo.cli.starting import command_parser, config_from_words, exit_code_of, met_hosts, prepare
+from tpu_grpo.config import RunConfig
+from tpu_grpo.hosts import Hosts, choose_platform, keep_programs
+from tpu_grpo.observe.run_files import CHECK_FILE, CHECK_PAGE, check_directory
+
+if TYPE_CHECKING:
+    from tpu_grpo.checking.findings import Done, Row
+
+ABOUT = """Checks this machine, or all hosts of a slice, row by row: what is there, whether it computes what it should,
+and how fast.
+
+The config's model is checked at its real widths, with few layers and random weights; nothing is downloaded. On a slice
+every worker runs the same command: scripts/launch.py run CONFIG --script scripts/check.py. What was found goes into
+RUN_check/check.json and check.html beside run.dir.
+
+Exit codes: 0 everything works; 1 something is broken; 2 the configuration is bad."""
+USAGE = "python scripts/check.py [CONFIG.yaml] [section.key=value ...]"
+AGREE_SECONDS = 300.0
+"""Hosts wait so long for each other after a row."""
+RUN_SECONDS = 300.0
+"""A process of the killed run may take so long."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command and return its exit code."""
+    parser = command_parser(USAGE, ABOUT, words="the config, and settings")
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # the process of its own, which writes there
+    options = parser.parse_intermixed_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        check = partial(_check_rows, file=options.rows) if options.rows else partial(_check, scratch=Path(scratch))
+        return exit_code_of(lambda: check(config_from_words(options.words)))
+
+
+def rows() -> "list[Row]":
+    """Return the rows of the process that has the devices, in their order, with budgets of a CPU."""
+    from tpu_grpo.checking import machine, measured_rates, numerics
+    from tpu_grpo.checking.findings import Row
+
+    devices, compiled, sampled = ("devices",), ("compiler",), ("log-probs float32",)
+    return [
+        Row("hosts", 3, machine.meet),
+        Row("clocks", 1, machine.clocks, ("hosts",)),
+        Row("devices", 2, machine.devices, ("hosts",)),
+        Row("memory", 1, machine.memory, devices),
+        Row("compiler", 20, numerics.compile_programs, devices),
+        Row("attention", 6, numerics.attention, compiled),
+        Row("filters", 2, numerics.filters, devices),
+        Row("sampler", 3, numerics.sampler, devices),
+        Row("log-probs float32", 4, numerics.log_probabilities("float32"), compiled),
+        Row("log-probs bfloat16", 8, numerics.log_probabilities("bfloat16"), compiled),
+        Row("decode loop", 8, numerics.decode_loop, sampled),
+        Row("packed update", 12, numerics.update, sampled),
+        Row("weight sync", 2, numerics.weight_sync, ("packed update",)),
+        Row("matrix products", 1, measured_rates.products, devices),
+        Row("memory speed", 1, measured_rates.bandwidth, devices),
+        Row("links", 2, measured_rates.links, ("matrix products", "memory speed")),
+        Row("attention speed", 3, measured_rates.kernel, ("attention", "memory speed")),
+        Row("prefill speed", 2, measured_rates.prefill, (*compiled, "matrix products")),
+        Row("host time", 1, measured_rates.host_time, ("decode loop",)),
+        Row("update speed", 4, measured_rates.learner, ("packed update", "matrix products", "memory speed")),
+        Row("plan", 3, measured_rates.plan, ("update speed", "prefill speed", "attention speed", "host time")),
+    ]
+
+
+def _budgets() -> float:
+    """Return the factor of all budgets: 1 on a CPU, for two minutes in all, and 5 elsewhere, for ten."""
+    return 1.0 if os.environ.get("JAX_PLATFORMS") == "cpu" else 5.0
+
+
+# --- the process that has the devices --------------------------------------------------------------------------------
+
+
+def _check_rows(config: RunConfig, file: Path) -> None:
+    """Check the rows, and write the name of each as it begins, and what was found, as lines of JSON."""
+    prepare(config)
+    from tpu_grpo.checking.findings import run_rows
+    from tpu_grpo.checking.numerics import Shared
+
+    with ExitStack() as stack, file.open("a") as lines:
+
+        def join() -> Hosts:
+            hosts, _ = stack.enter_context(met_hosts(config))
+            hosts.timeout_seconds = AGREE_SECONDS
+            keep_programs(config.run.compilation_cache, hosts)  # which the killed run takes up
+            return hosts
+
+        def tell(what: "str | Done") -> None:
+            print(json.dumps(what, default=asdict), file=lines, flush=True)
+            if not isinstance(what, str) and shared.hosts.is_first:
+                print(what.line, flush=True)
+
+        shared = Shared(config, check_directory(config.run_dir), join)
+        run_rows(rows(), shared, tell, lambda: shared.hosts, budgets=_budgets())
+        found: dict[str, Any] = {"generation": shared.generation and shared.generation.name, "rates": shared.rates}
+        found["host"] = shared.hosts.index
+        if shared.builds:
+            found["model"] = str(next(iter(shared.builds.values())).checkpoint.directory)
+        print(json.dumps({"found": found}), file=lines)
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def _check(config: RunConfig, scratch: Path) -> int:
+    from tpu_grpo.checking import machine
+    from tpu_grpo.checking.findings import Finding, Row, run_rows
+
+    directory = check_directory(config.run_dir)
+    directory.mkdir(parents=True, exist_ok=True)
+    done: list[Done] = []
+
+    def tell(what: "str | Done") -> None:
+        if not isinstance(what, str):
+            done.append(what)
+            if config.hosts.index == 0:
+                print(what.line, flush=True)
+
+    settings = scratch / "config.yaml"
+    settings.write_text(config.to_yaml())
+    choose_platform()
+    run_rows([Row("packages", 1, machine.packages), Row("TPU files", 1, machine.device_files)], None, tell)
+    found = _other_process(settings, done)
+    host = found.get("host", config.hosts.index)  # a slice numbers its hosts itself
+    words = [str(settings), f"model.path={found.get('model')}", "model.train_layers=null", "model.lora.layers=null"]
+
+    def killed_run(_: Any) -> Finding:
+        if not (Path(found.get("model", "")) / "tokenizer.json").exists():
+            return Finding("not reached", f"no tokenizer of {config.model.path} is here", "fetch the model first")
+        return machine.killed_run(host, words, directory / "run", RUN_SECONDS)
+
+    run_rows([Row("killed run", 25, killed_run)], None, tell, budgets=_budgets())
+    works = all(row.finding.verdict in ("works", "works but slow") for row in done)
+    if host == 0:
+        _write(directory, config, done, found, works)
+    return 0 if works else 1
+
+
+def _other_process(settings: Path, done: "list[Done]") -> dict[str, Any]:
+    """Check rows in a process of its own, and add them to ``done``; returns what else it found."""
+    from tpu_grpo.checking.findings import Done, Finding
+    from tpu_grpo.checking.machine import command
+
+    file, started = settings.with_name("rows.jsonl"), time.monotonic()
+    code = subprocess.run(**command("check", settings, "--rows", file)).returncode
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    of_rows = [line for line in lines if isinstance(line, dict) and "row" in line]
+    done += [Done(**{**line, "finding": Finding(**line["finding"])}) for line in of_rows]
+    if lines and "found" in (last := lines[-1]):
+        return last["found"]
+    begun = lines[-1] if lines and isinstance(lines[-1], str) else "hosts"
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    said = f"the process that checked it {how}; its own words are above"
+    done.append(Done(begun, 0, time.monotonic() - started, Finding("broken", said, "paste them with this block")))
+    print(done[-1].line, flush=True)
+    return {}
+
+
+def _write(directory: Path, config: RunConfig, done: "list[Done]", found: dict[str, Any], works: bool) -> None:
+    """Write check.json and the page, and print the block to paste."""
+    from tpu_grpo.observe.page_tables import Cell, Column, Table
+    from tpu_grpo.observe.run_page import write_page
+    from tpu_grpo.observe.summary import versions
+
+    counts = {verdict: sum(row.finding.verdict == verdict for row in done) for verdict in ("works", "works but slow")}
+    rest = len(done) - sum(counts.values())
+    seconds, model = sum(row.seconds for row in done), config.model.path
+    title = f"check of {model}: {counts['works']} rows work, {counts['works but slow']} but slow, {rest} do not"
+    used = ", ".join(f"{name} {version}" for name, version in versions().items())
+    planned = next((dict(row.finding.figures) for row in done if row.row == "plan"), {})
+    record = {"works": works, "model": model, "versions": versions(), "rows": [asdict(row) for row in done]}
+    text = json.dumps({**record, "planned": planned, **found}, indent=1)
+    (directory / CHECK_FILE).write_text(text + "\n")
+    columns = [Column("row"), Column("verdict"), Column("seconds", is_number=True), Column("found"), Column("do")]
+    cells = [
+        [Cell(x) for x in (row.row, row.finding.verdict, f"{row.seconds:.1f}", row.finding.said, row.finding.remedy)]
+        for row in done
+    ]
+    table = Table("", f"{seconds:.0f} seconds; {used}", columns, cells)
+    page = directory / CHECK_PAGE
+    write_page(
+        page,
+        "comparison.html.jinja",
+        title=title,
+        note="",
+        again=0,
+        overview=table,
+        evaluation=None,
+        drawings=[],
+        tables=[],
+    )
+    lines = [title, used, *(row.line for row in done if not works or row.finding.verdict != "works")]
+    print("\n".join(["", "--- to paste ---", *lines, "--- end ---", f"{directory / CHECK_FILE}, {page}"]))

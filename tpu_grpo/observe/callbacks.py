@@ -1,0 +1,96 @@
+"""Calls code of the user's own with the metrics and samples of a run, on host 0; it may ask the run to stop.
+
+    class Watcher:                                     # logging.callbacks: [my_callbacks.py:Watcher]
+        def __init__(self, config): ...                # the run's config, a nested dictionary
+        def on_step(self, metrics, samples): ...       # a line of metrics.jsonl; lines of samples.jsonl, all B of them
+        def on_evaluation(self, metrics, samples): ... # step and evaluation/*; lines of evaluations/<step>.jsonl
+        def close(self): ...                           # however the run ends
+
+A class has ``on_step`` or ``on_evaluation``, and optionally other methods. Either may return True to end the run
+after the current step, as Ctrl-C does: with a checkpoint, from which it can be continued. Functions that
+`tpu_grpo.train` takes are called as these methods are.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from tpu_grpo.config import RunConfig
+from tpu_grpo.config.plugins import find_function
+from tpu_grpo.records.errors import CallbackError, ConfigError
+
+EventFunction = Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], bool | None]
+"""Takes metrics and samples; True asks the run to stop."""
+EVENTS = ("on_step", "on_evaluation")
+
+
+class Callback:
+    """Calls those methods that one object has; ``make`` makes it of the config, when the run begins."""
+
+    def __init__(self, name: str, make: Callable[[Mapping[str, Any]], object]) -> None:
+        self.name, self._make = name, make
+        self._target: object = None
+        self.asked_to_stop = False
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        """Make the object."""
+        self._target = self._try("its constructor", self._make, config)
+
+    def call(self, event: str, metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> None:
+        """Call the method of an event with metrics and samples, and record whether the run is to stop.
+
+        Raises:
+            CallbackError: it raises anything, or returns something else than None, True or False.
+        """
+        if (method := getattr(self._target, event, None)) is None:
+            return
+        answer = self._try(f"{event} of step {metrics['step']}", method, dict(metrics), samples)
+        if answer is not None and not isinstance(answer, bool):
+            raise CallbackError(
+                f"callback {self.name}: {event} must return True to stop the run, or nothing, got {answer!r}; mend it"
+            )
+        self.asked_to_stop |= bool(answer)
+
+    def close(self) -> None:
+        """Call ``close``; raises as `call` does."""
+        if (method := getattr(self._target, "close", None)) is not None:
+            self._try("close", method)
+
+    def _try(self, where: str, call: Callable[..., Any], *given: Any) -> Any:
+        try:
+            return call(*given)
+        except Exception as error:  # users' code: anything can come
+            raise CallbackError(
+                f"callback {self.name} failed in {where}, got {type(error).__name__}: {error}; mend it or leave it out"
+            ) from error
+
+
+def find_callbacks(
+    config: RunConfig, on_step: EventFunction | None = None, on_evaluation: EventFunction | None = None
+) -> tuple[Callback, ...]:
+    """Load the classes of ``logging.callbacks``, and add these functions after them; nothing is called yet.
+
+    Raises:
+        ConfigError: a class cannot be found, takes something else than the config, or has neither method.
+    """
+    found = []
+    for name in config.logging.callbacks:
+        make: Any = find_function(name, "callback", ConfigError)
+        if not any(hasattr(make, event) for event in EVENTS):
+            raise ConfigError(
+                f"logging.callbacks must name classes with on_step or on_evaluation, got {name} with neither; add one"
+            )
+        try:
+            inspect.signature(make).bind({})
+        except TypeError:
+            raise ConfigError(
+                f"a callback must be made from the config alone, got {name}{inspect.signature(make)}; write def "
+                "__init__(self, config): ..."
+            ) from None
+        found.append(Callback(name, make))
+    for event, function in zip(EVENTS, (on_step, on_evaluation), strict=True):
+        if function is not None:
+            target = SimpleNamespace(**{event: function})
+            found.append(Callback(f"{event}={getattr(function, '__qualname__', function)}", lambda _, it=target: it))
+    return tuple(found)

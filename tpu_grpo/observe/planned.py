@@ -1,0 +1,68 @@
+"""The seconds of a run beside those of a plan: plan.json in run.dir, or what a check has planned for it."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from tpu_grpo.observe.json_lines import Lines, is_number, numbers
+from tpu_grpo.observe.page_tables import Cell, Column, Table
+from tpu_grpo.observe.run_files import CHECK_FILE, PLAN_FILE, check_directory
+from tpu_grpo.records.errors import DataError
+from tpu_grpo.records.outside import parse_json, read_file
+
+STAGES = {
+    "decode_step": ("decode", "rollout/decode_step_seconds", 1e3, "ms a step"),
+    "rollout": ("rollout", "rollout/seconds", 1.0, "s"),
+    "update": ("update", "update/seconds", 1.0, "s"),
+    "sync": ("weight sync", "weights/sync_seconds", 1.0, "s"),
+}
+"""Names of a plan: what they are called, the run's metric, and the unit in which both are shown, with its factor."""
+
+
+class Beside(NamedTuple):
+    """A time of the run and of its plan, in a unit."""
+
+    label: str
+    own: float
+    """The median of the steps."""
+    planned: float
+    unit: str
+
+    def __str__(self) -> str:
+        return f"{self.label} {self.own:.3g} {self.unit}, planned {self.planned:.3g}"
+
+
+def read_planned(run_dir: Path) -> dict[str, float]:
+    """Read the planned seconds of a run by the names of STAGES; empty if nobody has planned it.
+
+    Raises:
+        DataError: for a file that holds something else.
+    """
+    path = next((p for p in (run_dir / PLAN_FILE, check_directory(run_dir) / CHECK_FILE) if p.exists()), None)
+    if path is None:
+        return {}
+    try:
+        planned = parse_json(read_file(path))["planned"]
+        return {name: float(value) for name, value in planned.items() if name in STAGES}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} must hold planned seconds, got {error!r}; write it again, or remove it") from error
+
+
+def beside_plan(lines: Lines, planned: Mapping[str, float]) -> Iterator[Beside]:
+    """Compare the steps of a run with its plan; where there are several, without the first, which compiles."""
+    for name, (label, metric, factor, unit) in STAGES.items():
+        values = numbers(lines[1:] or lines, metric)
+        if values and is_number(planned.get(name)):
+            yield Beside(label, factor * median(values), factor * planned[name], unit)
+
+
+def plan_table(lines: Lines, planned: Mapping[str, float]) -> Table | None:
+    """Make the report's table of a run's seconds beside its plan's; None without a plan."""
+    columns = [Column("stage"), Column("median", is_number=True), Column("planned", is_number=True), Column("unit")]
+    rows = [
+        [Cell(b.label), Cell(f"{b.own:.3g}"), Cell(f"{b.planned:.3g}"), Cell(b.unit)]
+        for b in beside_plan(lines, planned)
+    ]
+    note = "A plan is for completions of the longest length, unless it was told their mean."
+    return Table("Beside the plan", note, columns, rows) if rows else None

@@ -1,0 +1,173 @@
+"""Compares a run with what others published of the same recipe: the points that they gave, and nothing between them.
+
+    published = read_published("qwen3_1p7b_gsm8k")       # configs/reference/qwen3_1p7b_gsm8k.json; or a file
+    published.sentences(lines, config)
+
+A point is a value, a range or both, and the steps over which the metric of the run is averaged for it: [100, 100] is
+what the run has at step 100, and nothing is said of it before.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from tpu_grpo.config import SHIPPED_CONFIGS, load_config
+from tpu_grpo.config.section import PositiveInt, Section
+from tpu_grpo.config.setting_names import effect_of
+from tpu_grpo.observe.chart_drawing import Chart, Line
+from tpu_grpo.observe.json_lines import Lines, numbers
+from tpu_grpo.observe.page_tables import Cell, Column, Table, decimal
+from tpu_grpo.observe.run_reader import ABSENT, differences
+from tpu_grpo.records.errors import ConfigError
+from tpu_grpo.records.outside import parse_json, read_file
+
+REFERENCES = SHIPPED_CONFIGS / "reference"
+"""Each published run has its points here, as NAME.json, beside its config, NAME.yaml."""
+SHOWN_SETTINGS = 6
+COLOUR = 7
+
+
+class Point(Section):
+    """This was published for some steps."""
+
+    by: str
+    """Who found it, with what."""
+    steps: tuple[PositiveInt, PositiveInt]
+    """The run's metric is averaged from the first to the last of these."""
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if (self.low is None) != (self.high is None) or (self.value is None and self.low is None):
+            raise ValueError("must have a value, or low and high, or all three")
+        if self.steps[0] > self.steps[1]:
+            raise ValueError(f"must have steps in order, got {list(self.steps)}")
+        return self
+
+    @property
+    def when(self) -> str:
+        """Name the steps."""
+        first, last = self.steps
+        return f"step {last}" if first == last else f"steps {first} to {last}"
+
+    @property
+    def what(self) -> str:
+        """Write value and range."""
+        between = "" if self.low is None else f"{self.low:g} to {self.high:g}"
+        return between if self.value is None else f"{self.value:g}{between and f' ({between})'}"
+
+    def verdict(self, own: float) -> str:
+        """Compare a value of the run: with the range if one was published, else only by the difference."""
+        if self.low is None or self.high is None:
+            return f"differs by {own - (self.value or 0.0):+.4f}"
+        beyond = own - min(max(own, self.low), self.high)
+        return f"outside, by {beyond:+.4f}" if beyond else "inside"
+
+
+class Published(Section):
+    """This was published of a run."""
+
+    path: Path
+    source: str
+    metric: str
+    """The metric of a run that is compared."""
+    doubt: str = ""
+    """What is not certain about source, recipe or metric."""
+    points: tuple[Point, ...] = Field(min_length=1)
+
+    def own(self, point: Point, lines: Lines) -> float | None:
+        """Average the run's metric over the steps of a point; None until it was measured and the last step is done."""
+        first, last = point.steps
+        values = numbers((line for line in lines if first <= line["step"] <= last), self.metric)
+        return fmean(values) if values and lines[-1]["step"] >= last else None
+
+    def sentences(self, lines: Lines, config: Mapping[str, Any], step: int | None = None) -> list[str]:
+        """Say how the run compares, at all points or at those that end at a step; and if it is outside of every range
+        that was published for the last of them, where to look first."""
+        owns = [(point, self.own(point, lines)) for point in self.points if step in (None, point.steps[1])]
+        known = [(point, own) for point, own in owns if own is not None]
+        said = [
+            f"{point.when}: {self.metric} {own:.4f}; {point.by}: {point.what}; {point.verdict(own)}"
+            for point, own in known
+        ]
+        last = max((point.steps[1] for point, _ in known if point.low is not None), default=0)
+        at_last = [point.verdict(own) for point, own in known if point.steps[1] == last and point.low is not None]
+        if at_last and "inside" not in at_last:
+            said.append(f"the run is outside of what was published: {self._where_to_look(lines, config)}")
+        return said
+
+    def _where_to_look(self, lines: Lines, config: Mapping[str, Any]) -> str:
+        """Name the settings that decide results and are not the reference's, or else the metrics to look at first."""
+        reference = self.path.with_suffix(".yaml")
+        changed = list(_other_settings(reference, config)) if reference.is_file() else []
+        if changed:
+            more = f", and {len(changed) - SHOWN_SETTINGS} more" if len(changed) > SHOWN_SETTINGS else ""
+            return (
+                f"look first at the settings that are not the reference's: {'; '.join(changed[:SHOWN_SETTINGS])}{more}"
+            )
+        names = ("agreement/logprob_abs_diff_mean", "completions/truncated_fraction")
+        figures = [f"{name} ({values[-1]:.3g})" for name in names if (values := numbers(lines, name))]
+        same = "its settings are the reference's, so " if reference.is_file() else ""
+        return f"{same}look first at {', '.join([*figures, 'samples.jsonl'])}, then try another run.seed"
+
+    def beside(self, chart: Chart) -> Chart:
+        """Draw every point by itself in the chart of the metric: a dot, or a stroke over its range."""
+        if chart.title != ("Evaluation" if self.metric.startswith("evaluation/") else "Reward"):
+            return chart
+        drawn = [
+            (point.steps[1], value) for point in self.points for value in (np.nan, point.low, point.high, point.value)
+        ]
+        known = [(step, value) for step, value in drawn if value is not None]
+        steps, values = np.array(known, np.float64).T
+        return replace(chart, lines=[*chart.lines, Line("published", steps, values, COLOUR, is_strong=True)])
+
+    def table(self, lines: Lines, config: Mapping[str, Any]) -> Table:
+        """Set the run beside every point."""
+        owns = [(point, self.own(point, lines)) for point in self.points]
+        rows = [
+            (point.when, point.by, point.what, decimal(own, ".4f"), "not yet" if own is None else point.verdict(own))
+            for point, own in owns
+        ]
+        columns = [
+            Column("of"),
+            Column("by"),
+            *(Column(name, is_number=True) for name in ("published", "this run", "")),
+        ]
+        said = [text for text in self.sentences(lines, config)[-1:] if text.startswith("the run is outside")]
+        note = " ".join([f"{self.metric}, published at {self.source}.", self.doubt, *(f"{text}." for text in said)])
+        return Table(f"Against {self.path.stem}", note, columns, [[Cell(text) for text in row] for row in rows])
+
+
+def _other_settings(reference: Path, config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings that results depend on and that are not those of the reference's config."""
+    theirs = load_config(reference)
+    ends = theirs.optimizer.ends_with_run
+    for name, (their, own) in differences([theirs.model_dump(mode="json"), config]).items():
+        if their != ABSENT and effect_of(name, rate_ends_with_run=ends) == "results":
+            yield f"{name}: {own} for {their}"
+
+
+def read_published(name: str) -> Published:
+    """Read what was published of a reference run, by its name, or from a file.
+
+    Raises:
+        ConfigError: there is none of that name, or the file is not as it should be.
+    """
+    path = Path(name) if name.endswith(".json") else REFERENCES / f"{name}.json"
+    try:
+        found = parse_json(read_file(path))
+        return Published.model_validate({**found, "path": path})
+    except FileNotFoundError:
+        known = ", ".join(sorted(each.stem for each in REFERENCES.glob("*.json")))
+        raise ConfigError(
+            f"logging.against (--against) must be one of {known}, or a file NAME.json, got {name}; correct it"
+        ) from None
+    except (OSError, ValueError, TypeError) as error:  # a ValidationError and an error of JSON are ValueErrors
+        raise ConfigError(f"{path} must hold points as configs/reference has them ({error}); mend it") from error
